@@ -1,0 +1,31 @@
+"""Integer lists as they travel: little-endian int32, packed in bytes (token ids, page ids)."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+ITEM_BYTES = 4
+
+
+def pack(values: Iterable[int]) -> bytes:
+    """Return the values as little-endian int32 bytes. Raises OverflowError for a value outside int32."""
+    packed = array("i", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """Return the packed values. Raises ValueError when the length is no multiple of four bytes."""
+    if len(data) % ITEM_BYTES:
+        raise ValueError(f"a packed int32 list has {len(data)} bytes, which is no multiple of {ITEM_BYTES}")
+    values = array("i")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def packed_length(data: bytes) -> int:
+    """Number of values in packed bytes."""
+    return len(data) // ITEM_BYTES

@@ -1,0 +1,23 @@
+"""msgpack encoding of the tagged message unions; encoders and decoders are reused, as msgspec advises."""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+M = TypeVar("M")
+DecodeError = msgspec.DecodeError  # ValidationError, its subclass, is raised for a well-formed wrong message
+
+
+class Codec(Generic[M]):
+    """Encodes and decodes one union of messages. Not thread-safe: each thread makes its own."""
+
+    def __init__(self, union: object) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)  # type: ignore[arg-type]
+
+    def encode(self, message: M) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode(self, data: bytes | memoryview) -> M:
+        """Raises DecodeError when the bytes are no message of the union."""
+        return self._decoder.decode(data)

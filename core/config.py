@@ -1,0 +1,94 @@
+"""Configuration slices: frozen, complete, parsed once in server/config.py. Each part gets its own slice only."""
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "colocated"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """model: "smollm2", a folder, a .gguf file or a hub id. dtype and device are resolved (never "auto") when a
+    stage sees them. max_model_len: prompt and generated tokens together; 0 takes the model's own limit."""
+
+    model: str = "smollm2"
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_model_len: int = 0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages."""
+
+    page_size: int = 16
+    kv_pages: int = 0
+    threads: int = 0
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds and deadlines of the scheduler. Deadlines measure the silence of somebody, in seconds.
+
+    chunk_tokens: token budget of one plan. max_running: rows in one plan. metadata_rows: requests that may hold a
+    metadata row at once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
+    not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
+    transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
+    """
+
+    page_size: int = 16
+    kv_pages: int = 0
+    max_model_len: int = 0
+    vocab_size: int = 0
+    stages: int = 1
+    pipeline_depth: int = 1
+    chunk_tokens: int = 512
+    max_running: int = 64
+    metadata_rows: int = 256
+    max_queued_tokens: int = 262144
+    max_queued_requests: int = 4096
+    prefix_cache: bool = True
+    policy: str = "fcfs"
+    bootstrap_timeout_s: float = 30.0
+    transfer_timeout_s: float = 10.0
+    stage_timeout_s: float = 120.0
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
+    peer_timeout_s: silence after which a peer is gone; pings go out at a third of it."""
+
+    host: str = "127.0.0.1"
+    desk_port: int = 0
+    data_port: int = 0
+    window_bytes: int = 64 << 20
+    peer_timeout_s: float = 3.0
+    checksum: bool = True
+    max_peers: int = 64
+    max_tickets_per_peer: int = 1024
+    max_frame_bytes: int = 256 << 20
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The front end. fallback "local": a decode server computes prompts itself when no prefill server can."""
+
+    role: Role = "colocated"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    insecure: bool = False
+    prefill: tuple[str, ...] = ()
+    fallback: Literal["none", "local"] = "none"
+    max_body_bytes: int = 16 << 20
+    drain_timeout_s: float = 30.0
+    served_model_name: str = ""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All slices of one server."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    transfer: TransferConfig = TransferConfig()
+    server: ServerConfig = ServerConfig()

@@ -1,0 +1,141 @@
+"""Messages between the front end and the scheduler (ZMQ, msgpack)."""
+
+import msgspec
+
+from core.errors import ErrorInfo
+from core.request import Entrance, Exit, Handoff, SamplingParams, Timing, TokenLogprob, Usage
+from core.stats import Stats
+
+
+class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of what the front end sends."""
+
+
+class Submit(Intake, frozen=True, kw_only=True):
+    """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
+    prefill server (entrance "wire"). deadline_s: seconds the client is willing to wait in all."""
+
+    rid: str
+    prompt: bytes
+    sampling: SamplingParams
+    entrance: Entrance = "compute"
+    exit: Exit = "here"
+    ticket: str | None = None
+    prefill: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    progress: bool = False
+
+
+class Abort(Intake, frozen=True, kw_only=True):
+    """Take a request back. Answered by Failed with this error unless the request has already ended.
+    finish: the request is complete for its owner (a stop string was seen); answered by Finished."""
+
+    rid: str
+    error: ErrorInfo | None = None
+    finish: bool = False
+
+
+class AddPrefill(Intake, frozen=True, kw_only=True):
+    """Dial a prefill server's desk. name: its URL as configured; endpoint: tcp://host:port."""
+
+    name: str
+    endpoint: str
+
+
+class RemovePrefill(Intake, frozen=True, kw_only=True):
+    """Hang up on a prefill server."""
+
+    name: str
+
+
+class Drain(Intake, frozen=True, kw_only=True):
+    """Refuse new work; answered by Drained when the last request has ended."""
+
+
+class QueryStats(Intake, frozen=True, kw_only=True):
+    """Ask for a Stats snapshot; doubles as the liveness probe of the scheduler's loop."""
+
+    token: int
+
+
+class Shutdown(Intake, frozen=True, kw_only=True):
+    """End the scheduler and its stages now; unfinished requests fail, peers are told."""
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of what the scheduler sends."""
+
+
+class EngineState(Output, frozen=True, kw_only=True):
+    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for."""
+
+    ready: bool
+    reason: str = ""
+    desk_port: int = 0
+    instance: str = ""
+
+
+class PrefillState(Output, frozen=True, kw_only=True):
+    """A prefill server's desk was reached, refused us, or fell silent."""
+
+    name: str
+    up: bool
+    reason: str = ""
+
+
+class Reserved(Output, frozen=True, kw_only=True):
+    """Entrance "wire": pages are leased here and the prefill's desk has been told; post the prompt now."""
+
+    rid: str
+
+
+class Progress(Output, frozen=True, kw_only=True):
+    """phase: bootstrapped, computing, transferring. done of total prompt tokens are computed."""
+
+    rid: str
+    phase: str
+    done: int
+    total: int
+
+
+class Tokens(Output, frozen=True, kw_only=True):
+    """New tokens of a request, in order; logprobs has one entry per token where asked for."""
+
+    rid: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(Output, frozen=True, kw_only=True):
+    """The end of a request that went well; all its tokens were sent in Tokens before."""
+
+    rid: str
+    reason: str
+    usage: Usage
+    timing: Timing
+    handoff: Handoff = Handoff()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+class Failed(Output, frozen=True, kw_only=True):
+    """The end of a request that did not go well."""
+
+    rid: str
+    error: ErrorInfo
+
+
+class Drained(Output, frozen=True, kw_only=True):
+    """No request is left."""
+
+
+class StatsReply(Output, frozen=True, kw_only=True):
+    """Answer to QueryStats with the same token."""
+
+    token: int
+    stats: Stats
+
+
+IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | Shutdown
+OutputMessage = EngineState | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply

@@ -1,0 +1,264 @@
+"""The numbered stream of orders from the scheduler to every stage, and what stages report back (ZMQ, msgpack).
+
+Forward, Send and Release are executed in stream order by the stage's compute thread, so a Send never overtakes
+the Forward that computes its pages. The others act on the wire at once. Every stage gets the same stream.
+"""
+
+import msgspec
+
+from core.geometry import Geometry
+from core.request import FirstToken, SamplingParams, TokenLogprob
+from core.stats import Stats
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request's part of a plan: positions [start, start + count).
+
+    request: the scheduler's serial number of the request, unique for its life.
+    tokens: packed int32 ids of the positions, or b"" when count is 1 and the token is the one that this
+        pipeline sampled last for the request (it may not have been reported yet).
+    pages: packed int32 page ids covering [0, start + count).
+    sample: set when the row's last position is to be sampled.
+    prompt_logprobs: alternatives to report for the row's own prompt tokens; next_token is the prompt token
+        after the row's last position (None when the row ends the prompt).
+    """
+
+    request: int
+    start: int
+    count: int
+    pages: bytes
+    tokens: bytes = b""
+    sample: SamplingParams | None = None
+    prompt_logprobs: int | None = None
+    next_token: int | None = None
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of the stream. seq rises by one from order to order."""
+
+    seq: int
+
+
+class Forward(Order, frozen=True, kw_only=True):
+    """The plan: one forward pass over the rows (one microbatch)."""
+
+    rows: tuple[Row, ...]
+
+
+class Send(Order, frozen=True, kw_only=True):
+    """Hand tokens [start, start + count) of a request to a peer's session.
+
+    pages: packed source page ids; the first one holds position start. dst_pages: packed ids in the peer's pool,
+    in the peer's page size; the first one holds position start. row: metadata row here, dst_row: at the peer.
+    chunk counts from 0; the last one carries the metadata. count may be 0 for a last chunk (all was sent before).
+    """
+
+    request: int
+    session: str
+    ticket: str
+    generation: int
+    chunk: int
+    start: int
+    count: int
+    pages: bytes
+    dst_pages: bytes
+    row: int
+    dst_row: int
+    last: FirstToken | None = None
+
+
+class Cancel(Order, frozen=True, kw_only=True):
+    """Send nothing more for a request. Answered by Quiet once no byte of it is queued anywhere."""
+
+    request: int
+
+
+class Release(Order, frozen=True, kw_only=True):
+    """Forget a request; its pages may belong to another one from the next order on."""
+
+    request: int
+
+
+class AdmitPeer(Order, frozen=True, kw_only=True):
+    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged."""
+
+    session: str
+    geometry: Geometry
+    window_bytes: int
+
+
+class DropPeer(Order, frozen=True, kw_only=True):
+    """The session has ended: send nothing to it any more, forget it."""
+
+    session: str
+
+
+class Dial(Order, frozen=True, kw_only=True):
+    """Open the data connections to a prefill server: one endpoint per stage of it, in stage order.
+    session is the secret its desk gave us; geometries are those of its stages."""
+
+    session: str
+    endpoints: tuple[str, ...]
+    geometries: tuple[Geometry, ...]
+    window_bytes: int
+
+
+class HangUp(Order, frozen=True, kw_only=True):
+    """Close the data connections of a session."""
+
+    session: str
+
+
+class Expect(Order, frozen=True, kw_only=True):
+    """KV of a request will come under (ticket, generation): tokens [start, start + count) into these pages
+    (packed ids; the first one holds position start), metadata into row. Answered by Expecting."""
+
+    request: int
+    session: str
+    ticket: str
+    generation: int
+    start: int
+    count: int
+    pages: bytes
+    row: int
+
+
+class Forget(Order, frozen=True, kw_only=True):
+    """Write nothing more for a request. Answered by Forgotten; its pages may then be used for others."""
+
+    request: int
+
+
+class Beat(Order, frozen=True, kw_only=True):
+    """Liveness probe; answered by StageBeat."""
+
+
+class Halt(Order, frozen=True, kw_only=True):
+    """End the stage process."""
+
+
+class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of what a stage reports."""
+
+    stage: int
+
+
+class StageReady(StageEvent, frozen=True, kw_only=True):
+    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach."""
+
+    geometry: Geometry
+    fingerprint: str
+    data_port: int
+    kv_pages: int
+    vocab_size: int
+
+
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token sampled for a row."""
+
+    request: int
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of prompt tokens at positions [start, start + len(entries))."""
+
+    request: int
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+class PlanDone(StageEvent, frozen=True, kw_only=True):
+    """The Forward with this seq has been computed here. Only the last stage reports samples."""
+
+    seq: int
+    duration_s: float
+    samples: tuple[Sampled, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Acked(StageEvent, frozen=True, kw_only=True):
+    """The peer has written a chunk of this stage, checksum right. bytes: of its payload."""
+
+    request: int
+    chunk: int
+    bytes: int
+
+
+class SendFailed(StageEvent, frozen=True, kw_only=True):
+    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent."""
+
+    request: int
+    code: str
+    message: str
+
+
+class Quiet(StageEvent, frozen=True, kw_only=True):
+    """Answer to Cancel."""
+
+    request: int
+
+
+class Expecting(StageEvent, frozen=True, kw_only=True):
+    """Answer to Expect."""
+
+    request: int
+
+
+class Arrived(StageEvent, frozen=True, kw_only=True):
+    """Every chunk of a request from every stage of the prefill server has been written, and the metadata row."""
+
+    request: int
+    first: FirstToken
+    bytes: int
+    chunks: int
+
+
+class ChunkArrived(StageEvent, frozen=True, kw_only=True):
+    """A chunk has been written: the prefill server is not silent about this request."""
+
+    request: int
+
+
+class FetchFailed(StageEvent, frozen=True, kw_only=True):
+    """Incoming KV was bad (checksum, bounds, metadata of another ticket)."""
+
+    request: int
+    code: str
+    message: str
+
+
+class Forgotten(StageEvent, frozen=True, kw_only=True):
+    """Answer to Forget."""
+
+    request: int
+
+
+class StageBeat(StageEvent, frozen=True, kw_only=True):
+    """Answer to Beat, with the stage's counters."""
+
+    stats: Stats
+
+
+class StageFailed(StageEvent, frozen=True, kw_only=True):
+    """The stage cannot go on; its process ends after this."""
+
+    message: str
+
+
+OrderMessage = Forward | Send | Cancel | Release | AdmitPeer | DropPeer | Dial | HangUp | Expect | Forget | Beat | Halt
+StageMessage = (
+    StageReady
+    | PlanDone
+    | Acked
+    | SendFailed
+    | Quiet
+    | Expecting
+    | Arrived
+    | ChunkArrived
+    | FetchFailed
+    | Forgotten
+    | StageBeat
+    | StageFailed
+)

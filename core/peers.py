@@ -1,0 +1,166 @@
+"""What the desk (prefill side) and the dialer (decode side) tell the scheduler, and what it has them say.
+
+These pass inside one process, as values. The wire messages behind them are in transfer/messages.py; whatever gets
+this far has been checked against what the peer said in its hello.
+"""
+
+import msgspec
+
+from core.errors import ErrorInfo
+from core.geometry import Geometry
+from core.request import FirstToken
+
+
+class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of events from the desk and the dialer."""
+
+
+class PeerJoined(PeerEvent, frozen=True, kw_only=True):
+    """Desk: a decode peer was welcomed. name is what it calls itself, for logs."""
+
+    session: str
+    name: str
+    geometry: Geometry
+    window_bytes: int
+
+
+class PeerGone(PeerEvent, frozen=True, kw_only=True):
+    """Desk: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
+
+    session: str
+    reason: str
+
+
+class PeerReserved(PeerEvent, frozen=True, kw_only=True):
+    """Desk: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
+    cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row."""
+
+    session: str
+    ticket: str
+    generation: int
+    prompt_tokens: int
+    cached_tokens: int
+    pages: bytes
+    row: int
+
+
+class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
+    """Desk: the peer takes a ticket back; to be answered by TellCancelled."""
+
+    session: str
+    ticket: str
+    generation: int
+    reason: str
+
+
+class PrefillUp(PeerEvent, frozen=True, kw_only=True):
+    """Dialer: a prefill server welcomed us."""
+
+    name: str
+    session: str
+    endpoints: tuple[str, ...]
+    geometries: tuple[Geometry, ...]
+    window_bytes: int
+
+
+class PrefillDown(PeerEvent, frozen=True, kw_only=True):
+    """Dialer: a prefill server refused us or fell silent. session is None if it never welcomed us."""
+
+    name: str
+    session: str | None
+    reason: str
+
+
+class TicketFailed(PeerEvent, frozen=True, kw_only=True):
+    """Dialer: the prefill server failed a ticket; no more bytes come for it."""
+
+    session: str
+    ticket: str
+    generation: int
+    error: ErrorInfo
+
+
+class TicketFinished(PeerEvent, frozen=True, kw_only=True):
+    """Dialer: the prefill ended the request with its first token; no KV comes."""
+
+    session: str
+    ticket: str
+    generation: int
+    first: FirstToken
+
+
+class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
+    """Dialer: answer to AskCancel."""
+
+    session: str
+    ticket: str
+    generation: int
+
+
+class PeerEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of effects for the desk and the dialer."""
+
+
+class TellFailed(PeerEffect, frozen=True, kw_only=True):
+    """Desk: the ticket has failed."""
+
+    session: str
+    ticket: str
+    generation: int
+    error: ErrorInfo
+
+
+class TellFinished(PeerEffect, frozen=True, kw_only=True):
+    """Desk: the ticket is finished. first is set when the request ended with its first token and no KV moved;
+    None when every chunk was acknowledged (the end of the ticket at both sides)."""
+
+    session: str
+    ticket: str
+    generation: int
+    first: FirstToken | None = None
+
+
+class TellCancelled(PeerEffect, frozen=True, kw_only=True):
+    """Desk: no byte follows for this generation."""
+
+    session: str
+    ticket: str
+    generation: int
+
+
+class AskDial(PeerEffect, frozen=True, kw_only=True):
+    """Dialer: keep a connection to this desk."""
+
+    name: str
+    endpoint: str
+
+
+class AskHangUp(PeerEffect, frozen=True, kw_only=True):
+    """Dialer: close the connection."""
+
+    name: str
+
+
+class AskReserve(PeerEffect, frozen=True, kw_only=True):
+    """Dialer: announce pages for a ticket (fields as in PeerReserved)."""
+
+    session: str
+    ticket: str
+    generation: int
+    prompt_tokens: int
+    cached_tokens: int
+    pages: bytes
+    row: int
+
+
+class AskCancel(PeerEffect, frozen=True, kw_only=True):
+    """Dialer: take a ticket back; answered by TicketCancelled (or the end of the session)."""
+
+    session: str
+    ticket: str
+    generation: int
+    reason: str
+
+
+DeskEffect = TellFailed | TellFinished | TellCancelled
+DialerEffect = AskDial | AskHangUp | AskReserve | AskCancel
