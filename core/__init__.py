@@ -1,1 +1,1 @@
-"""The words all parts share: requests, orders, events, errors, configuration slices. Standard library and msgspec only."""
+"""The words all parts share: requests, orders, events, errors, configuration. Standard library and msgspec only."""

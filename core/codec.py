@@ -13,7 +13,7 @@ class Codec(Generic[M]):
 
     def __init__(self, union: object) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: M) -> bytes:
         return self._encoder.encode(message)

@@ -60,6 +60,13 @@ class QueryStats(Intake, frozen=True, kw_only=True):
     token: int
 
 
+class StageLost(Intake, frozen=True, kw_only=True):
+    """The supervisor saw a stage process end."""
+
+    stage: int
+    message: str
+
+
 class Shutdown(Intake, frozen=True, kw_only=True):
     """End the scheduler and its stages now; unfinished requests fail, peers are told."""
 
@@ -74,7 +81,9 @@ class EngineState(Output, frozen=True, kw_only=True):
     ready: bool
     reason: str = ""
     desk_port: int = 0
+    data_ports: tuple[int, ...] = ()
     instance: str = ""
+    fingerprint: str = ""
 
 
 class PrefillState(Output, frozen=True, kw_only=True):
@@ -137,5 +146,5 @@ class StatsReply(Output, frozen=True, kw_only=True):
     stats: Stats
 
 
-IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | Shutdown
+IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StageLost | Shutdown
 OutputMessage = EngineState | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply

@@ -262,3 +262,8 @@ StageMessage = (
     | StageBeat
     | StageFailed
 )
+
+
+def stage_identity(stage: int) -> bytes:
+    """The routing id under which a stage connects to the scheduler's order socket."""
+    return b"stage-%d" % stage

@@ -1,0 +1,199 @@
+"""The stage's I/O thread: orders in, events out, pages to and from peers.
+
+    scheduler ──orders──► ┌──────────┐ ──Forward, Send, Release──► compute thread
+              ◄──events── │ I/O      │ ◄──events, Send (its pages are computed now)──
+    peers ◄──── pages ───►│ thread   │
+                          └──────────┘
+
+The thread owns every socket of the stage. The compute thread owns the model and talks to it through two bounded
+queues; a Send passes through the compute thread, so that it cannot overtake the Forward that computes its pages.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from core.clock import Clock
+from core.codec import Codec
+from core.orders import (
+    AdmitPeer,
+    Beat,
+    Cancel,
+    Dial,
+    DropPeer,
+    Expect,
+    Forget,
+    Forward,
+    Halt,
+    HangUp,
+    OrderMessage,
+    Release,
+    Send,
+    StageBeat,
+    StageFailed,
+    StageMessage,
+    stage_identity,
+)
+from core.ports import Port
+from core.stats import Stats
+from transfer.receiver import Receiver
+from transfer.sender import Sender
+
+log = logging.getLogger(__name__)
+
+QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credits, so a full queue is a bug
+MAX_WAIT_S = 1.0
+ORDERS_PER_PASS = 256
+
+WirePort = Port[StageMessage, Any]
+
+
+class Outbox:
+    """What the compute thread hands to the I/O thread: a bounded queue, and a socket pair that wakes the poller."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._items: queue.Queue[StageMessage | Send | Release | Halt] = queue.Queue(QUEUE_LIMIT)
+        endpoint = f"inproc://outbox-{id(self)}"
+        self.reader = context.socket(zmq.PAIR)  # the I/O thread's
+        self.reader.bind(endpoint)
+        self._writer = context.socket(zmq.PAIR)  # the compute thread's
+        self._writer.connect(endpoint)
+
+    def post(self, item: StageMessage | Send | Release | Halt) -> None:
+        """Compute thread only."""
+        self._items.put_nowait(item)
+        self._writer.send(b"")
+
+    def drain(self) -> list[StageMessage | Send | Release | Halt]:
+        """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
+        items: list[StageMessage | Send | Release | Halt] = []
+        while len(items) < ORDERS_PER_PASS:
+            try:
+                self.reader.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            items.append(self._items.get_nowait())
+        return items
+
+    def close_writer(self) -> None:
+        """Compute thread only."""
+        self._writer.close()
+
+
+class StageWire(threading.Thread):
+    """Runs until Halt, or until the scheduler cannot be reached any more."""
+
+    def __init__(
+        self,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        stage: int,
+        sender: Sender,
+        receiver: Receiver,
+        inbox: "queue.Queue[OrderMessage]",
+        outbox: Outbox,
+        clock: Clock,
+    ) -> None:
+        super().__init__(name="stage-wire", daemon=True)
+        self._control = context.socket(zmq.DEALER)
+        self._control.routing_id = stage_identity(stage)
+        self._control.set_hwm(0)
+        self._control.linger = 1000
+        self._control.connect(endpoint)
+        self._stage = stage
+        self._sender = sender
+        self._receiver = receiver
+        self._ports: tuple[WirePort, ...] = (sender, receiver)
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._orders: Codec[OrderMessage] = Codec(OrderMessage)
+        self._events: Codec[StageMessage] = Codec(StageMessage)
+        self._running = True
+
+    def run(self) -> None:
+        try:
+            while self._running:
+                self._turn()
+        except Exception as error:
+            log.exception("the stage's I/O thread has failed")
+            self._report([StageFailed(stage=self._stage, message=f"I/O thread: {error}")])
+            self._inbox.put(Halt(seq=0))
+        finally:
+            for port in self._ports:
+                port.close()
+            self._control.close()
+            self._outbox.reader.close()
+
+    def _turn(self) -> None:
+        readable = self._wait()
+        now = self._clock.now()
+        if self._control in readable:
+            self._take_orders(now)
+        if self._outbox.reader in readable:
+            self._take_results(now)
+        for port in self._ports:
+            if any(socket in readable for socket in port.sockets()):
+                self._report(port.receive(now))
+            deadline = port.next_deadline()
+            if deadline is not None and deadline <= now:
+                self._report(port.tick(now))
+
+    def _wait(self) -> set[Any]:
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._outbox.reader, zmq.POLLIN)
+        for port in self._ports:
+            for socket in port.sockets():
+                poller.register(socket, zmq.POLLIN)
+        now = self._clock.now()
+        waits = [deadline - now for port in self._ports if (deadline := port.next_deadline()) is not None]
+        timeout_ms = max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
+        return {socket for socket, _ in poller.poll(timeout_ms)}
+
+    def _take_orders(self, now: float) -> None:
+        for _ in range(ORDERS_PER_PASS):
+            try:
+                frame = self._control.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._obey(self._orders.decode(frame), now)
+
+    def _obey(self, order: OrderMessage, now: float) -> None:
+        match order:
+            case Forward() | Send() | Release():
+                self._inbox.put_nowait(order)
+            case AdmitPeer() | DropPeer() | Cancel():
+                self._report(self._sender.apply(order, now))
+            case Dial() | HangUp() | Expect() | Forget():
+                self._report(self._receiver.apply(order, now))
+            case Beat():
+                self._report([StageBeat(stage=self._stage, stats=self._statistics())])
+            case Halt():
+                self._inbox.put_nowait(order)
+                self._running = False
+
+    def _take_results(self, now: float) -> None:
+        for item in self._outbox.drain():
+            if isinstance(item, Halt):
+                self._running = False
+            elif isinstance(item, Send | Release):
+                self._report(self._sender.apply(item, now))
+            else:
+                self._report([item])
+
+    def _report(self, events: Sequence[StageMessage]) -> None:
+        for event in events:
+            self._control.send(self._events.encode(event))
+
+    def _statistics(self) -> Stats:
+        parts = (self._sender.statistics(), self._receiver.statistics())
+        return Stats(
+            samples=tuple(sample for part in parts for sample in part.samples),
+            histograms=tuple(histogram for part in parts for histogram in part.histograms),
+        )

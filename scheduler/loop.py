@@ -1,0 +1,128 @@
+"""The scheduler's event loop: the only place where the pure scheduler meets sockets and time.
+
+                 ┌──────────────────────────── one turn ────────────────────────────┐
+    front end ──►│                                                                   │──► front end
+    stages    ──►│ wait ─► receive ─► handle(event) ─► plan while credits ─► apply   │──► stages (orders)
+    desk      ──►│  (sockets readable,                   effects in order            │──► desk
+    dialer    ──►│   or next deadline)                                               │──► dialer
+                 └───────────────────────────────────────────────────────────────────┘
+
+Nothing in a turn blocks but the wait. Applying an effect may bring events (a port that closes a session, say); they
+are handled in the same turn.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from core.clock import Clock
+from core.intake import Output, Shutdown
+from core.orders import Order
+from core.peers import DeskEffect, DialerEffect, PeerEffect
+from core.ports import Port
+from scheduler.scheduler import Effect, Event, Scheduler
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 1.0
+AnyPort = Port[Event, Any]
+
+
+class SchedulerLoop:
+    """Drains ports into one Scheduler and applies what it decides.
+
+    front takes Output effects, stages Orders, desk and dialer their own; desk and dialer may be absent, and
+    effects for them are then a programming error. observe sees every event before it is handled.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        front: AnyPort,
+        stages: AnyPort,
+        desk: AnyPort | None,
+        dialer: AnyPort | None,
+        clock: Clock,
+        observe: Callable[[Event], None] = lambda _event: None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._front = front
+        self._stages = stages
+        self._desk = desk
+        self._dialer = dialer
+        self._ports = [port for port in (front, stages, desk, dialer) if port is not None]
+        self._clock = clock
+        self._observe = observe
+        self._stopping = False
+
+    def run(self) -> None:
+        """Turn until Shutdown has been handled."""
+        self._settle(self._scheduler.tick(self._clock.now()))
+        while not self._stopping:
+            self.turn()
+
+    def turn(self) -> None:
+        events = self._wait_and_receive()
+        now = self._clock.now()
+        for event in events:
+            self._handle(event, now)
+        for port in self._ports:
+            if _due(port.next_deadline(), now):
+                for event in port.tick(now):
+                    self._handle(event, now)
+        if _due(self._scheduler.next_deadline(), now):
+            self._settle(self._scheduler.tick(now))
+        while effects := self._scheduler.plan(now):
+            self._settle(effects)
+
+    def _wait_and_receive(self) -> list[Event]:
+        owners: dict[Any, AnyPort] = {socket: port for port in self._ports for socket in port.sockets()}
+        poller = zmq.Poller()
+        for socket in owners:
+            poller.register(socket, zmq.POLLIN)
+        readable = dict(poller.poll(self._timeout_ms()))
+        now = self._clock.now()
+        ready = dict.fromkeys(owners[socket] for socket in readable)  # each port once, in a stable order
+        return [event for port in ready for event in port.receive(now)]
+
+    def _timeout_ms(self) -> int:
+        deadlines = [port.next_deadline() for port in self._ports]
+        deadlines.append(self._scheduler.next_deadline())
+        now = self._clock.now()
+        waits = [deadline - now for deadline in deadlines if deadline is not None]
+        return max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
+
+    def _handle(self, event: Event, now: float) -> None:
+        if isinstance(event, Shutdown):
+            self._stopping = True
+        self._observe(event)
+        self._settle(self._scheduler.handle(event, now))
+
+    def _settle(self, effects: Iterable[Effect]) -> None:
+        """Apply effects in order, and handle the events that applying them brings."""
+        pending: deque[Effect] = deque(effects)
+        while pending:
+            effect = pending.popleft()
+            now = self._clock.now()
+            for event in self._port_for(effect).apply(effect, now):
+                self._observe(event)
+                pending.extend(self._scheduler.handle(event, now))
+
+    def _port_for(self, effect: Effect) -> AnyPort:
+        if isinstance(effect, Order):
+            return self._stages
+        if isinstance(effect, Output):
+            return self._front
+        if isinstance(effect, DeskEffect) and self._desk is not None:
+            return self._desk
+        if isinstance(effect, DialerEffect) and self._dialer is not None:
+            return self._dialer
+        raise TypeError(f"no port takes a {type(effect).__name__} in this role")
+
+
+def _due(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now

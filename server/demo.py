@@ -1,0 +1,228 @@
+"""`headrace demo`: the whole road on this machine, with real servers.
+
+Starts a prefill and a decode server on free loopback ports, sends four prompts at once to the decode server, shows
+the prefill's progress and the texts as they come, then runs the same prompts on one colocated server and compares.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from core.errors import ConfigError
+
+READY_TIMEOUT_S = 300.0
+MAX_TOKENS = 48
+LONG_TEXT = "adventure.txt"
+
+
+@dataclass
+class Conversation:
+    """One prompt on its way, and what came of it."""
+
+    name: str
+    prompt: str
+    phase: str = "sent"
+    text: str = ""
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def conversations() -> list[Conversation]:
+    """The four prompts: one long real text, three short ones."""
+    story = (files("server") / "data" / LONG_TEXT).read_text(encoding="utf-8")
+    return [
+        Conversation("a story", f"{story}\n\nIn two sentences: who visits the detective, and what does he want?"),
+        Conversation("physics", "Explain in two sentences why the sky is blue."),
+        Conversation("code", "Write a Python function that returns the n-th Fibonacci number."),
+        Conversation("capital", "What is the capital of France, and which river runs through it?"),
+    ]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the demonstration. Returns 0 when every text equals the colocated one and no checksum failed."""
+    console = Console()
+    try:
+        return asyncio.run(_demo(console, arguments.model, arguments.dtype))
+    except KeyboardInterrupt:
+        console.print("interrupted; servers stopped")
+        return 130
+
+
+async def _demo(console: Console, model: str, dtype: str) -> int:
+    flags = ["--model", model, "--dtype", dtype]
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
+        console.print("[bold]1.[/] a prefill server and a decode server")
+        async with (
+            _server(console, Path(folder), "prefill", flags) as prefill,
+            _server(console, Path(folder), "decode", [*flags, "--threads", "1", "--prefill", prefill]) as decode,
+        ):
+            handed = conversations()
+            console.print(
+                "[bold]2.[/] four prompts at once to the decode server; each text is decoded from KV pages handed over"
+            )
+            await _run_all(console, decode, handed)
+            failures = await _checksum_failures(decode)
+        console.print("[bold]3.[/] the same prompts on one colocated server")
+        async with _server(console, Path(folder), "colocated", flags) as colocated:
+            alone = conversations()
+            await _run_all(console, colocated, alone)
+    return _verdict(console, handed, alone, failures)
+
+
+@asynccontextmanager
+async def _server(console: Console, folder: Path, role: str, flags: Sequence[str]) -> AsyncIterator[str]:
+    """A ready server of this role; yields its URL and drains it at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"{role}.log"
+    command = [sys.executable, "-m", "server.cli", "serve", "--role", role, "--port", str(port), *flags]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ.copy())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with console.status(f"starting the {role} server at {url}"):
+            seconds = await _until_ready(url, process, log)
+        console.print(f"   {role:<10} {url}  ready in {seconds:.1f} s")
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(process.wait, 40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+async def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> float:
+    started = time.monotonic()
+    async with httpx.AsyncClient(base_url=url) as client:
+        while time.monotonic() - started < READY_TIMEOUT_S:
+            if process.poll() is not None:
+                raise ConfigError(f"the server at {url} ended before it was ready:\n{_tail(log)}")
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return time.monotonic() - started
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.1)
+    raise ConfigError(f"the server at {url} was not ready within {READY_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+
+
+async def _run_all(console: Console, url: str, talks: Sequence[Conversation]) -> None:
+    with Live(_board(talks), console=console, refresh_per_second=8) as live:
+        async with httpx.AsyncClient(base_url=url, timeout=600) as client, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_run_one(client, talk)) for talk in talks]
+            while not all(task.done() for task in tasks):
+                live.update(_board(talks))
+                await asyncio.sleep(0.1)
+        live.update(_board(talks))
+
+
+async def _run_one(client: httpx.AsyncClient, talk: Conversation) -> None:
+    body = {
+        "messages": [{"role": "user", "content": talk.prompt}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_progress": True},
+    }
+    talk.started_s = time.monotonic()
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ConfigError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _take(talk, json.loads(line.removeprefix("data: ")))
+
+
+def _take(talk: Conversation, event: dict[str, Any]) -> None:
+    """Note what one streamed event says."""
+    if "error" in event:
+        raise ConfigError(f"{talk.name}: {event['error']['message']}")
+    for choice in event.get("choices", ()):
+        if content := choice["delta"].get("content"):
+            talk.first_token_s = talk.first_token_s or time.monotonic() - talk.started_s
+            talk.text += content
+            talk.phase = "decoding"
+        if choice.get("finish_reason"):
+            talk.phase = f"done ({choice['finish_reason']})"
+    progress = event.get("headrace", {})
+    if "phase" in progress:
+        talk.phase = f"prefill {progress['done']:,}/{progress['total']:,}" if progress["total"] else progress["phase"]
+    if "timing_ms" in progress:
+        talk.report = {**progress, "usage": event["usage"]}
+
+
+def _board(talks: Sequence[Conversation]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(width=10, style="bold")
+    table.add_column(width=24, style="cyan")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for talk in talks:
+        table.add_row(talk.name, talk.phase, " ".join(talk.text.split())[-160:])
+    return table
+
+
+async def _checksum_failures(url: str) -> int:
+    async with httpx.AsyncClient(base_url=url) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("headrace_checksum_failures_total"))
+
+
+def _verdict(console: Console, handed: Sequence[Conversation], alone: Sequence[Conversation], failures: int) -> int:
+    table = Table(title="prefill → decode, against one colocated server")
+    columns = (
+        "prompt",
+        "tokens",
+        "queue ms",
+        "forward ms",
+        "transfer ms",
+        "first token ms",
+        "pages",
+        "MB",
+        "same text",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    equal = 0
+    for talk, other in zip(handed, alone, strict=True):
+        timing, moved = talk.report["timing_ms"], talk.report["handoff"]
+        same = talk.text == other.text and talk.text != ""
+        equal += same
+        table.add_row(
+            talk.name,
+            f"{talk.report['usage']['prompt_tokens']:,}",
+            f"{timing['queue']:.0f}",
+            f"{timing['forward']:.0f}",
+            f"{timing['transfer']:.1f}",
+            f"{1000 * talk.first_token_s:.0f}",
+            f"{moved['pages']:,}",
+            f"{moved['bytes'] / 1e6:.1f}",
+            "yes" if same else "NO",
+        )
+    console.print(table)
+    console.print(f"checksum failures: {failures}; texts equal: {equal} of {len(handed)}")
+    return 0 if equal == len(handed) and failures == 0 else 1
