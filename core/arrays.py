@@ -15,7 +15,7 @@ def pack(values: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def unpack(data: bytes) -> array[int]:
+def unpack(data: bytes) -> "array[int]":
     """Return the packed values. Raises ValueError when the length is no multiple of four bytes."""
     if len(data) % ITEM_BYTES:
         raise ValueError(f"a packed int32 list has {len(data)} bytes, which is no multiple of {ITEM_BYTES}")

@@ -69,7 +69,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The front end. fallback "local": a decode server computes prompts itself when no prefill server can."""
+    """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
+    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -77,6 +78,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     insecure: bool = False
     prefill: tuple[str, ...] = ()
+    prefill_api_key: str = ""
     fallback: Literal["none", "local"] = "none"
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
@@ -92,3 +94,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
     server: ServerConfig = ServerConfig()
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage process is told at its start. endpoint: the scheduler's order socket."""
+
+    stage: int
+    endpoint: str
+    model: ModelConfig
+    engine: EngineConfig
+    transfer: TransferConfig
+    log_level: str = "info"

@@ -21,6 +21,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: set when the row's last position is to be sampled.
     prompt_logprobs: alternatives to report for the row's own prompt tokens; next_token is the prompt token
         after the row's last position (None when the row ends the prompt).
+    generated: tokens of the request sampled before this row (for SamplingParams.min_tokens).
     """
 
     request: int
@@ -31,6 +32,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: SamplingParams | None = None
     prompt_logprobs: int | None = None
     next_token: int | None = None
+    generated: int = 0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

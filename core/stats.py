@@ -1,11 +1,27 @@
 """Counters, gauges and histograms as plain values that can be sent; the front end renders them for Prometheus."""
 
 from bisect import bisect_left
+from typing import Literal
 
 import msgspec
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (1.0, 8.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0)
+
+
+class MetricSpec(msgspec.Struct, frozen=True):
+    """What a catalog says of one metric. name: as in its samples (no prefix; counters end in _total).
+
+    labels: label names, in the order in which samples give their values. zeros: label values that are shown
+    with zero before anything was counted. bounds: of a histogram that has no observation yet.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    zeros: tuple[tuple[str, ...], ...] = ()
+    bounds: tuple[float, ...] = SECONDS
 
 
 class Sample(msgspec.Struct, frozen=True):

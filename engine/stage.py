@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from core.clock import SystemClock
-from core.config import EngineConfig, ModelConfig, TransferConfig
+from core.config import StageConfig
 from core.errors import ConfigError
 from core.orders import Forward, Halt, OrderMessage, PlanDone, Release, Send, StageFailed, StageReady
 from core.process import die_with_parent
@@ -27,17 +27,6 @@ from transfer.receiver import Receiver
 from transfer.sender import Sender
 
 log = logging.getLogger(__name__)
-
-
-class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage process is told at its start. endpoint: the scheduler's order socket."""
-
-    stage: int
-    endpoint: str
-    model: ModelConfig
-    engine: EngineConfig
-    transfer: TransferConfig
-    log_level: str = "info"
 
 
 def compute(runner: Runner, stage: int, inbox: "queue.Queue[OrderMessage]", outbox: Outbox) -> None:

@@ -13,7 +13,7 @@ are handled in the same turn.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
@@ -21,7 +21,7 @@ import zmq
 from core.clock import Clock
 from core.intake import Output, Shutdown
 from core.orders import Order
-from core.peers import DeskEffect, DialerEffect, PeerEffect
+from core.peers import DeskEffect, DialerEffect
 from core.ports import Port
 from scheduler.scheduler import Effect, Event, Scheduler
 

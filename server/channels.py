@@ -105,6 +105,7 @@ class StageChannel:
         self._stages = stages
         self._beat_s = beat_s
         self._silence_s = silence_s
+        self._ready: dict[int, StageReady] = {}
         self._heard: dict[int, float] = {}  # stages that are ready, and when each spoke last
         self._stats: dict[int, Stats] = {}
         self._next_beat: float | None = None
@@ -145,6 +146,10 @@ class StageChannel:
     def next_deadline(self) -> float | None:
         return self._next_beat
 
+    def all_ready(self) -> tuple[StageReady, ...]:
+        """What the stages said of themselves, in order, once all of them have; else nothing."""
+        return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
+
     def statistics(self) -> Stats:
         """The stages' counters as of their last heartbeat."""
         return join_stats(list(self._stats.values()))
@@ -153,6 +158,8 @@ class StageChannel:
         self._socket.close()
 
     def _note(self, event: StageMessage, now: float) -> None:
+        if isinstance(event, StageReady):
+            self._ready[event.stage] = event
         if isinstance(event, StageFailed):
             self._heard.pop(event.stage, None)
         elif isinstance(event, StageReady) or event.stage in self._heard:
@@ -176,6 +183,7 @@ class StageChannel:
     def _lost(self, stage: int, message: str) -> StageFailed:
         log.error("%s", message)
         del self._heard[stage]
+        self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)
 
 

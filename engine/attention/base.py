@@ -1,0 +1,38 @@
+"""What the decoder asks of an attention implementation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One row of a batch: positions [start, start + count) of a request.
+
+    pages: int64 page ids on the pool's device; they cover [0, start + count).
+    """
+
+    start: int
+    count: int
+    pages: Tensor
+
+
+class AttentionPass(Protocol):
+    """One forward pass over a fixed set of spans; whatever all layers share is worked out beforehand."""
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """Write this pass's keys and values to the pool, then attend causally over every request's positions.
+
+        layer: counted from the stage's first. query: [tokens, heads, head_dim], keys_values:
+        [tokens, 2 * kv_heads, head_dim], keys before values, both rotated already; tokens in the order of the
+        spans. Returns [tokens, heads, head_dim].
+        """
+        ...
+
+
+class Attention(Protocol):
+    """Attention over one KV pool. Slots that no span covers never influence a result, whatever they hold."""
+
+    def begin(self, spans: Sequence[Span]) -> AttentionPass: ...

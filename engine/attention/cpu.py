@@ -1,0 +1,149 @@
+"""Attention on the CPU: torch's tiled flash kernel over gathered pages.
+
+A prompt chunk attends in two parts, which are then joined by their log-sum-exp: to the pages before it, where no
+mask is needed, and to itself, causally, straight from the fresh keys and values. So no mask of the size of the prompt
+exists, and pages are gathered at the speed of a memory copy. Single-token rows are batched by similar length.
+Keys and values in 16 bits are attended in float32 unless the CPU has matrix units for them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Span
+from engine.attention.slots import SlotWriter
+from engine.pool import KVPool
+
+GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
+GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
+
+
+class CpuAttention:
+    """compute_dtype: what the kernel multiplies in."""
+
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._compute_dtype = compute_dtype
+
+    def begin(self, spans: Sequence[Span]) -> "CpuPass":
+        return CpuPass(self._pool, self._compute_dtype, spans)
+
+
+class CpuPass:
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[Span]) -> None:
+        self._writer = SlotWriter(pool, spans)
+        self._compute_dtype = compute_dtype
+        self._chunks: list[_Chunk] = []
+        singles: list[tuple[int, Span]] = []
+        offset = 0
+        for span in spans:
+            if span.count == 1:
+                singles.append((offset, span))
+            else:
+                self._chunks.append(_Chunk(pool, compute_dtype, span, offset))
+            offset += span.count
+        self._groups = [_Group(pool, compute_dtype, members) for members in _grouped(pool, singles)]
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        self._writer.write(layer, keys_values)
+        output = torch.empty_like(query)
+        for chunk in self._chunks:
+            chunk.attend(layer, query, keys_values, output)
+        for group in self._groups:
+            group.attend(layer, query, output)
+        return output
+
+
+class _Chunk:
+    """A row of several tokens at batch rows [offset, offset + count)."""
+
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, span: Span, offset: int) -> None:
+        self._pool = pool
+        self._compute_dtype = compute_dtype
+        self._rows = slice(offset, offset + span.count)
+        self._prefix = span.start
+        pages = span.pages[: pool.geometry.pages_for(span.start)]
+        heads = torch.arange(pool.blocks_per_layer)
+        self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # head by head, pages in order
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor, output: Tensor) -> None:
+        queries = _heads_first(query[self._rows], self._compute_dtype)
+        keys, values = _heads_first(keys_values[self._rows], self._compute_dtype).chunk(2, dim=1)
+        own, own_lse = _flash(queries, keys, values, causal=True)
+        if self._prefix:
+            keys, values = self._gather(layer)
+            before, before_lse = _flash(queries, keys, values, causal=False)
+            own = torch.lerp(own, before, torch.sigmoid(before_lse - own_lse)[..., None])
+        output[self._rows] = own[0].transpose(0, 1)
+
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the positions before the chunk: [1, kv_heads, prefix, head_dim] each."""
+        geometry = self._pool.geometry
+        blocks = self._pool.blocks.index_select(0, self._blocks + layer * self._pool.blocks_per_layer)
+        gathered = blocks.view(2, 1, geometry.kv_heads, -1, geometry.head_dim)[:, :, :, : self._prefix]
+        keys, values = gathered.to(self._compute_dtype).unbind(0)
+        return keys, values
+
+
+class _Group:
+    """Single-token rows of similar length, padded to the longest. Padding is zeroed, then masked."""
+
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, members: list[tuple[int, Span]]) -> None:
+        self._pool = pool
+        self._compute_dtype = compute_dtype
+        self._rows = torch.tensor([row for row, _ in members])
+        self._lengths = [span.start + 1 for _, span in members]
+        pages = torch.nn.utils.rnn.pad_sequence(
+            [span.pages[: pool.geometry.pages_for(span.start + 1)] for _, span in members], batch_first=True
+        )
+        heads = torch.arange(pool.blocks_per_layer)
+        self._blocks = (pages[:, None] * pool.blocks_per_page + heads[:, None]).reshape(-1)
+        positions = torch.arange(pages.shape[1] * pool.geometry.page_size)
+        beyond = positions >= torch.tensor(self._lengths)[:, None]
+        self._mask = torch.zeros(beyond.shape, dtype=compute_dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
+
+    def attend(self, layer: int, query: Tensor, output: Tensor) -> None:
+        geometry, rows = self._pool.geometry, len(self._lengths)
+        blocks = self._pool.blocks.index_select(0, self._blocks + layer * self._pool.blocks_per_layer)
+        gathered = blocks.view(rows, 2 * geometry.kv_heads, -1, geometry.head_dim)
+        for row, length in enumerate(self._lengths):
+            gathered[row, :, length:].zero_()  # a masked NaN is still a NaN
+        keys, values = gathered.to(self._compute_dtype).chunk(2, dim=1)
+        # Query heads that share a KV head stand where positions would: the kernel then reads each key once.
+        queries = query[self._rows].to(self._compute_dtype).view(rows, geometry.kv_heads, -1, geometry.head_dim)
+        attended, _ = _flash(queries, keys, values, causal=False, mask=self._mask)
+        output[self._rows] = attended.reshape(rows, -1, geometry.head_dim).to(output.dtype)
+
+
+def _grouped(pool: KVPool, singles: list[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
+    """Rows in groups of similar length, each within GROUP_BYTES."""
+    token_bytes = pool.geometry.token_bytes // pool.geometry.layers
+    groups: list[list[tuple[int, Span]]] = []
+    for member in sorted(singles, key=lambda item: item[1].start):
+        length = member[1].start + 1
+        group = groups[-1] if groups else []
+        fits = group and (len(group) + 1) * length * token_bytes <= GROUP_BYTES
+        if fits and length <= GROUP_SPREAD * (group[0][1].start + 1 + pool.geometry.page_size):
+            group.append(member)
+        else:
+            groups.append([member])
+    return groups
+
+
+def _heads_first(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tokens, heads, head_dim] → [1, heads, tokens, head_dim], a view where the dtype allows."""
+    return rows.to(dtype).transpose(0, 1)[None]
+
+
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, queries, head_dim] and log-sum-exp [batch, heads, queries]; grouped KV heads are fine.
+
+    The operator behind scaled_dot_product_attention, which does not hand out the log-sum-exp.
+    """
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask
+    )
+    return output, lse

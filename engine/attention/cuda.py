@@ -1,0 +1,59 @@
+"""Attention on CUDA: one variable-length flash call for all rows of a batch, 16-bit dtypes only."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from engine.attention.base import Span
+from engine.attention.slots import SlotWriter, slot_index
+from engine.pool import KVPool
+
+CAUSAL = (-1, 0)  # everything to the left; aligned at the last key of each row
+
+
+class VarlenAttention:
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def begin(self, spans: Sequence[Span]) -> "VarlenPass":
+        return VarlenPass(self._pool, spans)
+
+
+class VarlenPass:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+        self._pool = pool
+        self._writer = SlotWriter(pool, spans)
+        self._longest_query = max(span.count for span in spans)
+        self._longest_key = max(span.start + span.count for span in spans)
+        device = pool.tensor.device
+        self._query_ends = _ends([span.count for span in spans], device)
+        self._key_ends = _ends([span.start + span.count for span in spans], device)
+        self._slots = torch.cat([slot_index(pool, span, 0) for span in spans])
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        self._writer.write(layer, keys_values)
+        geometry = self._pool.geometry
+        stride = self._pool.blocks_per_layer * geometry.page_size
+        rows = self._pool.slots.index_select(0, self._slots + layer * stride)
+        keys, values = rows.view(-1, 2 * geometry.kv_heads, geometry.head_dim).chunk(2, dim=1)
+        attended = varlen_attn(
+            query.contiguous(),
+            keys.contiguous(),
+            values.contiguous(),
+            self._query_ends,
+            self._key_ends,
+            self._longest_query,
+            self._longest_key,
+            window_size=CAUSAL,
+            enable_gqa=query.shape[1] != geometry.kv_heads,
+        )
+        assert isinstance(attended, Tensor)
+        return attended
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    """Where each row begins and the last one ends: int32 [rows + 1]."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.to(device)

@@ -1,0 +1,46 @@
+"""Attention by scaled_dot_product_attention, one row at a time: for any device and dtype, and easy to believe."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import Span
+from engine.attention.slots import SlotWriter
+from engine.pool import KVPool
+
+
+class SdpaAttention:
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def begin(self, spans: Sequence[Span]) -> "SdpaPass":
+        return SdpaPass(self._pool, spans)
+
+
+class SdpaPass:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+        self._pool = pool
+        self._spans = spans
+        self._writer = SlotWriter(pool, spans)
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        self._writer.write(layer, keys_values)
+        parts = []
+        offset = 0
+        for span in self._spans:
+            keys, values = self._row(layer, span)
+            positions = torch.arange(span.start + span.count, device=query.device)
+            visible = positions[None, :] <= positions[span.start :, None]
+            queries = query[offset : offset + span.count].transpose(0, 1)[None]
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
+            parts.append(attended[0].transpose(0, 1))
+            offset += span.count
+        return torch.cat(parts)
+
+    def _row(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+        """[1, kv_heads, positions, head_dim] each."""
+        pages = self._pool.tensor[span.pages, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = pages[:, None, :, : span.start + span.count].unbind(0)
+        return keys, values

@@ -1,0 +1,69 @@
+"""What the machine has: device, dtype and memory."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from core.config import Dtype
+from core.errors import ConfigError
+
+ResolvedDtype = Literal["float32", "bfloat16", "float16"]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPUINFO = Path("/proc/cpuinfo")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" takes CUDA where there is one. Raises ConfigError for a device this machine lacks."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    if device == "cuda" or device.startswith("cuda:"):
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device} is not available here; write --device cpu")
+        return device
+    raise ConfigError(f"device {device!r} is not supported; supported are auto, cpu, cuda, cuda:N")
+
+
+def resolve_dtype(dtype: Dtype, device: str) -> ResolvedDtype:
+    """ "auto" takes bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if has_matrix_units("bfloat16", device) else "float32"
+
+
+def has_matrix_units(dtype: str, device: str, cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether matrices of this dtype are multiplied in hardware."""
+    if dtype == "float32" or device != "cpu":
+        return True
+    flags = _cpu_flags(cpuinfo)
+    return bool(flags & ({"avx512_bf16", "amx_bf16", "bf16"} if dtype == "bfloat16" else {"amx_fp16", "avx512_fp16"}))
+
+
+def available_memory(device: str) -> int:
+    """Bytes that this process may still take on the device, as far as the system tells."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else ():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _cgroup_room())
+    raise ConfigError(f"{_MEMINFO} does not tell the available memory; write --kv-pages")
+
+
+def _cgroup_room() -> int:
+    """What the container's limit leaves; a very large number without a limit."""
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
+        return 1 << 62
+    return max(0, int(limit.read_text()) - int(used.read_text()))
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()

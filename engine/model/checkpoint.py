@@ -1,0 +1,136 @@
+"""Reading named weights: safetensors (one file or shards) and GGUF, both under Hugging Face names."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from core.errors import ConfigError
+from engine.model.config import ModelSpec
+from engine.model.gguf_file import GgufFile
+from engine.model.source import ModelSource
+
+INDEX = "model.safetensors.index.json"
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+class Checkpoint(Protocol):
+    """Weights by Hugging Face name; a tensor is read when it is asked for."""
+
+    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        """The tensor, in the dtype it is stored in, or only these rows of its first axis.
+
+        Raises ConfigError when it is missing or its shape is not the given one.
+        """
+        ...
+
+
+def open_checkpoint(source: ModelSource, spec: ModelSpec) -> Checkpoint:
+    """Raises ConfigError when the files cannot be read."""
+    if source.kind == "gguf":
+        return GgufCheckpoint(source.path, spec)
+    return SafetensorsCheckpoint(source.path)
+
+
+class SafetensorsCheckpoint:
+    """A folder with model.safetensors, or with shards and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names:
+            raise ConfigError(f"model folder {folder} has no .safetensors file")
+        self._file_of = {name: file for file in names for name in self._open(file).keys()}  # noqa: SIM118
+
+    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        if name not in self._file_of:
+            raise _missing(name, shape, self._folder)
+        file = self._open(self._file_of[name])
+        if name not in file.keys():  # noqa: SIM118
+            raise _missing(name, shape, self._folder / self._file_of[name])
+        found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            raise _misshapen(name, shape, found)
+        tensor: Tensor = file.get_tensor(name)
+        return tensor if rows is None else tensor[rows]
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self._folder / name, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{self._folder / name} cannot be read as safetensors: {error}") from error
+        return self._files[name]
+
+
+class GgufCheckpoint:
+    """A GGUF file; tensors come out dequantised, as float32."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self._path = path
+        self._file = GgufFile(path)
+        self._spec = spec
+
+    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        gguf_name = gguf_tensor_name(name)
+        if gguf_name not in self._file.tensors:
+            raise _missing(f"{name} ({gguf_name})", shape, self._path)
+        found = self._file.tensors[gguf_name].shape
+        if found != shape:
+            raise _misshapen(f"{name} ({gguf_name})", shape, found)
+        order = self._row_order(name, shape[0])
+        if rows is not None:
+            order = np.array(rows) if order is None else order[rows]
+        return torch.from_numpy(self._file.read(gguf_name, order))
+
+    def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
+        """llama.cpp stores query and key rows of Llama models for pairwise rotation: (half, 2) instead of (2, half)."""
+        heads = {"q_proj": self._spec.heads, "k_proj": self._spec.kv_heads}.get(name.split(".")[-2])
+        if self._spec.family != "llama" or heads is None:
+            return None
+        return np.arange(rows).reshape(heads, self._spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def gguf_tensor_name(name: str) -> str:
+    """The GGUF name of a Hugging Face name; an unknown one is returned as it is."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _GGUF_LAYER:
+        return _GGUF_TOP.get(name, name)
+    return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _missing(name: str, shape: tuple[int, ...], where: Path) -> ConfigError:
+    return ConfigError(f"tensor {name} of shape {list(shape)} is missing in {where}")
+
+
+def _misshapen(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> ConfigError:
+    return ConfigError(f"tensor {name} should have shape {list(expected)} by the model's config, found {list(found)}")

@@ -1,0 +1,192 @@
+"""What a Llama-family decoder looks like, read from a Hugging Face config.json.
+
+Llama, Mistral, Qwen2 and Qwen3 (and what is built as one of them, such as SmolLM2) differ in a few switches only:
+biases, norms on the query and key heads, the rotary scaling. ModelSpec names those switches; nothing after this
+module knows which family a model came from.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+
+from core.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MISTRAL_WINDOW = 4096  # what transformers assumes when a Mistral config says nothing
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding and how it is stretched. original_positions: context the model was trained on before.
+    attention_factor scales cos and sin (yarn; None derives it). divisors: per-frequency, from a GGUF file."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, SiLU-gated MLP."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_positions: int
+    sliding_window: int | None = None
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "layers": self.layers,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "max_positions": self.max_positions,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"the model says {name} {size}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+
+    @property
+    def position_limit(self) -> int:
+        """Longest sequence computed exactly: full attention equals sliding attention up to the window."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
+    def resolve_length(self, max_model_len: int) -> int:
+        """max_model_len, or the model's limit when it is 0. Raises ConfigError when it is above the limit."""
+        if max_model_len > self.position_limit:
+            why = "its sliding window" if self.position_limit < self.max_positions else "its positions"
+            raise ConfigError(
+                f"max_model_len {max_model_len} is above {self.position_limit}, the limit that {why} set for this "
+                f"model; write --max-model-len {self.position_limit} or less"
+            )
+        return max_model_len or self.position_limit
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Read a config.json (transformers 4 or 5 form). Raises ConfigError for what the engine cannot run."""
+    family = _family(config)
+    _refuse_unsupported(config)
+    heads = _integer(config, "num_attention_heads")
+    hidden = _integer(config, "hidden_size")
+    positions = _integer(config, "max_position_embeddings")
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        family=family,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_integer(config, "intermediate_size"),
+        layers=_integer(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_integer(config, "num_key_value_heads", heads),
+        head_dim=_integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config, positions),
+        max_positions=positions,
+        sliding_window=_window(config, family),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=True if family == "qwen2" else attention_bias,
+        output_bias=family in ("llama", "qwen3") and attention_bias,
+        qk_norm=family == "qwen3",
+    )
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    supported = f"supported are {', '.join(FAMILIES)}"
+    if architectures := config.get("architectures"):
+        if architectures[0] not in FAMILIES:
+            raise ConfigError(f"architecture {architectures[0]} is not supported; {supported}")
+        return FAMILIES[architectures[0]]
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES.values():
+        raise ConfigError(f"model_type {model_type} is not supported; {supported}")
+    return model_type
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+    if config.get("mlp_bias"):
+        raise ConfigError("mlp_bias true is not supported; supported are MLPs without bias")
+    if config.get("quantization_config"):
+        raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
+
+
+def _window(config: Mapping[str, Any], family: str) -> int | None:
+    if family == "mistral":
+        window = config.get("sliding_window", MISTRAL_WINDOW)
+    elif family.startswith("qwen") and config.get("use_sliding_window"):
+        window = config.get("sliding_window", 4096)
+    else:
+        window = None
+    return None if window is None else int(window)
+
+
+def _rope(config: Mapping[str, Any], positions: int) -> RopeSpec:
+    """rope_parameters (transformers 5) or rope_theta with rope_scaling (before)."""
+    scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+    original = scaling.get("original_max_position_embeddings") or positions
+    factor = scaling.get("factor") or (positions / original if kind == "yarn" else 1.0)
+    return RopeSpec(
+        kind=cast(RopeKind, kind),
+        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        factor=float(factor),
+        original_positions=int(original),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        attention_factor=scaling.get("attention_factor"),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"config.json must say {key} as a whole number, found {config.get(key)!r}")
+    return value

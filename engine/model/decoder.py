@@ -1,0 +1,91 @@
+"""The decoder of one stage: layers [start, end), with the embedding on the first stage and the head on the last."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionPass
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelSpec
+from engine.model.linear import Linear
+from engine.model.rope import rotary_tables, rotate
+from engine.model.weights import LayerWeights, load_head, load_layer
+
+
+class Decoder:
+    """Weights and arithmetic; keys and values live in the pool that an AttentionPass writes to.
+
+    dtype is that of weights and hidden states. RMSNorm and the rotary embedding are computed in float32.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        layers: range,
+        *,
+        positions: int,
+        dtype: torch.dtype,
+        device: str,
+        linear: Linear,
+    ) -> None:
+        """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
+        self._spec = spec
+        self._linear = linear
+        self._layers: list[LayerWeights] = [load_layer(spec, checkpoint, layer, dtype, device) for layer in layers]
+        self._head = load_head(
+            spec,
+            checkpoint,
+            first=layers.start == 0,
+            last=layers.stop == spec.layers,
+            dtype=dtype,
+            device=device,
+        )
+        cos, sin = rotary_tables(spec.rope, spec.head_dim, positions)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids int64 [tokens] → hidden states [tokens, hidden]. First stage only."""
+        return F.embedding(ids, self._head.embedding)
+
+    def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
+        """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        for index, weights in enumerate(self._layers):
+            hidden = hidden + self._attend(index, weights, hidden, cos, sin, attention)
+            hidden = hidden + self._mlp(weights, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states [rows, hidden] → float32 logits [rows, vocabulary]. Last stage only."""
+        normed = rms_norm(hidden, self._head.norm, self._spec.norm_eps)
+        return self._linear(normed, self._head.head).float()
+
+    def _attend(
+        self, index: int, weights: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
+    ) -> Tensor:
+        spec = self._spec
+        normed = rms_norm(hidden, weights.input_norm, spec.norm_eps)
+        heads = self._linear(normed, weights.qkv, weights.qkv_bias).view(
+            -1, spec.heads + 2 * spec.kv_heads, spec.head_dim
+        )
+        query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query.copy_(rms_norm(query, weights.q_norm, spec.norm_eps))
+            keys.copy_(rms_norm(keys, weights.k_norm, spec.norm_eps))
+        rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
+        attended = attention.attend(index, query, heads[:, spec.heads :])
+        return self._linear(attended.flatten(1), weights.output, weights.output_bias)
+
+    def _mlp(self, weights: LayerWeights, hidden: Tensor) -> Tensor:
+        normed = rms_norm(hidden, weights.post_norm, self._spec.norm_eps)
+        gate, up = self._linear(normed, weights.gate_up).chunk(2, dim=-1)
+        return self._linear(F.silu(gate).mul_(up), weights.down)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in float32; rounded to x's dtype before the weight is applied."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,0 +1,60 @@
+"""A name for what a model computes, the same for every dtype, stage and file format."""
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelSpec
+from engine.model.rope import inverse_frequencies
+
+SAMPLED_ROWS = 8
+
+
+def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """xxh3 (128 bits, hex) over the sizes, the rotary frequencies and rows of a few tensors, rounded to bfloat16.
+
+    How the model is stored (tied or not, which rope notation, dtype, position limit) stays out of it.
+    """
+    digest = xxhash.xxh3_128()
+    digest.update(msgspec.msgpack.encode(_sizes(spec)))
+    frequencies, scale = inverse_frequencies(spec.rope, spec.head_dim)
+    digest.update(_rounded(frequencies))
+    digest.update(_rounded(torch.tensor([scale])))
+    embedding = (spec.vocab_size, spec.hidden_size)
+    head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    tensors: list[tuple[str, tuple[int, ...]]] = [
+        ("model.embed_tokens.weight", embedding),
+        (head, embedding),
+        ("model.norm.weight", (spec.hidden_size,)),
+    ]
+    for layer in (0, spec.layers - 1):
+        prefix = f"model.layers.{layer}"
+        tensors.append((f"{prefix}.input_layernorm.weight", (spec.hidden_size,)))
+        tensors.append((f"{prefix}.self_attn.q_proj.weight", (spec.heads * spec.head_dim, spec.hidden_size)))
+    for name, shape in tensors:
+        rows = torch.linspace(0, shape[0] - 1, min(SAMPLED_ROWS, shape[0])).long().tolist()
+        digest.update(_rounded(checkpoint.read(name, shape, rows if len(shape) > 1 else None)))
+    return digest.hexdigest()
+
+
+def _sizes(spec: ModelSpec) -> list[int | str]:
+    return [
+        spec.vocab_size,
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.layers,
+        spec.heads,
+        spec.kv_heads,
+        spec.head_dim,
+        f"{spec.norm_eps:.4g}",
+        int(spec.qkv_bias),
+        int(spec.output_bias),
+        int(spec.qk_norm),
+    ]
+
+
+def _rounded(values: Tensor) -> bytes:
+    rounded = values.float().to(torch.bfloat16) + 0.0  # adding zero makes -0 and 0 one value
+    return rounded.contiguous().view(torch.int16).numpy().tobytes()

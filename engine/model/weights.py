@@ -1,0 +1,78 @@
+"""The weights of a stage, fused on the way in: query, key and value in one matrix, gate and up in another."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelSpec
+
+
+class LayerWeights(NamedTuple):
+    """qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class HeadWeights(NamedTuple):
+    """What lies outside the layers; empty tensors on stages that have no use for them."""
+
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+
+
+def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> LayerWeights:
+    """Raises ConfigError for a missing or misshapen tensor."""
+    prefix = f"model.layers.{layer}"
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+
+    def fused(parts: dict[str, int], kind: str, *columns: int) -> Tensor:
+        whole = torch.empty((sum(parts.values()), *columns), dtype=dtype, device=device)
+        start = 0
+        for name, rows in parts.items():
+            whole[start : start + rows] = checkpoint.read(f"{prefix}.{name}.{kind}", (rows, *columns))
+            start += rows
+        return whole
+
+    attention = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    return LayerWeights(
+        input_norm=fused({"input_layernorm": hidden}, "weight"),
+        qkv=fused(attention, "weight", hidden),
+        qkv_bias=fused(attention, "bias") if spec.qkv_bias else None,
+        q_norm=fused({"self_attn.q_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
+        k_norm=fused({"self_attn.k_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
+        output=fused({"self_attn.o_proj": hidden}, "weight", query),
+        output_bias=fused({"self_attn.o_proj": hidden}, "bias") if spec.output_bias else None,
+        post_norm=fused({"post_attention_layernorm": hidden}, "weight"),
+        gate_up=fused({"mlp.gate_proj": inner, "mlp.up_proj": inner}, "weight", hidden),
+        down=fused({"mlp.down_proj": hidden}, "weight", inner),
+    )
+
+
+def load_head(
+    spec: ModelSpec, checkpoint: Checkpoint, *, first: bool, last: bool, dtype: torch.dtype, device: str
+) -> HeadWeights:
+    """Embedding for the first stage, norm and head for the last. A tied head is the embedding itself."""
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    table = (spec.vocab_size, spec.hidden_size)
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        return checkpoint.read(name, shape).to(device=device, dtype=dtype, copy=True)  # out of the mapped file
+
+    embedding = read("model.embed_tokens.weight", table) if first or (last and spec.tied) else nothing
+    if not last:
+        return HeadWeights(embedding, nothing, nothing)
+    head = embedding if spec.tied else read("lm_head.weight", table)
+    return HeadWeights(embedding, read("model.norm.weight", (spec.hidden_size,)), head)

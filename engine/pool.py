@@ -1,0 +1,68 @@
+"""The paged KV pool of one stage."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from core.geometry import Geometry
+from engine.device import TORCH_DTYPES
+
+
+class KVPool:
+    """Keys and values of all requests: [pages, layers, 2, kv_heads, page_size, head_dim], one block per page.
+
+    Memory is not initialised: whoever reads a slot must know that it was written. One tensor, three views:
+    `blocks` has a row per (page, layer, K or V, head) of page_size * head_dim elements, `slots` has a row per
+    token position of such a block. A row's index is therefore a sum of multiples, and gathering or scattering any
+    set of them is one operation. Writers of different pages may run in different threads.
+    """
+
+    def __init__(self, geometry: Geometry, pages: int, device: str = "cpu") -> None:
+        self.geometry = geometry
+        self.pages = pages
+        shape = (pages, geometry.layers, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
+        self.tensor = torch.empty(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
+        self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * geometry.head_dim)
+        self.slots: Tensor = self.tensor.view(-1, geometry.head_dim)
+        self._bytes: NDArray[np.uint8] | None = None
+        if self.tensor.device.type == "cpu":
+            self._bytes = self.tensor.view(torch.uint8).numpy()
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """K and V blocks of one layer of one page; heads of V follow those of K."""
+        return 2 * self.geometry.kv_heads
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.geometry.layers * self.blocks_per_layer
+
+    def read(self, page: int, first_slot: int, count: int) -> NDArray[np.uint8]:
+        """Bytes of slots [first_slot, first_slot + count): C-contiguous [layers, 2, kv_heads, count, row bytes].
+
+        On the CPU a full page is a view of the pool, anything else a copy.
+        """
+        self._check(page, first_slot, count)
+        if self._bytes is None:
+            part = self.tensor[page, :, :, :, first_slot : first_slot + count].contiguous().cpu()
+            copied: NDArray[np.uint8] = part.view(torch.uint8).numpy()
+            return copied
+        return np.ascontiguousarray(self._bytes[page, :, :, :, first_slot : first_slot + count])
+
+    def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8]) -> None:
+        """Set slots [first_slot, first_slot + count) from bytes in the shape that read returns."""
+        self._check(page, first_slot, count)
+        if self._bytes is not None:
+            self._bytes[page, :, :, :, first_slot : first_slot + count] = data
+            return
+        values = torch.from_numpy(np.array(data)).view(self.tensor.dtype)
+        self.tensor[page, :, :, :, first_slot : first_slot + count] = values.to(self.tensor.device)
+
+    def _check(self, page: int, first_slot: int, count: int) -> None:
+        if not 0 <= page < self.pages:
+            raise IndexError(f"page {page} is outside the pool of {self.pages}")
+        if first_slot < 0 or count < 1 or first_slot + count > self.geometry.page_size:
+            raise IndexError(
+                f"slots [{first_slot}, {first_slot + count}) are outside a page of {self.geometry.page_size}"
+            )

@@ -1,0 +1,207 @@
+"""One stage's forward pass: rows of a plan in, sampled tokens and prompt logprobs out."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core import arrays
+from core.config import EngineConfig, ModelConfig
+from core.geometry import Geometry
+from core.orders import PromptLogprobs, Row, Sampled
+from core.request import SamplingParams, TokenLogprob
+from engine.attention import choose_attention
+from engine.attention.base import Span
+from engine.device import TORCH_DTYPES, available_memory, has_matrix_units, resolve_device, resolve_dtype
+from engine.logprobs import prompt_logprobs, token_logprobs
+from engine.memory import plan_memory, stage_geometry
+from engine.model.checkpoint import open_checkpoint
+from engine.model.decoder import Decoder
+from engine.model.fingerprint import fingerprint
+from engine.model.linear import choose_linear
+from engine.model.source import load_spec, resolve_source
+from engine.pool import KVPool
+from engine.sampling import Sampler, SampleRow
+
+WARM_UP_REQUEST = -1
+
+
+class Runner(Protocol):
+    """What a stage runs its plans on."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def pool(self) -> KVPool: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def warm_up(self) -> None:
+        """Run once before the first plan, over whatever the pool holds."""
+        ...
+
+    def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:
+        """One forward pass; results in the order of the rows that asked for them."""
+        ...
+
+    def release(self, request: int) -> None:
+        """Forget what is kept for a request; unknown ones are fine."""
+        ...
+
+
+class _Batch(NamedTuple):
+    """Rows of a plan, flattened: token i is ids[i] at positions[i]; row r ends before ends[r]."""
+
+    ids: Tensor
+    positions: Tensor
+    spans: list[Span]
+    ends: list[int]
+
+
+class ModelRunner:
+    """Runs the layers of one stage; not thread-safe but for the pool, whose pages others may read and write."""
+
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, max_model_len: int = 0, layer_range: range | None = None
+    ) -> None:
+        """max_model_len 0 takes the configured one, or the model's limit; layer_range None takes all layers.
+
+        Raises ConfigError for a model, a device or sizes that cannot be had.
+        """
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        source = resolve_source(model.model)
+        spec = load_spec(source)
+        layers = layer_range or range(spec.layers)
+        device = resolve_device(model.device)
+        dtype = resolve_dtype(model.dtype, device)
+        length = spec.resolve_length(max_model_len or model.max_model_len)
+        plan = plan_memory(
+            spec,
+            dtype,
+            engine.page_size,
+            engine.kv_pages,
+            available_memory(device),
+            max_model_len=length,
+            layers=layers,
+        )
+        checkpoint = open_checkpoint(source, spec)
+        native = has_matrix_units(dtype, device)
+        self._device = device
+        self._last_stage = layers.stop == spec.layers
+        self._decoder = Decoder(
+            spec,
+            checkpoint,
+            layers,
+            positions=length,
+            dtype=TORCH_DTYPES[dtype],
+            device=device,
+            linear=choose_linear(TORCH_DTYPES[dtype], native_units=native),
+        )
+        self.fingerprint = fingerprint(spec, checkpoint)
+        self.vocab_size = spec.vocab_size
+        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
+        self.pool = KVPool(self.geometry, plan.kv_pages, device)
+        self._attention = choose_attention(self.pool, native_units=native)
+        self._sampler = Sampler(random.SystemRandom())
+        self._sampled: dict[int, int] = {}  # request → the token sampled last for it
+
+    def warm_up(self) -> None:
+        """A chunk, a continued chunk and a decoding row, so that kernels and threads exist before the first plan."""
+        size = self.geometry.page_size
+        pages = arrays.pack([0])
+        greedy = SamplingParams(temperature=0.0)
+        chunk = Row(WARM_UP_REQUEST, 0, size - 1, pages, arrays.pack([0] * (size - 1)), sample=greedy)
+        for row in (chunk, Row(WARM_UP_REQUEST, size - 1, 1, pages, sample=greedy)):
+            self.execute([row])
+        self.release(WARM_UP_REQUEST)
+
+    def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:
+        """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
+        with torch.inference_mode():
+            batch = self._batch(rows)
+            hidden = self._forward(batch)
+            return self._sample(rows, batch, hidden), self._prompt_logprobs(rows, batch, hidden)
+
+    def forward(self, rows: Sequence[Row], hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [tokens, hidden] after this stage's layers; those of the stage before come in."""
+        with torch.inference_mode():
+            return self._forward(self._batch(rows), hidden)
+
+    def release(self, request: int) -> None:
+        self._sampled.pop(request, None)
+
+    def _forward(self, batch: _Batch, hidden: Tensor | None = None) -> Tensor:
+        if hidden is None:
+            hidden = self._decoder.embed(batch.ids)
+        return self._decoder.forward(hidden, batch.positions, self._attention.begin(batch.spans))
+
+    def _batch(self, rows: Sequence[Row]) -> _Batch:
+        ids = np.concatenate([self._ids(row) for row in rows])
+        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
+        spans = [Span(row.start, row.count, self._page_ids(row)) for row in rows]
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        return _Batch(self._place(ids.astype(np.int64)), self._place(positions.astype(np.int64)), spans, ends)
+
+    def _ids(self, row: Row) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        if not row.tokens:
+            if row.count != 1 or row.request not in self._sampled:
+                raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
+            return np.array([self._sampled[row.request]], dtype=np.int32)
+        ids = np.frombuffer(row.tokens, dtype="<i4")
+        if len(ids) != row.count or row.count < 1:
+            raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
+        return ids
+
+    def _page_ids(self, row: Row) -> Tensor:
+        pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
+        if len(pages) < self.geometry.pages_for(row.start + row.count):
+            raise ValueError(f"request {row.request} has {len(pages)} pages for {row.start + row.count} positions")
+        if pages.min() < 0 or pages.max() >= self.pool.pages:
+            raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
+        return self._place(pages)
+
+    def _place(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _sample(self, rows: Sequence[Row], batch: _Batch, hidden: Tensor) -> list[Sampled]:
+        asked = [(row, end, row.sample) for row, end in zip(rows, batch.ends, strict=True) if row.sample is not None]
+        if not asked:
+            return []
+        logits = self._decoder.logits(hidden[[end - 1 for _, end, _ in asked]])
+        tokens = self._sampler.sample(
+            logits, [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
+        )
+        requests = [row.request for row, _, _ in asked]
+        self._sampled.update(zip(requests, tokens, strict=True))
+        logprobs = _wanted_logprobs(logits, tokens, [params.logprobs for _, _, params in asked])
+        return [Sampled(*entry) for entry in zip(requests, tokens, logprobs, strict=True)]
+
+    def _prompt_logprobs(self, rows: Sequence[Row], batch: _Batch, hidden: Tensor) -> list[PromptLogprobs]:
+        results = []
+        for row, end in zip(rows, batch.ends, strict=True):
+            if row.prompt_logprobs is None:
+                continue
+            targets = arrays.unpack(row.tokens)[1:].tolist()
+            targets += [] if row.next_token is None else [row.next_token]
+            rows_of = hidden[end - row.count : end - row.count + len(targets)]
+            entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
+            results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
+        return results
+
+
+def _wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
+    """Logprobs of the rows that want them; None for the others."""
+    chosen = [index for index, count in enumerate(wanted) if count is not None]
+    results: list[TokenLogprob | None] = [None] * len(tokens)
+    if chosen:
+        counts = [count for count in wanted if count is not None]
+        entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
+        for index, entry in zip(chosen, entries, strict=True):
+            results[index] = entry
+    return results

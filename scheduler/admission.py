@@ -1,0 +1,143 @@
+"""Admission: a Submit becomes a record, or is refused with a typed error."""
+
+from core.arrays import packed_length, unpack
+from core.errors import DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from core.intake import Failed, Submit
+from scheduler.deadlines import Timer
+from scheduler.record import Phase, Request
+from scheduler.rendezvous import Rendezvous
+from scheduler.state import State
+
+MIN_RETRY_S = 0.05
+
+
+class Admission:
+    """Checks cost no more than one pass over the prompt."""
+
+    def __init__(self, state: State, rendezvous: Rendezvous) -> None:
+        self._state = state
+        self._rendezvous = rendezvous
+        self._arrivals = 0
+
+    def submit(self, submit: Submit, now: float) -> None:
+        error = self._unavailable() or _malformed(submit) or self._in_use(submit) or self._misfit(submit)
+        error = error or self._overload(submit) or self._no_prefill(submit)
+        if error is not None:
+            self._refuse(submit, error)
+        else:
+            self._admit(submit, now)
+
+    def _admit(self, submit: Submit, now: float) -> None:
+        state = self._state
+        self._arrivals += 1
+        bootstrap = submit.exit == "wire"
+        request = Request(
+            submit=submit,
+            arrival=self._arrivals,
+            serial=state.new_serial(),
+            arrived=now,
+            token_limit=self._token_limit(submit),
+            phase=Phase.BOOTSTRAP if bootstrap else Phase.WAITING,
+        )
+        state.records[request.serial] = state.arrivals[request.arrival] = request
+        state.rids[submit.rid] = request
+        state.unplanned += request.unplanned
+        state.count(request)
+        if submit.deadline_s is not None:
+            state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
+        if bootstrap:
+            self._rendezvous.arrive(request, now)
+            return
+        state.waiting.push(request)
+        if submit.entrance == "wire" and submit.prefill is not None:
+            state.prefills[submit.prefill].requests[request.arrival] = request
+
+    def _token_limit(self, submit: Submit) -> int:
+        """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""
+        wanted = packed_length(submit.prompt) + submit.sampling.max_tokens
+        limit = self._state.config.max_model_len
+        return min(wanted, limit) if limit else wanted
+
+    def _refuse(self, submit: Submit, error: ErrorInfo) -> None:
+        state = self._state
+        state.counters.add("requests_total", labels=("refused", error.code))
+        state.out.add(Failed(rid=submit.rid, error=error))
+        if submit.exit == "wire" and submit.ticket and state.tickets.holder(submit.ticket) is None:
+            self._rendezvous.refuse(submit.ticket, error)
+
+    def _unavailable(self) -> ErrorInfo | None:
+        if self._state.draining:
+            return ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
+        if not self._state.ready:
+            return ErrorInfo(code=NOT_READY, message="the server is not ready", status=503, retry_after_s=1.0)
+        return None
+
+    def _in_use(self, submit: Submit) -> ErrorInfo | None:
+        if submit.rid in self._state.rids:
+            return ErrorInfo(code="rid_in_use", message=f"request {submit.rid} is active", status=409, field="rid")
+        if submit.exit == "wire" and submit.ticket and self._state.tickets.holder(submit.ticket) is not None:
+            text = f"ticket {submit.ticket} is used by another request"
+            return ErrorInfo(code=TICKET_IN_USE, message=text, status=409, field="ticket")
+        return None
+
+    def _misfit(self, submit: Submit) -> ErrorInfo | None:
+        """What of the prompt does not fit the model or the pool."""
+        state = self._state
+        length, limit = packed_length(submit.prompt), state.config.max_model_len
+        if limit and length + 1 > limit:
+            text = f"the prompt has {length} tokens; with one generated token the limit is {limit}"
+            return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
+        pages = state.cache.pages_for(length)
+        if pages > state.cache.total:
+            text = f"the prompt of {length} tokens needs {pages} KV pages; the pool has {state.cache.total}"
+            return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
+        ids = unpack(submit.prompt)
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or (state.vocab_size and highest >= state.vocab_size):
+            wrong = lowest if lowest < 0 else highest
+            text = f"token id {wrong} is outside the vocabulary of {state.vocab_size}"
+            return ErrorInfo(code="invalid_token", message=text, status=400, field="prompt")
+        return None
+
+    def _overload(self, submit: Submit) -> ErrorInfo | None:
+        """Queue bounds. A prompt larger than the token bound still gets in when nothing else is queued."""
+        state = self._state
+        length, limit = packed_length(submit.prompt), state.config.max_queued_tokens
+        queued = state.queue_requests[Phase.BOOTSTRAP] + state.queue_requests[Phase.WAITING]
+        if state.unplanned and state.unplanned + length > limit:
+            text = f"{state.unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
+        elif queued >= state.config.max_queued_requests:
+            text = f"{queued} requests are queued, which is the limit"
+        else:
+            return None
+        excess = max(1, min(state.unplanned, state.unplanned + length - limit))
+        retry = max(MIN_RETRY_S, round(state.rate.seconds_for(excess), 3))
+        return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=retry)
+
+    def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
+        if submit.entrance != "wire":
+            return None
+        server = self._state.prefills.get(submit.prefill or "")
+        if server is not None and server.session is not None:
+            return None
+        return no_prefill(submit.prefill, "unknown" if server is None else "down")
+
+
+def no_prefill(name: str | None, why: str) -> ErrorInfo:
+    return ErrorInfo(code="no_prefill", message=f"prefill server {name} is {why}", status=503, retry_after_s=1.0)
+
+
+def _malformed(submit: Submit) -> ErrorInfo | None:
+    """What no front end would send; checked since everything behind relies on it."""
+    problem: tuple[str, str] | None = None
+    if not submit.prompt or len(submit.prompt) % 4:
+        problem = ("prompt", "the prompt has to have at least one token")
+    elif submit.sampling.max_tokens < 1:
+        problem = ("max_tokens", f"max_tokens is {submit.sampling.max_tokens}; it has to be at least 1")
+    elif "wire" in (submit.entrance, submit.exit) and not submit.ticket:
+        problem = ("ticket", "a handoff needs a ticket")
+    elif submit.entrance == "wire" and submit.exit != "here":
+        problem = ("exit", "a request whose KV comes by wire is decoded here")
+    if problem is None:
+        return None
+    return ErrorInfo(code="invalid_value", message=problem[1], status=400, field=problem[0])

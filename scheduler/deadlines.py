@@ -1,0 +1,75 @@
+"""Deadlines by name, moved and cleared in O(1), found in O(log n)."""
+
+import heapq
+import math
+from collections.abc import Iterator
+from enum import IntEnum
+
+Key = int | str
+
+
+class Timer(IntEnum):
+    """What a deadline watches. The key beside it is an arrival number, or a ticket for RESERVATION."""
+
+    BOOTSTRAP = 0  # a ticket without its peer
+    RESERVATION = 1  # a peer's pages without their prompt
+    TRANSFER = 2  # bytes without an acknowledgement
+    REQUEST = 3  # what the client is willing to wait
+    ANSWER = 4  # Cancel, Expect or Forget without its answer from every stage
+    PLAN = 5  # plans in flight without any of them done
+
+
+class Deadlines:
+    """Each (timer, key) has one deadline and one entry in the heap, at most as late as the deadline.
+
+    Moving a deadline back, or clearing it, leaves the entry alone; it is put right when it comes up.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[Timer, Key], float] = {}
+        self._entry: dict[tuple[Timer, Key], float] = {}
+        self._heap: list[tuple[float, int, tuple[Timer, Key]]] = []
+        self._count = 0
+
+    def set(self, timer: Timer, key: Key, at: float) -> None:
+        name = (timer, key)
+        self._at[name] = at
+        if at < self._entry.get(name, math.inf):
+            self._push(name, at)
+
+    def clear(self, timer: Timer, key: Key) -> None:
+        self._at.pop((timer, key), None)
+
+    def reset(self) -> None:
+        """Clear all of them."""
+        self._at.clear()
+        self._entry.clear()
+        self._heap.clear()
+
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        while self._heap:
+            entry, _, name = self._heap[0]
+            at = self._at.get(name)
+            if at == entry:
+                return entry
+            heapq.heappop(self._heap)
+            if self._entry.get(name) != entry:
+                continue  # an earlier entry of the same name took its place
+            del self._entry[name]
+            if at is not None:
+                self._push(name, at)
+        return None
+
+    def due(self, now: float) -> Iterator[tuple[Timer, Key]]:
+        """Take out what has passed, earliest first. Deadlines set meanwhile, if past, come up too."""
+        while (at := self.next()) is not None and at <= now:
+            _, _, name = heapq.heappop(self._heap)
+            self._at.pop(name, None)
+            self._entry.pop(name, None)
+            yield name
+
+    def _push(self, name: tuple[Timer, Key], at: float) -> None:
+        self._count += 1
+        self._entry[name] = at
+        heapq.heappush(self._heap, (at, self._count, name))

@@ -1,0 +1,43 @@
+"""What goes into the scheduler and what comes out of it."""
+
+from core.intake import IntakeMessage, OutputMessage
+from core.orders import OrderMessage, StageMessage
+from core.peers import (
+    DeskEffect,
+    DialerEffect,
+    PeerCancelled,
+    PeerGone,
+    PeerJoined,
+    PeerReserved,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
+
+DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
+DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
+Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
+Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage
+
+
+class Outbox:
+    """Collects effects in the order in which they are decided; numbers the orders."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+        self._seq = 0
+
+    def next_seq(self) -> int:
+        """The number of the next order. Each one taken must be used, at once."""
+        self._seq += 1
+        return self._seq
+
+    def add(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def take(self) -> list[Effect]:
+        """What was collected since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

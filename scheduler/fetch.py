@@ -1,0 +1,236 @@
+"""The way in by wire: pages are leased and expected here, then a prefill server is asked to fill them.
+
+WAITING ─► lease, Expect ─► every stage Expecting ─► AskReserve, Reserved ─► chunks … ─► every stage Arrived
+           └──────────────── FETCHING ────────────────────────────────────────────┘     └► GENERATING
+"""
+
+from core.arrays import pack
+from core.errors import PEER_GONE, ErrorInfo
+from core.intake import AddPrefill, PrefillState, RemovePrefill, Reserved
+from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, HangUp, Sampled
+from core.peers import AskDial, AskHangUp, AskReserve, PrefillDown, PrefillUp, TicketFailed, TicketFinished
+from core.request import FirstToken
+from scheduler.admission import no_prefill
+from scheduler.deadlines import Timer
+from scheduler.ending import Endings
+from scheduler.generate import Generate
+from scheduler.record import Incoming, Phase, Request
+from scheduler.state import PrefillServer, State
+
+DEFAULT_STATUS = 502
+
+
+class Fetch:
+    """Prefill servers, and the FETCHING phase."""
+
+    def __init__(self, state: State, endings: Endings, generate: Generate) -> None:
+        self._state = state
+        self._endings = endings
+        self._generate = generate
+        self._generations = 0
+
+    def add(self, event: AddPrefill) -> None:
+        self._state.prefills.setdefault(event.name, PrefillServer(event.name))
+        self._state.out.add(AskDial(name=event.name, endpoint=event.endpoint))
+
+    def remove(self, event: RemovePrefill, now: float) -> None:
+        server = self._state.prefills.get(event.name)
+        if server is None:
+            self._state.drop("unknown_prefill")
+            return
+        self._lose(server, "removed", now)
+        del self._state.prefills[event.name]
+        self._state.out.add(AskHangUp(name=event.name))
+
+    def up(self, event: PrefillUp, now: float) -> None:
+        """A session has begun. What came under the one before it is lost."""
+        server = self._state.prefills.get(event.name)
+        if server is None:
+            self._state.drop("unknown_prefill")
+            return
+        if server.session is not None:
+            self._lose(server, "a new session began", now)
+        server.session = event.session
+        server.endpoints = event.endpoints
+        server.geometries = event.geometries
+        server.window_bytes = event.window_bytes
+        if self._state.ready:
+            self._dial(server, event.session)
+        self._state.out.add(PrefillState(name=event.name, up=True))
+
+    def down(self, event: PrefillDown, now: float) -> None:
+        server = self._state.prefills.get(event.name)
+        if server is None or (event.session is not None and event.session != server.session):
+            self._state.drop("unknown_prefill")
+            return
+        self._lose(server, event.reason, now)
+
+    def introduce(self) -> None:
+        """Have stages that have just come up dial."""
+        for server in self._state.prefills.values():
+            if server.session is not None:
+                self._dial(server, server.session)
+
+    def start(self, request: Request, now: float) -> bool:
+        """Lease and expect; False when there are no pages or no metadata row for it now."""
+        state = self._state
+        server = state.prefills[request.submit.prefill or ""]
+        ticket = request.submit.ticket
+        assert server.session is not None, "requests fail when their prefill server goes down"
+        assert ticket is not None, "admission has seen to it"
+        if not state.metadata_rows.free:
+            return False
+        lease = state.cache.acquire(request.tokens, request.salt)
+        if lease is None:
+            return False
+        state.waiting.remove(request)
+        request.lease = lease
+        request.row = state.metadata_rows.allocate(1, request.arrival)[0]
+        request.cached_tokens = lease.matched * state.config.page_size
+        self._generations += 1
+        request.incoming = incoming = Incoming(
+            session=server.session,
+            ticket=ticket,
+            generation=self._generations,
+            unready=set(state.stages),
+            missing=set(state.stages),
+            pages=len(lease.pages) - lease.matched,
+        )
+        state.fetches[incoming.key] = request
+        state.unplanned -= request.unplanned
+        request.planned = request.target
+        request.ordered = True
+        state.counters.add("prompt_tokens_total", request.prompt_tokens)
+        state.counters.add("cached_tokens_total", request.cached_tokens)
+        state.enter(request, Phase.FETCHING, now)
+        state.out.add(
+            Expect(
+                seq=state.out.next_seq(),
+                request=request.serial,
+                session=server.session,
+                ticket=ticket,
+                generation=incoming.generation,
+                start=request.cached_tokens,
+                count=request.prompt_tokens - request.cached_tokens,
+                pages=pack(lease.pages[lease.matched :]),
+                row=request.row,
+            )
+        )
+        state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
+        return True
+
+    def expecting(self, event: Expecting) -> None:
+        """When every stage is ready for the bytes, the prefill server may be told."""
+        state = self._state
+        request, incoming = self._fetching(event.request)
+        if request is None or incoming is None or event.stage not in incoming.unready:
+            state.drop("unknown_request")
+            return
+        incoming.unready.discard(event.stage)
+        if incoming.unready:
+            return
+        assert request.lease is not None and request.row is not None, "start() has seen to it"
+        state.deadlines.clear(Timer.ANSWER, request.arrival)
+        incoming.reserved = True
+        state.out.add(
+            AskReserve(
+                session=incoming.session,
+                ticket=incoming.ticket,
+                generation=incoming.generation,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens,
+                pages=pack(request.lease.pages[request.lease.matched :]),
+                row=request.row,
+            )
+        )
+        state.out.add(Reserved(rid=request.rid))
+
+    def chunk_arrived(self, event: ChunkArrived) -> None:
+        """Counted only: a prefill server that computes a long chunk is not silent, and a lost one ends its session."""
+        request, incoming = self._fetching(event.request)
+        if request is None or incoming is None:
+            self._state.drop("unknown_request")
+
+    def arrived(self, event: Arrived, now: float) -> None:
+        """A stage has all of its KV; with the last one the request goes on with its first token."""
+        state = self._state
+        request, incoming = self._fetching(event.request)
+        if request is None or incoming is None or event.stage not in incoming.missing:
+            state.drop("unknown_request")
+            return
+        incoming.missing.discard(event.stage)
+        incoming.bytes += event.bytes
+        incoming.chunks += event.chunks
+        if incoming.missing:
+            return
+        assert request.lease is not None, "start() has seen to it"
+        incoming.open = False
+        del state.fetches[incoming.key]
+        request.computed = request.target
+        state.cache.publish(request.lease, request.tokens, request.computed)
+        self._first(request, event.first, now)
+
+    def fetch_failed(self, event: FetchFailed, now: float) -> None:
+        request, _ = self._fetching(event.request)
+        if request is None:
+            self._state.drop("unknown_request")
+            return
+        error = ErrorInfo(code=event.code, message=event.message, status=DEFAULT_STATUS, stage=event.stage)
+        self._endings.fail(request, error, now)
+
+    def ticket_failed(self, event: TicketFailed, now: float) -> None:
+        request = self._ended_ticket(event.session, event.ticket, event.generation)
+        if request is not None:
+            self._endings.fail(request, event.error, now)
+
+    def ticket_finished(self, event: TicketFinished, now: float) -> None:
+        """The prefill ended the request with its first token. Bytes it had sent before may still be coming in."""
+        request = self._ended_ticket(event.session, event.ticket, event.generation)
+        if request is not None:
+            self._first(request, event.first, now)
+
+    def _first(self, request: Request, first: FirstToken, now: float) -> None:
+        request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
+        sampled = Sampled(request.serial, first.token, first.logprob)
+        self._generate.accept(request, sampled, now, first.finish_reason)
+
+    def _fetching(self, serial: int) -> tuple[Request, Incoming] | tuple[None, None]:
+        request = self._state.records.get(serial)
+        if request is None or request.phase is not Phase.FETCHING or request.incoming is None:
+            return None, None
+        return request, request.incoming
+
+    def _ended_ticket(self, session: str, ticket: str, generation: int) -> Request | None:
+        request = self._state.fetches.get((session, ticket, generation))
+        if request is None or request.incoming is None:
+            self._state.drop("unknown_ticket")
+            return None
+        request.incoming.ended = True
+        return request
+
+    def _lose(self, server: PrefillServer, reason: str, now: float) -> None:
+        """The server's session has ended: its requests fail, since nothing will come for them."""
+        state = self._state
+        session, server.session = server.session, None
+        for request in list(server.requests.values()):
+            if request.phase is Phase.WAITING and request.incoming is None:
+                self._endings.fail(request, no_prefill(server.name, "down"), now)
+            elif request.phase is Phase.FETCHING and request.incoming is not None:
+                request.incoming.ended = True
+                error = ErrorInfo(code=PEER_GONE, message=f"the prefill server is gone: {reason}", status=502)
+                self._endings.fail(request, error, now)
+        if session is not None and state.ready:
+            state.out.add(HangUp(seq=state.out.next_seq(), session=session))
+        state.out.add(PrefillState(name=server.name, up=False, reason=reason))
+
+    def _dial(self, server: PrefillServer, session: str) -> None:
+        out = self._state.out
+        out.add(
+            Dial(
+                seq=out.next_seq(),
+                session=session,
+                endpoints=server.endpoints,
+                geometries=server.geometries,
+                window_bytes=server.window_bytes,
+            )
+        )

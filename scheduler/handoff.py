@@ -1,0 +1,149 @@
+"""The way out by wire: Send orders behind the Forwards that compute their pages, and the acknowledgements.
+
+Forward [0, 512)   Send [0, 512)   Forward [512, 1000)   (first token known)   Send [512, 1000) + metadata
+                   └ page-aligned                                              └ unless that token ends the request
+"""
+
+from core.arrays import pack
+from core.errors import PEER_GONE, ErrorInfo
+from core.intake import Progress
+from core.orders import Acked, Sampled, Send, SendFailed
+from core.request import FirstToken
+from scheduler.deadlines import Timer
+from scheduler.ending import Endings
+from scheduler.record import Outgoing, Phase, Request
+from scheduler.state import State
+
+COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
+
+
+class Handoff:
+    """Sends what is computed, counts what has arrived, and ends the request when all of it has."""
+
+    def __init__(self, state: State, endings: Endings) -> None:
+        self._state = state
+        self._endings = endings
+
+    def follow(self, request: Request, end: int) -> None:
+        """Tokens below end are computed once the newest plan is done: send the full pages among them."""
+        outgoing = request.outgoing
+        if outgoing is None or request.max_tokens == 1 or end >= request.prompt_tokens:
+            return  # the last chunk waits for the first token, and a sole token needs no KV at all
+        aligned = end - end % self._state.config.page_size
+        if aligned > outgoing.sent:
+            self._send(request, outgoing, aligned, None)
+
+    def first(self, request: Request, sampled: Sampled, reason: str, now: float) -> None:
+        """The prompt is computed and its first token known: send the rest, or end the request with that token."""
+        state = self._state
+        outgoing = request.outgoing
+        assert outgoing is not None, "a request leaves BOOTSTRAP with its peer"
+        first = request.first_token(sampled.token, sampled.logprob, reason)
+        if reason:
+            self._endings.complete(request, reason, now, first)
+            return
+        state.enter(request, Phase.INFLIGHT, now)
+        if request.submit.progress:
+            total = request.prompt_tokens
+            state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
+        outgoing.final = True
+        self._send(request, outgoing, request.prompt_tokens, first)
+        if not state.plans:
+            self.reached(request, outgoing.chunks - 1, now)
+
+    def reached(self, request: Request, chunk: int, now: float) -> None:
+        """The stages have come to this Send: from now on silence about it is the peer's."""
+        outgoing = request.outgoing
+        if request.ended or outgoing is None:
+            return
+        if not outgoing.overdue:
+            outgoing.silent_since = now
+        outgoing.armed = max(outgoing.armed, chunk)
+        self._watch(request, outgoing)
+
+    def acked(self, event: Acked, now: float) -> None:
+        state = self._state
+        request = state.records.get(event.request)
+        outgoing = request.outgoing if request is not None else None
+        if request is None or outgoing is None:
+            state.drop("unknown_request")
+            return
+        stages = outgoing.unacked.get(event.chunk, set())
+        if event.stage not in stages:
+            state.drop("duplicate_ack")
+            return
+        stages.discard(event.stage)
+        if not stages:
+            del outgoing.unacked[event.chunk]
+        outgoing.bytes += event.bytes
+        outgoing.silent_since = now
+        peer = state.peers.get(outgoing.session)
+        if peer is not None:
+            peer.last_ack = now
+        if request.ended:
+            return
+        self._watch(request, outgoing)
+        if outgoing.final and not outgoing.unacked:
+            self._endings.complete(request, COMPLETE, now)
+
+    def send_failed(self, event: SendFailed, now: float) -> None:
+        request = self._state.records.get(event.request)
+        if request is None or request.ended:
+            self._state.drop("unknown_request")
+            return
+        error = ErrorInfo(code=event.code, message=event.message, status=502, stage=event.stage)
+        self._endings.fail(request, error, now)
+
+    def timed_out(self, request: Request, now: float) -> None:
+        """No acknowledgement for this request; its peer is silent only if nobody's acknowledgements come."""
+        outgoing = request.outgoing
+        if outgoing is None or not outgoing.overdue:
+            return
+        timeout = self._state.config.transfer_timeout_s
+        peer = self._state.peers.get(outgoing.session)
+        heard = outgoing.silent_since if peer is None else max(outgoing.silent_since, peer.last_ack)
+        if heard + timeout > now:
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, heard + timeout)
+            return
+        text = f"the decode peer acknowledged nothing for {timeout:g} s"
+        self._endings.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
+
+    def _watch(self, request: Request, outgoing: Outgoing) -> None:
+        if outgoing.overdue:
+            timeout = self._state.config.transfer_timeout_s
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, outgoing.silent_since + timeout)
+        else:
+            self._state.deadlines.clear(Timer.TRANSFER, request.arrival)
+
+    def _send(self, request: Request, outgoing: Outgoing, end: int, last: FirstToken | None) -> None:
+        """Order tokens [sent, end) out. Pages on both sides start with the one that holds the first of them."""
+        state = self._state
+        lease = request.lease
+        assert lease is not None, "a request that was computed has pages"
+        assert request.row is not None, "a metadata row is given out with the peer"
+        start, size, dst_size = outgoing.sent, state.config.page_size, outgoing.dst_page_size
+        dst_base = outgoing.cached_tokens // dst_size
+        dst = outgoing.dst_pages[start // dst_size - dst_base : -(-end // dst_size) - dst_base]
+        state.out.add(
+            Send(
+                seq=state.out.next_seq(),
+                request=request.serial,
+                session=outgoing.session,
+                ticket=outgoing.ticket,
+                generation=outgoing.generation,
+                chunk=outgoing.chunks,
+                start=start,
+                count=end - start,
+                pages=pack(lease.pages[start // size : -(-end // size)]),
+                dst_pages=pack(dst),
+                row=request.row,
+                dst_row=outgoing.dst_row,
+                last=last,
+            )
+        )
+        if state.plans:
+            newest = next(reversed(state.plans.values()))
+            newest.sends.append((request, outgoing.chunks))
+        outgoing.unacked[outgoing.chunks] = set(state.stages)
+        outgoing.chunks += 1
+        outgoing.sent = end

@@ -1,0 +1,243 @@
+"""The scheduler: events in, effects out; pure and deterministic.
+
+Submit ─► admission ─► rendezvous (exit "wire") ─► waiting ─► planner ─► Forward … PlanDone ─► generate
+                │                                     │                                           │
+                └─────────── entrance "wire" ─────► fetch ─────────────────────────────────────►  │
+                                                                    handoff (exit "wire") ◄───────┘
+all of them ─► endings
+"""
+
+from core.config import SchedulerConfig
+from core.errors import CANCELLED, DRAINING, ErrorInfo
+from core.intake import (
+    Abort,
+    AddPrefill,
+    Drain,
+    Drained,
+    QueryStats,
+    RemovePrefill,
+    Shutdown,
+    StageLost,
+    StatsReply,
+    Submit,
+)
+from core.orders import (
+    Acked,
+    Arrived,
+    ChunkArrived,
+    Expecting,
+    FetchFailed,
+    Forgotten,
+    Halt,
+    PlanDone,
+    Quiet,
+    SendFailed,
+    StageBeat,
+    StageFailed,
+    StageReady,
+)
+from core.peers import (
+    PeerCancelled,
+    PeerGone,
+    PeerJoined,
+    PeerReserved,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
+from core.stats import Stats
+from scheduler import integrity
+from scheduler.admission import Admission
+from scheduler.deadlines import Key, Timer
+from scheduler.ending import Endings
+from scheduler.events import Effect, Event
+from scheduler.fetch import Fetch
+from scheduler.generate import Generate
+from scheduler.handoff import Handoff
+from scheduler.planner import Planner
+from scheduler.rendezvous import Rendezvous
+from scheduler.stages import Stages
+from scheduler.state import State
+from scheduler.statistics import snapshot
+
+__all__ = ["Effect", "Event", "Scheduler"]
+
+
+class Scheduler:
+    """Decides for one server, whatever its role. Time is an argument, in seconds on any monotonic scale.
+
+    Feed every event to handle(), then call plan() until it returns nothing; call tick() at next_deadline(). Effects
+    are to be applied in the order in which they are returned. Raises ConfigError for an unknown policy.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._state = State(config)
+        self._endings = Endings(self._state)
+        self._rendezvous = Rendezvous(self._state, self._endings)
+        self._admission = Admission(self._state, self._rendezvous)
+        self._handoff = Handoff(self._state, self._endings)
+        self._generate = Generate(self._state, self._endings, self._handoff)
+        self._fetch = Fetch(self._state, self._endings, self._generate)
+        self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
+        self._stages = Stages(self._state, self._endings, self._generate)
+        self._drained = False
+        self._problems: list[str] = []
+
+    @property
+    def idle(self) -> bool:
+        """No request is left, not even its pages."""
+        return not self._state.records
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event; return what is to be done about it."""
+        self._dispatch(event, now)
+        return self._conclude(now)
+
+    def plan(self, now: float) -> list[Effect]:
+        """At most one Forward and what belongs to it; nothing when there is nothing to do or no credit left."""
+        self._planner.plan(now)
+        return self._conclude(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Act on the deadlines that have passed."""
+        for timer, key in self._state.deadlines.due(now):
+            self._expire(timer, key, now)
+        return self._conclude(now)
+
+    def next_deadline(self) -> float | None:
+        """When tick() wants to be called."""
+        return self._state.deadlines.next()
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books; empty when nothing is. Takes time in proportion to all that is held."""
+        self._problems = integrity.check(self._state)
+        return list(self._problems)
+
+    def statistics(self) -> Stats:
+        return snapshot(self._state, len(self._problems))
+
+    def _dispatch(self, event: Event, now: float) -> None:  # noqa: C901 - one line for each kind of event
+        state = self._state
+        match event:
+            case Submit():
+                self._admission.submit(event, now)
+            case PlanDone():
+                self._stages.done(event, now)
+            case Acked():
+                self._handoff.acked(event, now)
+            case Quiet() | Forgotten():
+                self._answered(event)
+            case SendFailed():
+                self._handoff.send_failed(event, now)
+            case Expecting():
+                self._fetch.expecting(event)
+            case ChunkArrived():
+                self._fetch.chunk_arrived(event)
+            case Arrived():
+                self._fetch.arrived(event, now)
+            case FetchFailed():
+                self._fetch.fetch_failed(event, now)
+            case PeerReserved():
+                self._rendezvous.reserved(event, now)
+            case PeerCancelled():
+                self._rendezvous.cancelled(event, now)
+            case PeerJoined():
+                self._rendezvous.joined(event, now)
+            case PeerGone():
+                self._rendezvous.gone(event, now)
+            case TicketFailed():
+                self._fetch.ticket_failed(event, now)
+            case TicketFinished():
+                self._fetch.ticket_finished(event, now)
+            case PrefillUp():
+                self._fetch.up(event, now)
+            case PrefillDown():
+                self._fetch.down(event, now)
+            case Abort():
+                self._abort(event, now)
+            case AddPrefill():
+                self._fetch.add(event)
+            case RemovePrefill():
+                self._fetch.remove(event, now)
+            case StageReady():
+                if self._stages.ready(event, now):
+                    self._rendezvous.introduce()
+                    self._fetch.introduce()
+            case StageFailed() | StageLost():
+                self._stages.failed(event.stage, event.message, now)
+            case QueryStats():
+                if self.idle:
+                    self.check_integrity()
+                state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+            case Drain():
+                self._drain()
+            case Shutdown():
+                self._shutdown(now)
+            case StageBeat() | TicketCancelled():
+                pass  # the loop keeps the stages' counters; pages come back with Forgotten, not with Cancelled
+
+    def _conclude(self, now: float) -> list[Effect]:
+        """What any change may have made possible."""
+        state = self._state
+        self._rendezvous.promote(now)
+        self._planner.start(None, now)
+        if state.draining and not self._drained and self.idle:
+            self._drained = True
+            state.out.add(Drained())
+        return state.out.take()
+
+    def _answered(self, event: Quiet | Forgotten) -> None:
+        request = self._state.records.get(event.request)
+        if request is None:
+            self._state.drop("unknown_request")
+        else:
+            self._endings.answered(request, event.stage)
+
+    def _abort(self, event: Abort, now: float) -> None:
+        request = self._state.rids.get(event.rid)
+        if request is None:
+            self._state.drop("unknown_rid")
+        elif event.finish and request.submit.exit == "here":
+            self._endings.complete(request, "stop", now)
+        else:
+            error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
+            self._endings.fail(request, error, now)
+
+    def _drain(self) -> None:
+        self._state.draining = True
+        self._stages.announce("draining")
+        self._rendezvous.drop_reservations(
+            ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
+        )
+
+    def _shutdown(self, now: float) -> None:
+        state = self._state
+        error = ErrorInfo(code="shutdown", message="the server is shutting down", status=503)
+        state.draining = True
+        self._rendezvous.drop_reservations(error)
+        self._stages.stop(error, now)
+        self._stages.announce("shutdown")
+        state.out.add(Halt(seq=state.out.next_seq()))
+
+    def _expire(self, timer: Timer, key: Key, now: float) -> None:
+        if timer is Timer.PLAN:
+            self._stages.plan_timed_out(now)
+            return
+        if isinstance(key, str):
+            self._rendezvous.reservation_timed_out(key)
+            return
+        request = self._state.arrivals.get(key)
+        if request is None:
+            return
+        match timer:
+            case Timer.BOOTSTRAP:
+                self._rendezvous.request_timed_out(request, now)
+            case Timer.TRANSFER:
+                self._handoff.timed_out(request, now)
+            case Timer.ANSWER:
+                self._stages.answer_timed_out(request, now)
+            case _:
+                text = f"not done within the deadline of {request.submit.deadline_s:g} s"
+                self._endings.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)

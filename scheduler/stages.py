@@ -1,0 +1,97 @@
+"""The engine as the scheduler sees it: stages that come up, plans that come back, and a watchdog for those that do not."""
+
+from core.errors import STAGE_FAILED, ErrorInfo
+from core.intake import EngineState
+from core.orders import PlanDone, StageReady
+from scheduler.deadlines import Timer
+from scheduler.ending import Endings
+from scheduler.generate import Generate
+from scheduler.record import Request
+from scheduler.state import State
+
+
+class Stages:
+    """Ready when every stage is. A stage that fails takes the whole engine with it: all stages have to come up anew."""
+
+    def __init__(self, state: State, endings: Endings, generate: Generate) -> None:
+        self._state = state
+        self._endings = endings
+        self._generate = generate
+        self._up: dict[int, StageReady] = {}
+        self._told = EngineState(ready=False)
+
+    def ready(self, event: StageReady, now: float) -> bool:
+        """A stage is up; True when it was the last one."""
+        state = self._state
+        if state.ready:  # it has restarted on its own, and its pool is empty
+            self.failed(event.stage, f"stage {event.stage} has restarted", now)
+        page_size = event.geometry.page_size
+        if event.stage not in state.stages or page_size != state.config.page_size:
+            expected = f"{state.config.stages} stages with pages of {state.config.page_size} tokens"
+            self.announce(f"stage {event.stage} has pages of {page_size} tokens; expected are {expected}")
+            return False
+        self._up[event.stage] = event
+        if len(self._up) < state.config.stages:
+            return False
+        sizes = [stage.kv_pages for stage in self._up.values()]
+        state.new_cache(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
+        state.vocab_size = state.config.vocab_size or min(stage.vocab_size for stage in self._up.values())
+        state.ready = True
+        self.announce("draining" if state.draining else "")
+        return True
+
+    def done(self, event: PlanDone, now: float) -> None:
+        """A stage has computed a plan; with the last stage, it is done."""
+        state = self._state
+        plan = state.plans.get(event.seq)
+        if plan is None:
+            state.drop("unknown_plan")
+            return
+        plan.reported.add(event.stage)
+        if event.stage != state.config.stages - 1:
+            return
+        del state.plans[event.seq]
+        if state.plans:
+            state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
+        else:
+            state.deadlines.clear(Timer.PLAN, 0)
+        state.rate.observe(plan.tokens, event.duration_s)
+        state.histograms.observe("plan_duration_seconds", event.duration_s)
+        self._generate.done(plan, event, now)
+
+    def plan_timed_out(self, now: float) -> None:
+        plan = next(iter(self._state.plans.values()), None)
+        if plan is not None:
+            silent = next((stage for stage in self._state.stages if stage not in plan.reported), 0)
+            text = f"stage {silent} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
+            self.failed(silent, text, now)
+
+    def answer_timed_out(self, request: Request, now: float) -> None:
+        silent = request.awaiting or (request.incoming.unready if request.incoming is not None else set())
+        if silent:
+            stage = min(silent)
+            text = f"stage {stage} has not answered in {self._state.config.stage_timeout_s:g} s"
+            self.failed(stage, text, now)
+
+    def failed(self, stage: int, message: str, now: float) -> None:
+        """Nothing that the engine holds is of use any more: every request fails, and the pool starts over."""
+        error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
+        self.stop(error, now)
+        self.announce(error.message)
+
+    def stop(self, error: ErrorInfo, now: float) -> None:
+        """End every request with this error, without waiting for the stages."""
+        state = self._state
+        state.ready = False
+        self._up.clear()
+        state.plans.clear()
+        state.deadlines.clear(Timer.PLAN, 0)
+        self._endings.void(error, now)
+        state.new_cache(state.cache.total)
+
+    def announce(self, reason: str) -> None:
+        """Tell the front end whether we would serve, when that has changed."""
+        told = EngineState(ready=self._state.ready and not self._state.draining, reason=reason)
+        if told != self._told:
+            self._told = told
+            self._state.out.add(told)

@@ -1,0 +1,151 @@
+"""What the parts of the scheduler share: the books. Each part owns the rules for some of the moves between them."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from core.config import SchedulerConfig
+from core.geometry import Geometry
+from core.stats import Counters, Histograms
+from scheduler.deadlines import Deadlines
+from scheduler.events import Outbox
+from scheduler.lease import KvCache
+from scheduler.metrics import QUEUES
+from scheduler.pages import PageAllocator
+from scheduler.policy import make_policy
+from scheduler.record import Phase, Request
+from scheduler.tickets import Tickets
+
+RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A decode peer that was welcomed. requests: live ones that leave to it, by arrival."""
+
+    name: str
+    geometry: Geometry
+    window_bytes: int
+    last_ack: float
+    requests: dict[int, Request] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillServer:
+    """A prefill server we dial. session is None while it is down. requests: live ones that come from it."""
+
+    name: str
+    session: str | None = None
+    endpoints: tuple[str, ...] = ()
+    geometries: tuple[Geometry, ...] = ()
+    window_bytes: int = 0
+    requests: dict[int, Request] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class PlannedRow:
+    """What a plan does for one request: positions [start, end) computed, and perhaps the next token sampled."""
+
+    request: Request
+    serial: int
+    end: int
+    sampled: bool
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A Forward in flight. reported: stages that have computed it. sends: chunks that stages reach once it is done."""
+
+    seq: int
+    tokens: int
+    rows: tuple[PlannedRow, ...]
+    reported: set[int] = field(default_factory=set)
+    sends: list[tuple[Request, int]] = field(default_factory=list)
+
+
+class PlanRate:
+    """Tokens per second, smoothed over recent plans."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if tokens <= 0 or seconds <= 0:
+            return
+        newest = tokens / seconds
+        self._rate = newest if self._rate is None else self._rate + RATE_SMOOTHING * (newest - self._rate)
+
+    def seconds_for(self, tokens: int) -> float:
+        """How long so many tokens will take; one second while nothing is known."""
+        return 1.0 if self._rate is None else tokens / self._rate
+
+
+class State:
+    """The books of one scheduler.
+
+    records: every request until its pages are back, by the serial that stages know; arrivals: the same by their
+    arrival number, which deadlines and queues use; rids: the live ones by name.
+    The queues, by arrival number: rowless (BOOTSTRAP, its peer has come, no metadata row yet), waiting (WAITING),
+    prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
+    in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
+    unplanned: prompt tokens admitted and not yet planned. ready: every stage is up.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.out = Outbox()
+        self.deadlines = Deadlines()
+        self.counters = Counters()
+        self.histograms = Histograms()
+        self.rate = PlanRate()
+        self.ready = False
+        self.draining = False
+        self.vocab_size = config.vocab_size
+        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache)
+        self.metadata_rows = PageAllocator(config.metadata_rows)
+        self.records: dict[int, Request] = {}
+        self.arrivals: dict[int, Request] = {}
+        self.rids: dict[str, Request] = {}
+        self.rowless: dict[int, Request] = {}
+        self.waiting = make_policy(config.policy)
+        self.prefilling: dict[int, Request] = {}
+        self.decoding: OrderedDict[int, Request] = OrderedDict()
+        self.plans: dict[int, Plan] = {}
+        self.tickets = Tickets(config.max_queued_requests)
+        self.peers: dict[str, Peer] = {}
+        self.prefills: dict[str, PrefillServer] = {}
+        self.fetches: dict[tuple[str, str, int], Request] = {}
+        self.preempting = 0
+        self.unplanned = 0
+        self.queue_requests = dict.fromkeys(QUEUES, 0)
+        self.queue_tokens = dict.fromkeys(QUEUES, 0)
+        self._serials = 0
+
+    @property
+    def stages(self) -> range:
+        return range(self.config.stages)
+
+    def new_serial(self) -> int:
+        self._serials += 1
+        return self._serials
+
+    def new_cache(self, pages: int) -> None:
+        """Start over with an empty pool: the one before is gone with its engine."""
+        self.cache = KvCache(pages, self.config.page_size, self.config.prefix_cache)
+
+    def count(self, request: Request) -> None:
+        """Count a new request in its phase."""
+        self.queue_requests[request.phase] += 1
+        self.queue_tokens[request.phase] += request.prompt_tokens
+
+    def enter(self, request: Request, phase: Phase, now: float) -> None:
+        """Move a request to another phase, and keep the counts and durations."""
+        left = request.phase
+        self.queue_requests[left] -= 1
+        self.queue_tokens[left] -= request.prompt_tokens
+        self.histograms.observe("phase_duration_seconds", request.enter(phase, now), (left.value,))
+        if not request.ended:
+            self.count(request)
+
+    def drop(self, reason: str) -> None:
+        """Count a message that came too late, twice, or for nobody."""
+        self.counters.add("dropped_messages_total", labels=(reason,))

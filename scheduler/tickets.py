@@ -1,0 +1,97 @@
+"""Tickets of this server's desk: who uses which, which peers came too early, and how recent ones ended."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from core.errors import ErrorInfo
+from core.peers import PeerReserved
+from scheduler.record import Request
+
+Key = tuple[str, str, int]  # session, ticket, generation
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a ticket's last use ended. session is None while no peer has come for it; error None: it went well."""
+
+    session: str | None
+    generation: int
+    error: ErrorInfo | None
+
+
+class Tickets:
+    """One use of a ticket is a (session, generation). A use that has ended is never revived.
+
+    early: reservations whose prompt has not come. limit bounds them, and what is remembered of ended tickets.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._active: dict[str, Request] = {}
+        self._handoffs: dict[Key, Request] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self.early: dict[str, PeerReserved] = {}
+
+    @property
+    def full(self) -> bool:
+        return len(self.early) >= self._limit
+
+    def holder(self, ticket: str) -> Request | None:
+        """The live request that uses the ticket."""
+        return self._active.get(ticket)
+
+    def claim(self, ticket: str, request: Request) -> None:
+        """A new use begins. A failure that no peer came to hear of is forgotten."""
+        self._active[ticket] = request
+        ended = self._ended.get(ticket)
+        if ended is not None and ended.session is None:
+            del self._ended[ticket]
+
+    def match(self, key: Key, request: Request) -> None:
+        """A peer has come for the request; it is found by this key until forget()."""
+        self._handoffs[key] = request
+
+    def find(self, session: str, ticket: str, generation: int) -> Request | None:
+        """The request of that use, live or still holding pages."""
+        return self._handoffs.get((session, ticket, generation))
+
+    def forget(self, key: Key) -> None:
+        self._handoffs.pop(key, None)
+
+    def end(self, ticket: str, session: str | None, generation: int, error: ErrorInfo | None) -> None:
+        """The use is over; the ticket may be used again."""
+        self._active.pop(ticket, None)
+        self._ended.pop(ticket, None)
+        self._ended[ticket] = Ended(session, generation, error)
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
+
+    def stale(self, session: str, ticket: str, generation: int) -> bool:
+        """This generation, or a later one, of the session has been seen here."""
+        ended = self._ended.get(ticket)
+        seen = [(ended.session, ended.generation)] if ended is not None else []
+        request = self._active.get(ticket)
+        if request is not None and request.outgoing is not None:
+            seen.append((request.outgoing.session, request.outgoing.generation))
+        early = self.early.get(ticket)
+        if early is not None:
+            seen.append((early.session, early.generation))
+        return any(session == other and generation <= latest for other, latest in seen)
+
+    def taken(self, ticket: str) -> bool:
+        """Some peer has come for the ticket, and its use has not ended."""
+        request = self._active.get(ticket)
+        return ticket in self.early or (request is not None and request.outgoing is not None)
+
+    def unheard_failure(self, ticket: str) -> ErrorInfo | None:
+        """Why the ticket's request failed before any peer came for it."""
+        ended = self._ended.get(ticket)
+        return ended.error if ended is not None and ended.session is None else None
+
+    @property
+    def active(self) -> int:
+        return len(self._active)
+
+    @property
+    def handoffs(self) -> int:
+        return len(self._handoffs)

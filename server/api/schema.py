@@ -1,0 +1,93 @@
+"""Request bodies as structs. Wrong types are refused while decoding; values are checked in sampling.py, prompts.py."""
+
+from typing import Any
+
+import msgspec
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content; only text parts can be served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """Sampling fields that all routes share; None means the default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+
+
+class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/prefill."""
+
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[Message] | None = None
+    logprobs: int | None = None
+    ticket: str | None = None
+    handoff: str | None = None
+    rid: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """include_progress is ours: chunks without choices that tell how far the prefill is."""
+
+    include_usage: bool | None = None
+    include_progress: bool | None = None
+
+
+class OpenAIBody(SamplingBody, kw_only=True):
+    """What completions and chat share. The fields at the end are known and not served: see unsupported()."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+
+
+class CompletionBody(OpenAIBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None

@@ -1,0 +1,102 @@
+"""Settings that contradict each other, each refused with what to write instead."""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from core.config import Config
+from core.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first combination that cannot work."""
+    _check_role(config)
+    _check_binds(config)
+    _check_ports(config)
+    _check_engine(config)
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches. Names other than localhost count as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_role(config: Config) -> None:
+    server = config.server
+    if server.role != "decode":
+        for key, given in (
+            ("prefill", server.prefill),
+            ("prefill-api-key", server.prefill_api_key),
+            ("fallback", server.fallback != "none"),
+        ):
+            if given:
+                raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
+    elif not server.prefill and server.fallback != "local":
+        raise ConfigError(
+            "a decode server needs to know its prefill servers: add --prefill http://HOST:PORT (once per server), "
+            "or --fallback local to compute prompts itself"
+        )
+    for url in server.prefill:
+        _check_url(url)
+    if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
+        raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--prefill {url}: its port is not a number from 1 to 65535") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"--prefill {url} is no URL of a server; write it like http://127.0.0.1:8001")
+    if parts.path or parts.query or parts.fragment:
+        raise ConfigError(f"--prefill {url}: write the server's address only, http://{parts.netloc}")
+
+
+def _check_binds(config: Config) -> None:
+    server = config.server
+    for key in server.api_keys:
+        if not key.isascii() or any(character.isspace() for character in key):
+            raise ConfigError("an API key has to be ASCII without spaces; write another one with --api-key")
+    if server.api_keys or server.insecure:
+        return
+    for flag, host in (("--host", server.host), ("--transfer-host", config.transfer.host)):
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{flag} {host} is reachable from other machines and no API key is set: add --api-key KEY "
+                f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure if anybody may use the server"
+            )
+
+
+def _check_ports(config: Config) -> None:
+    ports = (
+        ("port", config.server.port),
+        ("desk-port", config.transfer.desk_port),
+        ("data-port", config.transfer.data_port),
+    )
+    for index, (key, port) in enumerate(ports):
+        for other, other_port in ports[:index]:
+            if port and port == other_port:
+                raise ConfigError(f"--{key} and --{other} are both {port}: give each a port of its own, or 0")
+
+
+def _check_engine(config: Config) -> None:
+    engine, model = config.engine, config.model
+    if engine.page_size & (engine.page_size - 1):
+        below = 1 << (engine.page_size.bit_length() - 1)
+        raise ConfigError(
+            f"--page-size {engine.page_size} is no power of two: write --page-size {below} or --page-size {2 * below}"
+        )
+    if model.max_model_len == 1:
+        raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
+    if engine.kv_pages and model.max_model_len > engine.kv_pages * engine.page_size:
+        needed = -(-model.max_model_len // engine.page_size)
+        raise ConfigError(
+            f"--kv-pages {engine.kv_pages} of {engine.page_size} tokens cannot hold one request of --max-model-len "
+            f"{model.max_model_len}: write --kv-pages {needed} or more, or a smaller --max-model-len"
+        )

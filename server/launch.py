@@ -1,0 +1,171 @@
+"""`headrace serve`: one server from start to exit status.
+
+    this process            children
+    ┌────────────────┐      ┌───────────┐      ┌─────────┐
+    │ uvicorn + app  │ ZMQ  │ scheduler │ ZMQ  │ stage 0 │
+    │ supervisor     │◄────►│ desk      │◄────►│ pool    │
+    └────────────────┘      └───────────┘      └─────────┘
+
+Order of the end, on SIGTERM or Ctrl-C: not ready at once; work in flight finishes, or is failed at the deadline; the
+HTTP server closes; scheduler and stages are told to end, and are killed if they do not. A second signal cuts the wait.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from core.config import Config, StageConfig
+from server.app import create_app
+from server.link import ZmqSchedulerLink
+from server.scheduler_process import SchedulerProcessConfig
+from server.service import Service
+from server.supervisor import Child, Supervisor
+from server.version import headrace_version
+
+log = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: Config) -> int:
+    """Run a server with a resolved configuration until a signal ends it. Returns the exit status."""
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        return asyncio.run(_serve(config, Path(folder)))
+
+
+async def _serve(config: Config, folder: Path) -> int:
+    stop = StopSignals()
+    front_endpoint, stage_endpoint = f"ipc://{folder}/front", f"ipc://{folder}/stages"
+    service = Service(ZmqSchedulerLink(front_endpoint), config)
+    supervisor = Supervisor(*_children(config, front_endpoint, stage_endpoint), on_stage_lost=service.stage_lost)
+    server = HttpServer(_uvicorn_config(config, service))
+    started = time.monotonic()
+    http: asyncio.Future[None] | None = None
+    try:
+        await supervisor.start()
+        http = asyncio.ensure_future(server.serve())
+        await service.start()
+        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http))
+        await _first_of(over, service.wait_ready())
+        if not over.done():
+            _announce(config, service, time.monotonic() - started)
+            await over
+        if stop.first.is_set():
+            print("draining", flush=True)
+            await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
+    finally:
+        server.should_exit = True
+        if http is not None:
+            await http
+        service.shut_down()
+        await supervisor.end()
+        await service.stop()
+    if supervisor.fatal.done():
+        return supervisor.fatal.result()
+    return 0 if stop.first.is_set() else 1
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, counted: the first asks for an orderly end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Return when one of them is done, raising what it raised; coroutines that are not done are cancelled."""
+    futures = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for wait, future in zip(waits, futures, strict=True):
+            if wait is not future:
+                future.cancel()
+
+
+def _children(config: Config, front_endpoint: str, stage_endpoint: str) -> tuple[Child, list[Child]]:
+    scheduler = SchedulerProcessConfig(
+        role=config.server.role,
+        http_port=config.server.port,
+        front_endpoint=front_endpoint,
+        stage_endpoint=stage_endpoint,
+        scheduler=config.scheduler,
+        transfer=config.transfer,
+        log_level=config.server.log_level,
+    )
+    stages = [
+        StageConfig(
+            stage=stage,
+            endpoint=stage_endpoint,
+            model=config.model,
+            engine=config.engine,
+            transfer=config.transfer,
+            log_level=config.server.log_level,
+        )
+        for stage in range(config.scheduler.stages)
+    ]
+    return (
+        Child("server.scheduler_process", scheduler, threads=1),
+        [Child("engine.stage", stage, threads=config.engine.threads) for stage in stages],
+    )
+
+
+def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service, config.server),
+        host=config.server.host,
+        port=config.server.port,
+        log_config=None,
+        access_log=config.server.log_level == "debug",
+        timeout_graceful_shutdown=2,  # what was in flight has been drained before
+        lifespan="off",
+    )
+
+
+def _announce(config: Config, service: Service, seconds: float) -> None:
+    """What listens where."""
+    engine = service.engine
+    assert engine is not None
+    lines = [
+        f"Headrace {headrace_version()}: {config.server.role} server for {service.model_name} "
+        f"({config.model.dtype}, {config.model.device})",
+        f"  http   http://{config.server.host}:{config.server.port}",
+    ]
+    if engine.desk_port:
+        lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
+        lines += [
+            f"  data   tcp://{config.transfer.host}:{port}  (stage {stage})"
+            for stage, port in enumerate(engine.data_ports)
+        ]
+    tokens = config.engine.kv_pages * config.engine.page_size
+    lines.append(f"  kv     {config.engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+    lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
+    lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,242 @@
+"""The front end's view of the scheduler: one call per request, its state, and a probe that shows it is alive.
+
+call.next() ◄── queue per rid ◄─┐
+engine, stats, prefill states ◄─┴─ receiving task ◄── link ◄── scheduler
+post() ───────► outbox ─────────── sending task   ──► link ──► scheduler
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from core.clock import Clock
+from core.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
+from core.intake import (
+    Abort,
+    Drained,
+    EngineState,
+    Failed,
+    Finished,
+    IntakeMessage,
+    OutputMessage,
+    PrefillState,
+    Progress,
+    QueryStats,
+    Reserved,
+    StatsReply,
+    Submit,
+    Tokens,
+)
+from core.stats import Stats
+from server.link import SchedulerLink
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 1.0
+SILENT_S = 5.0  # without an answer to a probe: not healthy
+LOST_S = 20.0  # without an answer to a probe: whoever waits is told
+
+GONE_BY_CLIENT = ErrorInfo(code=CANCELLED, message="the client went away", status=499)
+CallEvent = Progress | Tokens | Reserved | Finished
+
+
+class Call:
+    """One submitted request. Leaving the context takes back what has not ended."""
+
+    def __init__(self, client: "SchedulerClient", submit: Submit) -> None:
+        self._client = client
+        self._submit = submit
+        self._events: asyncio.Queue[CallEvent | Failed] = asyncio.Queue()  # bounded by the request's max_tokens
+        self.rid = submit.rid
+        self.ended = False
+
+    async def __aenter__(self) -> Self:
+        self._client.register(self)
+        self._client.post(self._submit)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._client.unregister(self)
+        if not self.ended:
+            self._client.post(Abort(rid=self.rid, error=GONE_BY_CLIENT))
+
+    async def next(self) -> CallEvent:
+        """The next event of the request; Finished is the last. Raises HeadraceError when it failed."""
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            raise HeadraceError(event.error)
+        return event
+
+    def deliver(self, event: CallEvent | Failed) -> None:
+        self.ended = self.ended or isinstance(event, Finished | Failed)
+        self._events.put_nowait(event)
+
+    def abort(self, error: ErrorInfo) -> None:
+        """Take the request back; next() raises this error unless the request ends otherwise before."""
+        self._client.post(Abort(rid=self.rid, error=error))
+
+    def finish(self) -> None:
+        """The request is complete for its owner; next() gives Finished."""
+        self._client.post(Abort(rid=self.rid, finish=True))
+
+
+class SchedulerClient:
+    """Sends intake messages in order and hands outputs to those who wait for them. Lives in one event loop."""
+
+    def __init__(self, link: SchedulerLink, clock: Clock) -> None:
+        self._link = link
+        self._clock = clock
+        self._outbox: asyncio.Queue[IntakeMessage] = asyncio.Queue()
+        self._calls: dict[str, Call] = {}
+        self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
+        self._queries: dict[int, asyncio.Future[Stats]] = {}
+        self._token = 0
+        self._heard = clock.now()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._drained = False
+        self.engine: EngineState | None = None
+        self.stats = Stats()
+        self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
+
+    def start(self) -> None:
+        self._heard = self._clock.now()
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._send, self._probe)]
+
+    async def stop(self) -> None:
+        """Stop talking to the scheduler; whoever still waits is told."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.fail_all(ErrorInfo(code="stopped", message="the server has stopped", status=503))
+        self._link.close()
+
+    def open(self, submit: Submit) -> Call:
+        """A call to be entered as a context. Entering raises HeadraceError (409) while the rid is in use."""
+        return Call(self, submit)
+
+    def register(self, call: Call) -> None:
+        if call.rid in self._calls or call.rid in self._ending:
+            message = f"rid {call.rid!r} is in use by another request"
+            raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
+        if problem := self.problem():
+            raise unavailable(problem, code="scheduler_silent")
+        self._calls[call.rid] = call
+
+    def unregister(self, call: Call) -> None:
+        del self._calls[call.rid]
+        if not call.ended:
+            self._ending.add(call.rid)
+        self._notify()
+
+    def post(self, message: IntakeMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    def cancel(self, rid: str) -> bool:
+        """Take an open request back. False when there is none of this name."""
+        call = self._calls.get(rid)
+        if call is not None:
+            call.abort(ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499))
+        return call is not None
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._calls)
+
+    def abort_all(self, error: ErrorInfo) -> None:
+        """Have the scheduler fail every open request with this error."""
+        for call in self._calls.values():
+            call.abort(error)
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """Tell everybody who waits for the scheduler that nothing more comes from it."""
+        for call in self._calls.values():
+            if not call.ended:
+                call.deliver(Failed(rid=call.rid, error=error))
+
+    def problem(self) -> str | None:
+        """Why the scheduler counts as dead, or None while it answers."""
+        silence = self._clock.now() - self._heard
+        if any(task.done() for task in self._tasks):
+            return "the connection to the scheduler has failed"
+        return f"the scheduler has been silent for {silence:.1f} s" if silence > SILENT_S else None
+
+    async def query_stats(self, timeout_s: float) -> Stats:
+        """A fresh snapshot, or the last one when the scheduler does not answer in time."""
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        token = self._query(answer)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return self.stats
+        finally:
+            self._queries.pop(token, None)
+
+    async def wait_drained(self) -> None:
+        """Until the scheduler has said Drained and every call was left."""
+        await self.wait_for(lambda: self._drained and not self._calls)
+
+    async def wait_idle(self) -> None:
+        """Until every call was left."""
+        await self.wait_for(lambda: not self._calls)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; looked at whenever something has changed here."""
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _query(self, answer: "asyncio.Future[Stats] | None" = None) -> int:
+        self._token += 1
+        if answer is not None:
+            self._queries[self._token] = answer
+        self.post(QueryStats(token=self._token))
+        return self._token
+
+    async def _send(self) -> None:
+        while True:
+            await self._link.send(await self._outbox.get())
+
+    async def _receive(self) -> None:
+        async for message in self._link.outputs():
+            self._take(message)
+
+    async def _probe(self) -> None:
+        """A timer, since silence wakes nobody."""
+        while True:
+            self._query()
+            await asyncio.sleep(PROBE_S)
+            silence = self._clock.now() - self._heard
+            if silence > LOST_S and self._calls:
+                log.error("the scheduler has been silent for %.0f s", silence)
+                message = f"the scheduler has been silent for {silence:.0f} s"
+                self.fail_all(ErrorInfo(code="scheduler_silent", message=message, status=503))
+
+    def _take(self, message: OutputMessage) -> None:
+        match message:
+            case StatsReply():
+                self._heard = self._clock.now()
+                self.stats = message.stats
+                if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
+                    answer.set_result(message.stats)
+            case EngineState():
+                self.engine = message
+                self._notify()
+            case PrefillState():
+                self.on_prefill(message)
+                self._notify()
+            case Drained():
+                self._drained = True
+                self._notify()
+            case _:
+                if (call := self._calls.get(message.rid)) is not None:
+                    call.deliver(message)
+                elif isinstance(message, Finished | Failed):
+                    self._ending.discard(message.rid)

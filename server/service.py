@@ -1,0 +1,189 @@
+"""What the routes call: the joint of the scheduler's client, the tokenizer, the prefill pool and the counters."""
+
+import asyncio
+import contextlib
+import logging
+
+from core.clock import Clock, SystemClock
+from core.config import Config
+from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
+from core.intake import Drain, EngineState, Progress, Tokens
+from core.stats import Sample, Stats
+from server.generation import Delta, Emit, Generation, Job, Result
+from server.link import SchedulerLink
+from server.metrics import FrontMetrics
+from server.prefills import NO_PREFILL_SERVER, PrefillPool
+from server.scheduler_client import SchedulerClient
+from server.tokenizer import Tokenizer, load_tokenizer
+from server.tokens import TokenService
+from server.version import headrace_version
+
+log = logging.getLogger(__name__)
+
+STATS_TIMEOUT_S = 1.0
+LAST_WORDS_S = 2.0
+
+
+class Service:
+    """One server's front end without HTTP. config is resolved: max_model_len and vocab_size are known.
+
+    tokenizer: loaded from the model by start() when not given.
+    """
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        config: Config,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
+        prefills: PrefillPool | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.metrics = FrontMetrics()
+        self.draining = False
+        self._client = SchedulerClient(link, self.clock)
+        self._tokenizer = tokenizer
+        self._tokens: TokenService | None = None
+        self._generation: Generation | None = None
+        self._prefills = prefills
+        server = config.server
+        if server.role == "decode" and prefills is None:
+            self._prefills = PrefillPool(server.prefill, server.prefill_api_key, self._client.post)
+        if self._prefills is not None:
+            self._client.on_prefill = self._prefills.update
+
+    async def start(self) -> None:
+        """Talk to the scheduler, load the tokenizer, find the prefill servers. Raises ConfigError."""
+        self._client.start()
+        tokenizer = self._tokenizer or await asyncio.to_thread(load_tokenizer, self.config.model.model)
+        self._tokens = TokenService(tokenizer)
+        local = self.config.server.fallback == "local"
+        self._generation = Generation(self._client, self._tokens, self._prefills, local=local)
+        self.metrics.build(headrace_version(), self.config.server.role, self.model_name)
+        if self._prefills is not None:
+            self._prefills.start()
+
+    async def stop(self) -> None:
+        """End every task. Requests that are still open fail."""
+        if self._prefills is not None:
+            await self._prefills.stop()
+        await self._client.stop()
+        if self._tokens is not None:
+            self._tokens.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new work and wait for what is open; what is left at the deadline fails with 503, at both sides."""
+        self.draining = True
+        self._client.post(Drain())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.wait_drained()
+        except TimeoutError:
+            log.warning("%d requests are still open after %.0f s; ending them", self._client.open_calls, timeout_s)
+            self._client.abort_all(ErrorInfo(code=DRAINING, message="the server is stopping", status=503))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._client.wait_idle(), LAST_WORDS_S)
+
+    async def wait_ready(self) -> None:
+        """Until the engine has loaded. A decode server may then still lack a prefill server."""
+        await self._client.wait_for(lambda: self._client.engine is not None and self._client.engine.ready)
+
+    @property
+    def model_name(self) -> str:
+        return self.config.server.served_model_name or self.config.model.model
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        return tuple(dict.fromkeys((self.model_name, self.config.model.model)))
+
+    @property
+    def engine(self) -> EngineState | None:
+        """What the scheduler last told of itself."""
+        return self._client.engine
+
+    @property
+    def tokens(self) -> TokenService:
+        """Raises HeadraceError (503) while the tokenizer is being loaded."""
+        if self._tokens is None:
+            raise unavailable("the server is loading", code=NOT_READY)
+        return self._tokens
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.scheduler.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.scheduler.vocab_size or self.tokens.tokenizer.vocab_size
+
+    def unhealthy(self) -> str | None:
+        """Why the server counts as dead, or None."""
+        return self._client.problem()
+
+    def not_ready(self) -> ErrorInfo | None:
+        """Why a request would be refused now, or None."""
+        engine = self._client.engine
+        if problem := self.unhealthy():
+            return _unready("scheduler_silent", problem)
+        if self.draining:
+            return _unready(DRAINING, "the server is draining")
+        if engine is None or self._generation is None:
+            return _unready(NOT_READY, "the server is loading")
+        if not engine.ready:
+            return _unready(NOT_READY, engine.reason or "the engine is loading")
+        if self._prefills is not None and self.config.server.fallback != "local" and (why := self._prefills.problem()):
+            return _unready(NO_PREFILL_SERVER, why)
+        return None
+
+    def admit(self) -> Generation:
+        """The way to run a job. Raises HeadraceError (503, 429) when none may start now."""
+        if (problem := self.not_ready()) is not None:
+            raise HeadraceError(problem)
+        limit = self.config.scheduler.max_queued_requests
+        if self._client.open_calls >= limit:
+            message = f"{limit} requests are open, which is the limit"
+            raise HeadraceError(ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0))
+        assert self._generation is not None
+        return self._generation
+
+    async def complete(self, job: Job, emit: Emit) -> Result:
+        """Continue a prompt here. Raises HeadraceError; cancelling it cancels the request."""
+        return await self.admit().complete(job, self._timed(emit))
+
+    async def prefill(self, job: Job, emit: Emit) -> tuple[Tokens, Result]:
+        """Compute a prompt and hand it over. Raises HeadraceError; cancelling it cancels the request."""
+        started = self.clock.now()
+        first, result = await self.admit().prefill(job, emit)
+        self.metrics.first_token(self.clock.now() - started - result.timing.transfer_s)
+        return first, result
+
+    def cancel(self, rid: str) -> bool:
+        """Take a request back; False when there is none of this name."""
+        return self._client.cancel(rid)
+
+    async def stats(self) -> list[Stats]:
+        """Snapshots of the scheduler's side and of the front end."""
+        theirs = await self._client.query_stats(STATS_TIMEOUT_S) if self._client.problem() is None else Stats()
+        ready = Sample("ready", float(self.not_ready() is None))
+        mine = Stats((ready, Sample("open_requests", self._client.open_calls)))
+        return [theirs, self.metrics.statistics(), mine]
+
+    def _timed(self, emit: Emit) -> Emit:
+        """Note when the first token passes."""
+        started: float | None = self.clock.now()
+
+        async def watch(event: Progress | Delta) -> None:
+            nonlocal started
+            if started is not None and isinstance(event, Delta):
+                self.metrics.first_token(self.clock.now() - started)
+                started = None
+            await emit(event)
+
+        return watch
+
+
+def _unready(code: str, message: str) -> ErrorInfo:
+    return ErrorInfo(code=code, message=message, status=503, retry_after_s=1.0)

@@ -1,0 +1,224 @@
+"""The table of user settings. A row makes a TOML key and a flag; the field it fills has the type and the default."""
+
+from typing import Literal
+
+import msgspec
+
+from core.config import Config
+from scheduler.policy import POLICIES
+
+SliceName = Literal["model", "engine", "scheduler", "transfer", "server"]
+Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list"]
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One key. slice and field say where it lands in Config; low and high are inclusive bounds of numbers."""
+
+    key: str
+    slice: SliceName
+    field: str
+    kind: Kind
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.key}"
+
+    def value(self, config: Config) -> object:
+        """What a configuration holds under this key."""
+        slices = {
+            "model": config.model,
+            "engine": config.engine,
+            "scheduler": config.scheduler,
+            "transfer": config.transfer,
+            "server": config.server,
+        }
+        return msgspec.structs.asdict(slices[self.slice])[self.field]
+
+
+PORT = 65535
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "role",
+        "server",
+        "role",
+        "choice",
+        "prefill hands the KV cache to decode servers; decode fetches it; colocated does both itself",
+        choices=("prefill", "decode", "colocated"),
+    ),
+    Setting("model", "model", "model", "text", "smollm2, a Hugging Face folder, a .gguf file or a hub id"),
+    Setting(
+        "served-model-name",
+        "server",
+        "served_model_name",
+        "text",
+        "name of the model in the API (default: the value of --model)",
+    ),
+    Setting(
+        "dtype",
+        "model",
+        "dtype",
+        "choice",
+        "of weights and KV cache",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting("device", "model", "device", "text", "auto, cpu or cuda[:index]"),
+    Setting(
+        "max-model-len",
+        "model",
+        "max_model_len",
+        "integer",
+        "prompt and generated tokens of one request together; 0: the model's own limit",
+        low=0,
+    ),
+    Setting("host", "server", "host", "text", "address the HTTP server binds to"),
+    Setting("port", "server", "port", "integer", "HTTP port; 0 takes a free one", low=0, high=PORT),
+    Setting(
+        "api-key",
+        "server",
+        "api_keys",
+        "list",
+        "key clients must show as 'Authorization: Bearer KEY'; also HEADRACE_API_KEY",
+        secret=True,
+    ),
+    Setting("insecure", "server", "insecure", "switch", "allow a bind beyond loopback without API keys"),
+    Setting("page-size", "engine", "page_size", "integer", "tokens per KV page, a power of two", low=1, high=4096),
+    Setting("kv-pages", "engine", "kv_pages", "integer", "pages in the KV pool; 0: as many as memory allows", low=0),
+    Setting("threads", "engine", "threads", "integer", "CPU threads of one stage; 0: all cores", low=0),
+    Setting("chunk-tokens", "scheduler", "chunk_tokens", "integer", "token budget of one forward pass", low=1),
+    Setting("max-running", "scheduler", "max_running", "integer", "requests in one forward pass", low=1),
+    Setting(
+        "pipeline-depth",
+        "scheduler",
+        "pipeline_depth",
+        "integer",
+        "forward passes in flight beyond one per stage; 0: none overlaps",
+        low=0,
+        high=16,
+    ),
+    Setting("policy", "scheduler", "policy", "choice", "order in which prompts are computed", choices=tuple(POLICIES)),
+    Setting("prefix-cache", "scheduler", "prefix_cache", "switch", "reuse the KV pages of equal prompt beginnings"),
+    Setting(
+        "max-queued-tokens",
+        "scheduler",
+        "max_queued_tokens",
+        "integer",
+        "prompt tokens that may wait; above it requests get 429",
+        low=1,
+    ),
+    Setting(
+        "max-queued-requests",
+        "scheduler",
+        "max_queued_requests",
+        "integer",
+        "requests that may be open; above it requests get 429",
+        low=1,
+    ),
+    Setting(
+        "bootstrap-timeout",
+        "scheduler",
+        "bootstrap_timeout_s",
+        "number",
+        "seconds a ticket waits for its other half",
+        low=0.001,
+    ),
+    Setting(
+        "transfer-timeout",
+        "scheduler",
+        "transfer_timeout_s",
+        "number",
+        "seconds without an acknowledgement or a chunk after which a handoff fails",
+        low=0.001,
+    ),
+    Setting(
+        "stage-timeout",
+        "scheduler",
+        "stage_timeout_s",
+        "number",
+        "seconds one forward pass may take",
+        low=0.001,
+    ),
+    Setting(
+        "prefill",
+        "server",
+        "prefill",
+        "list",
+        "URL of a prefill server (role decode; give it once per server)",
+    ),
+    Setting(
+        "prefill-api-key",
+        "server",
+        "prefill_api_key",
+        "text",
+        "key to show to the prefill servers; also HEADRACE_PREFILL_API_KEY",
+        secret=True,
+    ),
+    Setting(
+        "fallback",
+        "server",
+        "fallback",
+        "choice",
+        "when no prefill server can (role decode): none answers 503, local computes the prompt here",
+        choices=("none", "local"),
+    ),
+    Setting("transfer-host", "transfer", "host", "text", "address the desk and the data sockets bind to"),
+    Setting("desk-port", "transfer", "desk_port", "integer", "port of the desk; 0: a free one", low=0, high=PORT),
+    Setting("data-port", "transfer", "data_port", "integer", "data port of the stage; 0: a free one", low=0, high=PORT),
+    Setting(
+        "window-bytes",
+        "transfer",
+        "window_bytes",
+        "size",
+        'unacknowledged bytes allowed per sender, such as "64MiB"',
+        low=65536,
+    ),
+    Setting(
+        "peer-timeout",
+        "transfer",
+        "peer_timeout_s",
+        "number",
+        "seconds of silence after which a peer is gone",
+        low=0.05,
+    ),
+    Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
+    Setting("max-peers", "transfer", "max_peers", "integer", "decode servers that may be connected", low=1),
+    Setting(
+        "max-tickets-per-peer",
+        "transfer",
+        "max_tickets_per_peer",
+        "integer",
+        "open tickets of one decode server",
+        low=1,
+    ),
+    Setting(
+        "max-body-bytes",
+        "server",
+        "max_body_bytes",
+        "size",
+        'largest HTTP body, such as "16MiB"; above it requests get 413',
+        low=1024,
+    ),
+    Setting(
+        "drain-timeout",
+        "server",
+        "drain_timeout_s",
+        "number",
+        "seconds that work in flight may take to finish after SIGTERM",
+        low=0,
+    ),
+    Setting(
+        "log-level",
+        "server",
+        "log_level",
+        "choice",
+        "least severe messages that are logged",
+        choices=("debug", "info", "warning", "error"),
+    ),
+)
+
+BY_KEY: dict[str, Setting] = {setting.key: setting for setting in SETTINGS}

@@ -1,0 +1,145 @@
+"""docker-compose.yml: valid, every service's flags are the server's, and the parts fit together."""
+
+import argparse
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from core.config import Config
+from core.errors import ConfigError
+from server.config import add_flags, load
+from tests.deployment.files import COMPOSE, ROOT, load_yaml
+
+SERVERS = ("prefill", "decode")
+KEY = {"HEADRACE_API_KEY": "a-key"}
+VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<mode>[-?])(?P<word>[^}]*))?\}")
+
+
+def interpolate(value: Any, environ: dict[str, str]) -> Any:
+    """${NAME}, ${NAME:-default} and ${NAME:?message}, as compose does it. Raises KeyError with the message."""
+
+    def one(match: re.Match[str]) -> str:
+        if given := environ.get(match["name"], ""):
+            return given
+        if match["mode"] == "?":
+            raise KeyError(match["word"])
+        return match["word"] or ""
+
+    if isinstance(value, str):
+        return VARIABLE.sub(one, value)
+    if isinstance(value, dict):
+        return {key: interpolate(item, environ) for key, item in value.items()}
+    if isinstance(value, list):
+        return [interpolate(item, environ) for item in value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    document: dict[str, Any] = interpolate(load_yaml(COMPOSE), KEY)
+    return document
+
+
+def configuration(service: dict[str, Any], environ: dict[str, str] | None = None) -> Config:
+    """What the server would make of a service's command and environment."""
+    assert service["command"][0] == "serve"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    flags = vars(parser.parse_args(service["command"][1:]))
+    return load(flags, service["environment"] if environ is None else environ)
+
+
+def test_follows_the_compose_specification() -> None:
+    if find_spec("check_jsonschema") is None:
+        pytest.skip("check-jsonschema, which carries the schema, is not installed")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_flags_and_environment_make_a_configuration(compose: dict[str, Any], role: str) -> None:
+    config = configuration(compose["services"][role])
+    assert config.server.role == role
+    assert config.server.api_keys == ("a-key",)
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_a_key_is_demanded(compose: dict[str, Any], role: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        configuration(compose["services"][role], environ={})
+    with pytest.raises(KeyError, match="key that clients have to show"):
+        interpolate(load_yaml(COMPOSE)["services"][role], {})
+
+
+def test_decode_finds_prefill_and_shows_it_the_key(compose: dict[str, Any]) -> None:
+    decode, prefill = (configuration(compose["services"][role]) for role in ("decode", "prefill"))
+    (url,) = decode.server.prefill
+    assert (urlsplit(url).hostname, urlsplit(url).port) == ("prefill", prefill.server.port)
+    assert decode.server.prefill_api_key in prefill.server.api_keys
+
+
+def test_the_desk_is_reached_inside_the_network_only(compose: dict[str, Any]) -> None:
+    prefill = compose["services"]["prefill"]
+    config = configuration(prefill)
+    assert config.transfer.host == "0.0.0.0"
+    assert {str(config.transfer.desk_port), str(config.transfer.data_port)} == set(prefill["expose"])
+
+
+def test_ports_are_published_on_loopback_and_lead_to_the_servers(compose: dict[str, Any]) -> None:
+    published = [port.rsplit(":", 2) for service in compose["services"].values() for port in service["ports"]]
+    assert {host for host, _, _ in published} == {"127.0.0.1"}
+    assert len({outside for _, outside, _ in published}) == len(published)
+    for role in SERVERS:
+        (port,) = compose["services"][role]["ports"]
+        assert int(port.rsplit(":", 1)[1]) == configuration(compose["services"][role]).server.port
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_a_drain_fits_into_the_grace_period(compose: dict[str, Any], role: str) -> None:
+    service = compose["services"][role]
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace >= configuration(service).server.drain_timeout_s + 10
+
+
+@pytest.mark.parametrize("role", SERVERS)
+def test_the_health_check_asks_for_readiness_at_the_right_port(compose: dict[str, Any], role: str) -> None:
+    service = compose["services"][role]
+    kind, program, flag, code = service["healthcheck"]["test"]
+    assert (kind, program, flag) == ("CMD", "python", "-c")
+    compile(code, "healthcheck", "exec")
+    assert f"http://127.0.0.1:{configuration(service).server.port}/ready" in code
+
+
+def test_waits_for_services_that_have_a_health_check(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    waits = {
+        (name, other): wait["condition"]
+        for name, service in services.items()
+        for other, wait in service.get("depends_on", {}).items()
+    }
+    assert waits[("decode", "prefill")] == "service_healthy"
+    assert all("healthcheck" in services[other] for _, other in waits)
+
+
+def test_mounts_exist_and_volumes_are_declared(compose: dict[str, Any]) -> None:
+    used = set()
+    for service in compose["services"].values():
+        for mount in service["volumes"]:
+            source = mount.split(":")[0]
+            if source.startswith("."):
+                assert (ROOT / source).exists(), source
+                assert mount.endswith(":ro")
+            else:
+                used.add(source)
+    assert used == set(compose["volumes"])
+
+
+def test_images_are_pinned(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), service["image"]

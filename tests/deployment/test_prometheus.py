@@ -1,0 +1,53 @@
+"""Prometheus' configuration and the alert rules."""
+
+import re
+from typing import Any
+
+from tests.deployment.files import COMPOSE, PROMETHEUS, ROOT, RULES, load_yaml, promtool
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in load_yaml(RULES)["groups"] for rule in group["rules"]]
+
+
+def test_configuration_is_valid() -> None:
+    promtool("check", "config", "configs/prometheus.yml")
+
+
+def test_rules_are_valid() -> None:
+    promtool("check", "rules", "configs/rules/headrace.yml")
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool("test", "rules", "tests/deployment/alerts_test.yml")
+
+
+def test_every_alert_is_tested_and_says_what_is_wrong() -> None:
+    tested = set(re.findall(r"Headrace\w+", (ROOT / "tests/deployment/alerts_test.yml").read_text()))
+    assert {rule["alert"] for rule in rules()} == tested
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def test_every_alert_is_explained() -> None:
+    operations = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    for rule in rules():
+        assert rule["alert"] in operations
+
+
+def test_scrapes_the_servers_of_the_compose_file() -> None:
+    services = load_yaml(COMPOSE)["services"]
+    (job,) = (job for job in load_yaml(PROMETHEUS)["scrape_configs"] if job["job_name"] == "headrace")
+    scraped = {(target, each["labels"]["role"]) for each in job["static_configs"] for target in each["targets"]}
+    flags = {
+        name: dict(re.findall(r"--(\w+)=(\S+)", " ".join(services[name]["command"]))) for name in ("prefill", "decode")
+    }
+    assert scraped == {(f"{name}:{flag['port']}", flag["role"]) for name, flag in flags.items()}
+
+
+def test_rule_files_are_mounted_where_the_configuration_looks() -> None:
+    (pattern,) = load_yaml(PROMETHEUS)["rule_files"]
+    assert RULES in set(PROMETHEUS.parent.glob(pattern))
+    mounts = dict(mount.split(":")[:2] for mount in load_yaml(COMPOSE)["services"]["prometheus"]["volumes"])
+    assert mounts["./configs/rules"] == "/etc/prometheus/" + pattern.split("/")[0]

@@ -1,0 +1,58 @@
+"""What transformers says: the oracle of the end-to-end tests."""
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.model.source import load_tokenizer, resolve_source
+
+SMOLLM2 = "smollm2"
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(resolve_source(SMOLLM2))
+
+
+@cache
+def story_ids() -> tuple[int, ...]:
+    """Token ids of the demo's real text."""
+    text = (files("server") / "data" / "adventure.txt").read_text(encoding="utf-8")
+    return tuple(tokenizer()(text)["input_ids"])
+
+
+@cache
+def model() -> Any:
+    """SmolLM2 in transformers, fp32."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    path = Path(resolve_source(SMOLLM2).path)
+    return AutoModelForCausalLM.from_pretrained(
+        str(path.parent),
+        gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    ).eval()
+
+
+@cache
+def greedy(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """The next tokens, greedy, from transformers."""
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        out = model().generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def greedy_text(prompt: tuple[int, ...], tokens: int) -> str:
+    """The greedy continuation as text, without the token that ended it."""
+    return str(tokenizer().decode(greedy(prompt, tokens), skip_special_tokens=True))

@@ -1,0 +1,206 @@
+"""Killed processes, cancelled clients, bad frames, signals: every request ends, nothing leaks, the next one works."""
+
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from tests.e2e import gold
+from tests.e2e.harness import Server, free_port, pages_in_use, pair, serving, wait_until
+
+FLAGS = ("--dtype", "float32", "--chunk-tokens", "256")
+TOKENS = 6
+
+
+def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **more}
+
+
+def settled(server: Server) -> bool:
+    """No page leased, no request queued, nothing wrong with the books."""
+    values = server.metrics()
+    queued = sum(value for name, value in values.items() if name.startswith("headrace_queue_requests"))
+    return pages_in_use(server) == 0 and queued == 0 and values.get("headrace_integrity_errors", 0) == 0
+
+
+def test_storm_of_cancelled_requests() -> None:
+    """200 concurrent requests of mixed length, a third cancelled at random points: all end, the rest are right."""
+    random.seed(1)
+    story = gold.story_ids()
+    lengths = [random.choice((1, 5, 17, 33, 64, 120, 200)) for _ in range(200)]
+    starts = [random.choice((0, 0, 1000, 2000)) for _ in range(200)]
+    prompts = [story[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    cancelled = set(random.sample(range(200), 66))
+    answers: dict[int, str] = {}
+    limits = httpx.Limits(max_connections=256)
+
+    def run(index: int, url: str) -> None:
+        patience = random.uniform(0.02, 6.0) if index in cancelled else 300.0
+        try:
+            with httpx.Client(timeout=patience, limits=limits) as client:
+                response = client.post(f"{url}/v1/completions", json=body(prompts[index]))
+        except httpx.TimeoutException:
+            assert index in cancelled
+            return
+        assert response.status_code == 200, response.text
+        answers[index] = response.json()["choices"][0]["text"]
+
+    with pair(FLAGS, (*FLAGS, "--page-size", "64", "--threads", "1")) as (prefill, decode):
+        with ThreadPoolExecutor(200) as pool:
+            list(pool.map(lambda index: run(index, decode.url), range(200)))
+        for server in (prefill, decode):
+            wait_until(lambda server=server: settled(server), 20, f"pools empty\n{server.log}")
+    assert set(range(200)) - cancelled <= set(answers)
+    for index, text in answers.items():
+        assert text == gold.greedy_text(prompts[index], TOKENS), index
+
+
+@pytest.mark.parametrize("moment", ["bootstrap", "forward", "late"])
+def test_decode_killed(moment: str) -> None:
+    """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
+    prompt = gold.story_ids()[:3000]
+    with serving("--role", "prefill", *FLAGS) as prefill:
+        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).wait_ready()
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                decode.post("/v1/completions", body(prompt))
+            except httpx.TransportError as error:
+                errors.append(error)
+
+        client = threading.Thread(target=ask)
+        client.start()
+        if moment != "bootstrap":
+            wait_until(lambda: pages_in_use(prefill) > 0, 20, "the prefill has begun")
+        if moment == "late":
+            wait_until(lambda: prefill.metrics()["headrace_bytes_sent_total"] > 0, 20, "pages are on their way")
+        children = decode.children()
+        decode.process.kill()
+        for child in children:  # they die with their parent
+            child.wait(5)
+        client.join(10)
+        assert errors, "the client of a killed server sees its connection end"
+        wait_until(lambda: settled(prefill), 10, f"pages back\n{prefill.log}")
+        assert prefill.http.get("/ready").status_code == 200
+        with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as successor:
+            answer = successor.post("/v1/completions", body(prompt[:500]))
+            assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:500], TOKENS)
+
+
+def test_prefill_killed_and_replaced() -> None:
+    """The decode request fails in seconds with 502 or 503; a new prefill server at the same address is found."""
+    prompt = gold.story_ids()[:3000]
+    port = free_port()
+    prefill = Server("--role", "prefill", *FLAGS, port=port).wait_ready()
+    with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as decode:
+        results: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: results.append(decode.post("/v1/completions", body(prompt))))
+        client.start()
+        wait_until(lambda: pages_in_use(prefill) > 0, 20, "the prefill has begun")
+        prefill.process.kill()
+        killed = time.monotonic()
+        client.join(20)
+        assert results[0].status_code in (502, 503), results[0].text
+        assert "error" in results[0].json()
+        assert time.monotonic() - killed < 8
+        wait_until(lambda: settled(decode), 10, f"pages back\n{decode.log}")
+        wait_until(lambda: decode.http.get("/ready").status_code == 503, 10, "not ready without a prefill server")
+        assert decode.post("/v1/completions", body(prompt[:20])).status_code == 503
+        replacement = Server("--role", "prefill", *FLAGS, port=port).wait_ready()
+        wait_until(lambda: decode.http.get("/ready").status_code == 200, 20, "the replacement is found")
+        answer = decode.post("/v1/completions", body(prompt[:500]))
+        assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:500], TOKENS)
+        assert replacement.stop() == 0
+
+
+def test_fallback_local_computes_when_no_prefill_answers() -> None:
+    with serving(
+        "--role", "decode", "--prefill", f"http://127.0.0.1:{free_port()}", "--fallback", "local", *FLAGS
+    ) as decode:
+        prompt = gold.story_ids()[:100]
+        answer = decode.post("/v1/completions", body(prompt))
+        assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
+
+
+def test_stage_killed_fails_requests_and_comes_back() -> None:
+    prompt = gold.story_ids()[:3000]
+    with serving("--role", "colocated", *FLAGS) as server:
+        results: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: results.append(server.post("/v1/completions", body(prompt))))
+        client.start()
+        wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
+        server.child("engine.stage").kill()
+        client.join(10)
+        assert results[0].status_code == 503
+        assert "stage 0" in results[0].json()["error"]["message"]
+        assert server.http.get("/health").status_code == 200
+        wait_until(lambda: server.http.get("/ready").status_code == 200, 60, "the stage is back")
+        answer = server.post("/v1/completions", body(prompt[:100]))
+        assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:100], TOKENS)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains(sig: int) -> None:
+    """Not ready at once, work in flight finishes, exit 0, nothing left behind."""
+    prompt = gold.story_ids()[:1500]
+    server = Server("--role", "colocated", *FLAGS).wait_ready()
+    results: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: results.append(server.post("/v1/completions", body(prompt))))
+    client.start()
+    wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
+    children = server.children()
+    server.process.send_signal(sig)
+    time.sleep(0.2)
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    assert httpx.post(f"{server.url}/v1/completions", json=body(prompt[:5])).status_code == 503
+    client.join(30)
+    assert results[0].status_code == 200
+    assert results[0].json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
+    assert server.process.wait(15) == 0, server.log
+    for child in children:
+        child.wait(5)
+    assert "Traceback" not in server.log
+
+
+def test_garbage_at_the_desk_and_data_sockets_disturbs_nobody() -> None:
+    random.seed(2)
+    prompt = gold.story_ids()[:600]
+    with pair(FLAGS, FLAGS) as (prefill, decode):
+        desk = prefill.http.get("/v1/handoff").json()
+        context = zmq.Context()
+        for port in (desk["desk_port"], *desk["data_ports"]):
+            raw = context.socket(zmq.DEALER)
+            raw.linger = 0
+            raw.connect(f"tcp://127.0.0.1:{port}")
+            for size in (0, 1, 7, 300, 70_000):
+                raw.send_multipart([random.randbytes(size), random.randbytes(size)])
+                raw.send(random.randbytes(size))
+            answer = decode.post("/v1/completions", body(prompt))
+            assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
+            raw.close()
+        context.term()
+        malformed = sum(v for k, v in prefill.metrics().items() if k.startswith("headrace_malformed_frames_total"))
+        assert malformed > 0
+        wait_until(lambda: settled(prefill), 10, "pools empty")
+
+
+def test_first_token_that_ends_the_request_moves_no_pages() -> None:
+    prompt = gold.story_ids()[:400]
+    with pair(FLAGS, FLAGS) as (prefill, decode):
+        answer = decode.post("/v1/completions", body(prompt, max_tokens=1)).json()
+        assert answer["choices"][0]["text"] == gold.greedy_text(prompt, 1)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        first = gold.greedy(prompt[:100], 1)[0]
+        answer = decode.post("/v1/completions", body(prompt[:100], stop_token_ids=[first])).json()
+        assert answer["choices"][0] | {"finish_reason": "stop", "text": ""} == answer["choices"][0]
+        values = prefill.metrics()
+        assert values["headrace_bytes_sent_total"] == 0
+        for server in (prefill, decode):
+            wait_until(lambda server=server: settled(server), 10, "pools empty")

@@ -1,0 +1,209 @@
+"""A loop over ports, and a prefill and a decode side joined by real sockets on loopback."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from core.arrays import pack
+from core.clock import SystemClock
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.orders import AdmitPeer, Dial, Expect, Send
+from core.ports import Port
+from core.request import FirstToken
+from transfer.arrays import ArrayPageStore
+from transfer.layout import pages_for
+from transfer.receiver import Receiver
+from transfer.sender import Sender
+
+E = TypeVar("E")
+AnyPort = Port[Any, Any]
+CLOCK = SystemClock()
+FIRST = FirstToken(token=42, prompt_tokens=64, cached_tokens=0)
+CONFIG = TransferConfig(peer_timeout_s=1.0, window_bytes=1 << 20)
+
+
+@contextmanager
+def zmq_context() -> Iterator[Any]:
+    """A context whose end does not wait for messages that nobody will read."""
+    context: Any = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+class Loop:
+    """Polls ports and keeps the events of each, in order."""
+
+    def __init__(self, *ports: AnyPort) -> None:
+        self.ports = list(ports)
+        self.events: dict[AnyPort, list[Any]] = {port: [] for port in ports}
+        self.raw: list[Any] = []  # sockets that the test itself reads; they wake the loop and are closed with it
+
+    def apply(self, port: AnyPort, command: Any) -> None:
+        self.events[port] += port.apply(command, CLOCK.now())
+
+    def turn(self, wait_s: float = 0.05) -> None:
+        poller = zmq.Poller()
+        for port in self.ports:
+            for socket in port.sockets():
+                poller.register(socket, zmq.POLLIN)
+        for socket in self.raw:
+            poller.register(socket, zmq.POLLIN)
+        now = CLOCK.now()
+        waits = [deadline - now for port in self.ports if (deadline := port.next_deadline()) is not None]
+        poller.poll(max(0, int(1000 * min([*waits, wait_s]) + 0.999)))
+        now = CLOCK.now()
+        for port in self.ports:
+            self.events[port] += port.receive(now)
+            deadline = port.next_deadline()
+            if deadline is not None and deadline <= now:
+                self.events[port] += port.tick(now)
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+        """Turn until the condition holds; AssertionError after the timeout."""
+        end = CLOCK.now() + timeout_s
+        while not condition():
+            assert CLOCK.now() < end, f"not reached in {timeout_s} s; events: {list(self.events.values())}"
+            self.turn()
+
+    def of(self, port: AnyPort, kind: type[E]) -> list[E]:
+        return [event for event in self.events[port] if isinstance(event, kind)]
+
+    def wait_for(self, port: AnyPort, kind: type[E], count: int = 1, timeout_s: float = 5.0) -> E:
+        """The count-th event of this kind."""
+        self.until(lambda: len(self.of(port, kind)) >= count, timeout_s)
+        return self.of(port, kind)[count - 1]
+
+    def close(self) -> None:
+        for port in self.ports:
+            port.close()
+        for socket in self.raw:
+            socket.close(linger=0)
+
+
+def value(stats: Any, name: str, labels: tuple[str, ...] = ()) -> float:
+    """The value of a sample, 0 when it is not there."""
+    return sum(sample.value for sample in stats.samples if (sample.name, sample.labels) == (name, labels))
+
+
+def random_store(geometry: Geometry, pages: int, seed: int = 0) -> ArrayPageStore:
+    store = ArrayPageStore(geometry, pages)
+    store.data[:] = np.random.default_rng(seed).integers(0, 256, store.data.shape, np.uint8)
+    return store
+
+
+def gather(store: ArrayPageStore, geometry: Geometry, pages: Sequence[int], start: int, count: int) -> np.ndarray:
+    """Token by token: bytes of positions [start, start + count) when pages[0] holds position start. The twin of
+    what layout.py does with segments."""
+    first = start // geometry.page_size
+    tokens = [
+        store.data[pages[p // geometry.page_size - first], :, :, :, p % geometry.page_size]
+        for p in range(start, start + count)
+    ]
+    return np.stack(tokens) if tokens else np.zeros(0, np.uint8)
+
+
+class Pair:
+    """One prefill stage and one decode stage, attached."""
+
+    def __init__(
+        self,
+        context: Any,
+        source: Geometry,
+        destination: Geometry,
+        *,
+        config: TransferConfig = CONFIG,
+        pages: int = 64,
+        session: str = "s" * 32,
+        admitted: bool = True,
+        dialled: bool = True,
+    ) -> None:
+        self.source, self.destination = source, destination
+        self.session = session
+        self.window = config.window_bytes
+        self.store = random_store(source, pages, seed=1)
+        self.target = random_store(destination, pages, seed=2)
+        self.sender = Sender(config, stage=0, geometry=source, store=self.store, context=context)
+        self.receiver = Receiver(config, stage=0, geometry=destination, store=self.target, context=context)
+        self.loop = Loop(self.sender, self.receiver)
+        if admitted:
+            self.admit()
+        if dialled:
+            self.dial(self.sender.port)
+
+    def admit(self) -> None:
+        order = AdmitPeer(seq=0, session=self.session, geometry=self.destination, window_bytes=self.window)
+        self.loop.apply(self.sender, order)
+
+    def dial(self, port: int) -> None:
+        order = Dial(
+            seq=0,
+            session=self.session,
+            endpoints=(f"tcp://127.0.0.1:{port}",),
+            geometries=(self.source,),
+            window_bytes=self.window,
+        )
+        self.loop.apply(self.receiver, order)
+
+    def expect(self, request: int, pages: Sequence[int], start: int, count: int, *, generation: int = 1) -> None:
+        self.loop.apply(
+            self.receiver,
+            Expect(
+                seq=0,
+                request=request,
+                session=self.session,
+                ticket=f"ticket-{request}",
+                generation=generation,
+                start=start,
+                count=count,
+                pages=pack(pages),
+                row=request % 100,
+            ),
+        )
+
+    def send(
+        self,
+        request: int,
+        chunk: int,
+        start: int,
+        count: int,
+        *,
+        pages: Sequence[int],
+        dst_pages: Sequence[int],
+        origin: int = 0,
+        last: bool = False,
+        generation: int = 1,
+    ) -> None:
+        """Order a chunk. pages and dst_pages are those of the whole request, from position origin on."""
+        self.loop.apply(
+            self.sender,
+            Send(
+                seq=0,
+                request=request,
+                session=self.session,
+                ticket=f"ticket-{request}",
+                generation=generation,
+                chunk=chunk,
+                start=start,
+                count=count,
+                pages=pack(part(self.source.page_size, pages, origin, start, count)),
+                dst_pages=pack(part(self.destination.page_size, dst_pages, origin, start, count)),
+                row=0,
+                dst_row=request % 100,
+                last=FIRST if last else None,
+            ),
+        )
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+def part(page_size: int, pages: Sequence[int], origin: int, start: int, count: int) -> list[int]:
+    """The pages of [start, start + count) out of a list that begins with the page of position origin."""
+    first = start // page_size - origin // page_size
+    return list(pages[first : first + pages_for(page_size, start, count)])

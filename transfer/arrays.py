@@ -1,0 +1,19 @@
+"""A PageStore over a plain numpy array, for programs that speak the protocol without torch."""
+
+import numpy as np
+
+from core.geometry import Geometry
+from transfer.layout import Bytes, frame_shape
+
+
+class ArrayPageStore:
+    """data: [pages, layers, 2, kv_heads, page_size, head_dim * item_bytes] bytes, zeroed."""
+
+    def __init__(self, geometry: Geometry, pages: int) -> None:
+        self.data: Bytes = np.zeros((pages, *frame_shape(geometry, geometry.page_size)), np.uint8)
+
+    def read(self, page: int, first_slot: int, count: int) -> Bytes:
+        return np.ascontiguousarray(self.data[page, :, :, :, first_slot : first_slot + count])
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes) -> None:
+        self.data[page, :, :, :, first_slot : first_slot + count] = data

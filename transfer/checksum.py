@@ -1,0 +1,27 @@
+"""XXH3, 64 bits: over the frames of a chunk, and of ticket names."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import xxhash
+
+XXH3_64 = "xxh3_64"
+NONE = "none"
+
+
+def kinds(required: bool) -> tuple[str, ...]:
+    """The checksums a side accepts, best first. A checksum is used unless both sides have switched it off."""
+    return (XXH3_64,) if required else (NONE, XXH3_64)
+
+
+def of_frames(frames: Iterable[Any]) -> int:
+    """xxh3_64 of the concatenated buffers (bytes, memoryview or C-contiguous arrays)."""
+    digest = xxhash.xxh3_64()
+    for frame in frames:
+        digest.update(frame)
+    return digest.intdigest()
+
+
+def of_ticket(ticket: str) -> int:
+    """xxh3_64 of the ticket's UTF-8 bytes, as the metadata row carries it."""
+    return xxhash.xxh3_64_intdigest(ticket.encode())

@@ -1,0 +1,90 @@
+"""The desk: the one control socket of a prefill server, where peers say hello, reserve and cancel.
+
+It owns the ROUTER and turns bytes into messages; transfer/sessions.py decides what they mean.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from core.codec import Codec, DecodeError
+from core.config import TransferConfig
+from core.peers import DeskEffect, PeerEvent
+from core.stats import Sample, Stats
+from transfer import sockets
+from transfer.matching import Offer
+from transfer.messages import CONTROL_FRAME_BYTES, DeskMessage, PeerMessage
+from transfer.sessions import Outcome, PeerBook
+from transfer.sockets import Context, Socket
+
+QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is gone
+
+
+class Desk:
+    """A Port of PeerEvents and DeskEffects. port: where it listens. Raises zmq.ZMQError when it cannot bind."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        context: Context,
+        *,
+        new_session: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self._book = PeerBook(config, new_session)
+        self._received: Codec[PeerMessage] = Codec(PeerMessage)
+        self._sent: Codec[DeskMessage] = Codec(DeskMessage)
+        self._socket, self.port = sockets.bind(
+            context, config.host, config.desk_port, max_frame=CONTROL_FRAME_BYTES, queue=QUEUED_REPLIES
+        )
+
+    def ready(self, offer: Offer) -> None:
+        """Welcome peers from now on; until then a hello is refused with not_ready, and the peer tries again."""
+        self._book.ready(offer)
+
+    def sockets(self) -> Sequence[Socket]:
+        return (self._socket,)
+
+    def receive(self, now: float) -> list[PeerEvent]:
+        events: list[PeerEvent] = []
+        for _ in range(sockets.RECEIVE_BATCH):
+            frames = sockets.take(self._socket)
+            if frames is None:
+                break
+            events += self._act(self._read(frames, now))
+        return events
+
+    def apply(self, command: DeskEffect, now: float) -> list[PeerEvent]:
+        return self._act(self._book.tell(command))
+
+    def tick(self, now: float) -> list[PeerEvent]:
+        """Read before calling anyone silent: this loop may itself have been the one that slept."""
+        return [*self.receive(now), *self._act(self._book.tick(now))]
+
+    def next_deadline(self) -> float | None:
+        return self._book.next_deadline()
+
+    def close(self) -> None:
+        for route, message in self._book.close("the server ends").replies:
+            sockets.put(self._socket, (route, self._sent.encode(message)))
+        self._socket.close(linger=200)  # ms, for the goodbyes
+
+    def statistics(self) -> Stats:
+        gauges = (Sample("peers", self._book.peers), Sample("open_tickets", self._book.open_tickets))
+        return Stats(samples=(*gauges, *self._book.counters.snapshot()))
+
+    def _read(self, frames: list[bytes], now: float) -> Outcome:
+        route, *body = frames
+        if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
+            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected")
+        try:
+            message = self._received.decode(body[0])
+        except DecodeError as error:
+            return self._book.malformed(route, f"no message of this protocol: {error}")
+        return self._book.receive(route, message, now)
+
+    def _act(self, outcome: Outcome) -> list[PeerEvent]:
+        """Send the replies. A session whose connection takes no more is ended."""
+        events = list(outcome.events)
+        for route, message in outcome.replies:
+            if not sockets.put(self._socket, (route, self._sent.encode(message))):
+                events += self._book.lose(route, "its connection is closed, or it does not read").events
+        return events

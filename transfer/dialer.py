@@ -1,0 +1,167 @@
+"""The dialer: the decode side's control connections, one DEALER for each prefill server's desk.
+
+It owns the sockets; transfer/link.py decides when to speak. A connection is made anew for every attempt, so that
+nothing queued for a server that died reaches the one that took its place.
+"""
+
+from collections.abc import Sequence
+
+from core.codec import Codec, DecodeError
+from core.config import TransferConfig
+from core.errors import PEER_GONE, ErrorInfo
+from core.peers import (
+    AskCancel,
+    AskDial,
+    AskHangUp,
+    AskReserve,
+    DialerEffect,
+    PeerEvent,
+    TicketCancelled,
+    TicketFailed,
+)
+from core.stats import Counters, Sample, Stats
+from transfer import sockets
+from transfer.link import DeskLink, Step
+from transfer.messages import CONTROL_FRAME_BYTES, Cancel, DeskMessage, Hello, PeerMessage, Reserve, text
+from transfer.sockets import Context, Socket
+
+
+class _Line:
+    """A desk's endpoint with its link and its connection of the moment."""
+
+    def __init__(self, endpoint: str, link: DeskLink) -> None:
+        self.endpoint = endpoint
+        self.link = link
+        self.socket: Socket | None = None
+
+
+class Dialer:
+    """A Port of PeerEvents and DialerEffects."""
+
+    def __init__(self, config: TransferConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._hello: Hello | None = None
+        self._lines: dict[str, _Line] = {}
+        self._counters = Counters()
+        self._received: Codec[DeskMessage] = Codec(DeskMessage)
+        self._sent: Codec[PeerMessage] = Codec(PeerMessage)
+
+    def ready(self, hello: Hello) -> None:
+        """Introduce this server so from now on; until then nobody is dialled. next_deadline() is due at once."""
+        self._hello = hello
+
+    def sockets(self) -> Sequence[Socket]:
+        return [line.socket for line in self._lines.values() if line.socket is not None]
+
+    def receive(self, now: float) -> list[PeerEvent]:
+        return [event for line in list(self._lines.values()) for event in self._receive(line, now)]
+
+    def apply(self, command: DialerEffect, now: float) -> list[PeerEvent]:
+        match command:
+            case AskDial():
+                return self._dial(command, now)
+            case AskHangUp():
+                return self._hang_up(command.name, now)
+            case AskReserve():
+                return self._reserve(command)
+            case AskCancel():
+                return self._cancel(command)
+
+    def tick(self, now: float) -> list[PeerEvent]:
+        """Read before calling anyone silent: this loop may itself have been the one that slept."""
+        events = self.receive(now)
+        for line in self._lines.values():
+            events += self._act(line, line.link.tick(now))
+        return events
+
+    def next_deadline(self) -> float | None:
+        deadlines = (line.link.next_deadline() for line in self._lines.values())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def close(self) -> None:
+        """Say goodbye to every desk."""
+        for name in list(self._lines):
+            self._hang_up(name, 0.0)
+
+    def statistics(self) -> Stats:
+        up = sum(line.link.state == "up" for line in self._lines.values())
+        return Stats(samples=(Sample("prefill_servers_up", up), *self._counters.snapshot()))
+
+    def _dial(self, command: AskDial, now: float) -> list[PeerEvent]:
+        known = self._lines.get(command.name)
+        if known is not None and known.endpoint == command.endpoint:
+            return []
+        events = self._hang_up(command.name, now) if known else []
+        link = DeskLink(
+            command.name, sockets.host_of(command.endpoint), lambda: self._hello, self._config, self._counters
+        )
+        line = self._lines[command.name] = _Line(command.endpoint, link)
+        return [*events, *self._act(line, link.tick(now))]
+
+    def _hang_up(self, name: str, now: float) -> list[PeerEvent]:
+        line = self._lines.pop(name, None)
+        if line is None:
+            return []
+        events = self._act(line, line.link.hang_up(now))
+        if line.socket is not None:
+            line.socket.close(linger=200)  # ms, for the goodbye
+        return events
+
+    def _reserve(self, command: AskReserve) -> list[PeerEvent]:
+        ticket, generation = command.ticket, command.generation
+        line = self._line_of(command.session)
+        if line is None:
+            error = ErrorInfo(code=PEER_GONE, message="the session with the prefill server has ended", status=502)
+            return [TicketFailed(session=command.session, ticket=ticket, generation=generation, error=error)]
+        reserve = Reserve(
+            ticket=ticket,
+            generation=generation,
+            prompt_tokens=command.prompt_tokens,
+            cached_tokens=command.cached_tokens,
+            pages=command.pages,
+            row=command.row,
+        )
+        return self._act(line, Step([reserve], []))
+
+    def _cancel(self, command: AskCancel) -> list[PeerEvent]:
+        ticket, generation = command.ticket, command.generation
+        line = self._line_of(command.session)
+        if line is None:
+            return [TicketCancelled(session=command.session, ticket=ticket, generation=generation)]
+        return self._act(line, Step([Cancel(ticket=ticket, generation=generation, reason=text(command.reason))], []))
+
+    def _line_of(self, session: str) -> _Line | None:
+        return next((line for line in self._lines.values() if line.link.session == session), None)
+
+    def _receive(self, line: _Line, now: float) -> list[PeerEvent]:
+        events: list[PeerEvent] = []
+        for _ in range(sockets.RECEIVE_BATCH):
+            frames = sockets.take(line.socket) if line.socket is not None else None
+            if frames is None:
+                break
+            try:
+                if len(frames) != 1 or len(frames[0]) > CONTROL_FRAME_BYTES:
+                    raise DecodeError("one frame was expected")
+                message = self._received.decode(frames[0])
+            except DecodeError:
+                self._counters.add("malformed_frames_total", labels=("dialer",))
+                continue
+            events += self._act(line, line.link.receive(message, now))
+        return events
+
+    def _act(self, line: _Line, step: Step) -> list[PeerEvent]:
+        if step.redial:
+            self._disconnect(line)
+            line.socket = sockets.dial(self._context, line.endpoint, max_frame=CONTROL_FRAME_BYTES)
+        if line.socket is not None:
+            for message in step.sends:
+                sockets.put(line.socket, (self._sent.encode(message),))
+        if line.link.state == "down" and not step.sends:
+            self._disconnect(line)
+        return step.events
+
+    def _disconnect(self, line: _Line) -> None:
+        if line.socket is not None:
+            line.socket.close()
+            line.socket = None

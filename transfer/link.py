@@ -1,0 +1,189 @@
+"""The decode side's end of one control connection: when to say hello, ping, give up and try again. Pure.
+
+    ┌───────────── back-off ─────────────┐
+    ▼                                    │ Refuse, silence, Goodbye, unfit Welcome
+DOWN ──Hello──► GREETING ──Welcome──► UP ┘
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from core.config import TransferConfig
+from core.errors import ErrorInfo
+from core.peers import PeerEvent, PrefillDown, PrefillUp, TicketCancelled, TicketFailed, TicketFinished
+from core.stats import Counters
+from transfer import matching, messages, metadata
+from transfer.messages import (
+    Cancelled,
+    DeskMessage,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+)
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 2.0
+
+
+class Step(NamedTuple):
+    """What to send on the connection, what to report, and whether the connection is to be made anew first."""
+
+    sends: list[PeerMessage]
+    events: list[PeerEvent]
+    redial: bool = False
+
+
+class DeskLink:
+    """One prefill server as the decode side sees it. host: of its desk; data ports are dialled at the same host."""
+
+    def __init__(
+        self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
+    ) -> None:
+        self.name = name
+        self.state: Literal["down", "greeting", "up"] = "down"
+        self.welcome: Welcome | None = None
+        self._host = host
+        self._hello = hello
+        self._config = config
+        self._retry_s = FIRST_RETRY_S
+        self._next_try = 0.0
+        self._heard = 0.0
+        self._next_ping = 0.0
+        self._pings = 0
+        self._reason: str | None = None  # the last one reported; repeated ones are not
+        self._counters = counters
+
+    @property
+    def session(self) -> str | None:
+        return self.welcome.session if self.welcome else None
+
+    def receive(self, message: DeskMessage, now: float) -> Step:
+        """Handle what the desk said."""
+        self._heard = now
+        match message:
+            case Welcome():
+                return self._welcomed(message, now)
+            case Refuse():
+                return self._refused(message, now)
+            case Goodbye():
+                return self._down(f"goodbye: {message.reason}", now)
+            case Pong():
+                return Step([], [])
+            case _ if self.welcome is None:
+                self._counters.add("stale_messages_total", labels=("before_welcome",))
+                return Step([], [])
+            case _:
+                return Step([], self._ticket_event(self.welcome.session, message))
+
+    def tick(self, now: float) -> Step:
+        """Try again, ping, or notice the silence, whichever is due."""
+        if self.state == "up" and self.welcome is not None:
+            if self._heard + self.welcome.timeout_s <= now:
+                return self._down(f"silent for {self.welcome.timeout_s:g} s", now)
+            if self._next_ping > now:
+                return Step([], [])
+            self._next_ping = now + self.welcome.heartbeat_s
+            self._pings += 1
+            return Step([Ping(number=self._pings)], [])
+        if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
+            return self._down("no answer to the hello", now)
+        hello = self._hello()
+        if self.state == "down" and self._next_try <= now and hello is not None:
+            self.state, self._heard = "greeting", now
+            return Step([hello], [], redial=True)
+        return Step([], [])
+
+    def next_deadline(self) -> float | None:
+        """None while there is no hello to say."""
+        if self.state == "up" and self.welcome is not None:
+            return min(self._next_ping, self._heard + self.welcome.timeout_s)
+        if self.state == "greeting":
+            return self._heard + self._config.peer_timeout_s
+        return self._next_try if self._hello() is not None else None
+
+    def hang_up(self, now: float) -> Step:
+        """Leave for good."""
+        step = self._down("hung up here", now)
+        return Step([Goodbye(reason="hung up")], step.events)
+
+    def _welcomed(self, welcome: Welcome, now: float) -> Step:
+        hello = self._hello()
+        if hello is None or self.state == "down" or (self.welcome and self.welcome.session == welcome.session):
+            return Step([], [])  # late, or a repeated answer to a repeated hello
+        unfit = matching.check_welcome(hello, welcome)
+        if unfit is not None:
+            return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+        gone = self._forget_session("a new session replaces it")
+        self.state, self.welcome, self._reason = "up", welcome, None
+        self._retry_s = FIRST_RETRY_S
+        self._next_ping = now + welcome.heartbeat_s
+        up = PrefillUp(
+            name=self.name,
+            session=welcome.session,
+            endpoints=tuple(f"tcp://{self._host}:{stage.data_port}" for stage in welcome.stages),
+            geometries=tuple(stage.geometry for stage in welcome.stages),
+            window_bytes=welcome.window_bytes,
+        )
+        return Step([], [*gone, up])
+
+    def _refused(self, refuse: Refuse, now: float) -> Step:
+        if self.state == "up" and refuse.code != messages.NO_SESSION:
+            self._counters.add("refused_here_total", labels=(refuse.code,))  # one bad frame; the session stands
+            return Step([], [])
+        if self.state == "up":
+            return self._down("the server has restarted, or dropped this session", now, wait_s=0.0)
+        if self.state == "down":
+            return Step([], [])
+        lasting = refuse.code.endswith("_mismatch")
+        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=LAST_RETRY_S if lasting else None)
+
+    def _down(self, reason: str, now: float, wait_s: float | None = None) -> Step:
+        """End the session or the attempt; the next attempt is made on a fresh connection."""
+        events = self._forget_session(reason)
+        if not events and reason != self._reason:
+            events = [PrefillDown(name=self.name, session=None, reason=reason)]
+        self._reason = reason
+        self.state = "down"
+        self._next_try = now + (self._retry_s if wait_s is None else wait_s)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        return Step([], events)
+
+    def _forget_session(self, reason: str) -> list[PeerEvent]:
+        if self.welcome is None:
+            return []
+        session, self.welcome = self.welcome.session, None
+        return [PrefillDown(name=self.name, session=session, reason=reason)]
+
+    def _ticket_event(self, session: str, message: Failed | Finished | Cancelled) -> list[PeerEvent]:
+        ticket, generation = message.ticket, message.generation
+        if isinstance(message, Cancelled):
+            return [TicketCancelled(session=session, ticket=ticket, generation=generation)]
+        if isinstance(message, Failed):
+            error = ErrorInfo(
+                code=message.code,
+                message=message.message,
+                status=message.status,
+                retry_after_s=message.retry_after_s,
+                stage=message.stage,
+            )
+            return [TicketFailed(session=session, ticket=ticket, generation=generation, error=error)]
+        if not message.metadata:
+            return []  # every chunk was acknowledged: the stages have said so
+        return [self._finished(session, message)]
+
+    def _finished(self, session: str, message: Finished) -> PeerEvent:
+        ticket, generation = message.ticket, message.generation
+        try:
+            row = metadata.decode(message.metadata)
+            if not row.belongs_to(ticket, generation):
+                raise ValueError(f"metadata of another ticket, or of generation {row.generation}")
+        except ValueError as error:
+            info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=502)
+            return TicketFailed(session=session, ticket=ticket, generation=generation, error=info)
+        return TicketFinished(session=session, ticket=ticket, generation=generation, first=row.first)

@@ -1,0 +1,120 @@
+"""What a prefill server and a decode peer must have in common (G6), and what they agree on. Pure.
+
+Each check returns a Refuse that names both values, or None. Both sides check, so neither trusts the other's care.
+"""
+
+import msgspec
+from msgspec.structs import asdict
+
+from core.config import TransferConfig
+from core.geometry import Geometry
+from transfer import checksum, messages, metadata
+from transfer.messages import Hello, Refuse, Welcome
+
+MAX_PAGE_SIZE = 1 << 16
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill server is, known once all its stages are ready. geometries and data_ports: one per stage.
+    instance: random id of this process, 128 bits in hex."""
+
+    instance: str
+    fingerprint: str
+    geometries: tuple[Geometry, ...]
+    data_ports: tuple[int, ...]
+    max_model_len: int
+
+
+def make_hello(
+    config: TransferConfig,
+    *,
+    instance: str,
+    name: str,
+    role: str,
+    fingerprint: str,
+    geometries: tuple[Geometry, ...],
+    kv_pages: int,
+    max_model_len: int,
+    metadata_rows: int,
+) -> Hello:
+    """The hello of this version of the program. kv_pages: of one stage's pool (all are equal)."""
+    return Hello(
+        protocols=(messages.VERSION,),
+        instance=instance,
+        name=name,
+        role=role,
+        fingerprint=fingerprint,
+        geometries=geometries,
+        kv_pages=kv_pages,
+        max_model_len=max_model_len,
+        metadata_version=metadata.VERSION,
+        metadata_bytes=metadata.ROW_BYTES,
+        metadata_rows=metadata_rows,
+        window_bytes=config.window_bytes,
+        checksums=checksum.kinds(config.checksum),
+        backends=messages.BACKENDS,
+    )
+
+
+def check_hello(offer: Offer, checksums: tuple[str, ...], hello: Hello) -> Refuse | None:
+    """The desk's check."""
+    if messages.VERSION not in hello.protocols:
+        return _refuse("protocol", messages.VERSION, hello.protocols)
+    if hello.fingerprint != offer.fingerprint:
+        return _refuse("fingerprint", offer.fingerprint, hello.fingerprint)
+    if hello.metadata_version != metadata.VERSION:
+        return _refuse("metadata_version", metadata.VERSION, hello.metadata_version)
+    if hello.metadata_bytes != metadata.ROW_BYTES:
+        return _refuse("metadata_bytes", metadata.ROW_BYTES, hello.metadata_bytes)
+    if not set(checksums) & set(hello.checksums):
+        return _refuse("checksum", checksums, hello.checksums)
+    if not set(messages.BACKENDS) & set(hello.backends):
+        return _refuse("backend", messages.BACKENDS, hello.backends)
+    return check_geometries(offer.geometries, hello.geometries)
+
+
+def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
+    """The peer's check of what the desk answered to its hello."""
+    if welcome.protocol not in hello.protocols:
+        return _refuse("protocol", hello.protocols, welcome.protocol)
+    if welcome.fingerprint != hello.fingerprint:
+        return _refuse("fingerprint", hello.fingerprint, welcome.fingerprint)
+    if welcome.checksum not in hello.checksums:
+        return _refuse("checksum", hello.checksums, welcome.checksum)
+    if welcome.backend not in hello.backends:
+        return _refuse("backend", hello.backends, welcome.backend)
+    if welcome.heartbeat_s >= welcome.timeout_s:
+        return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
+    return check_geometries(hello.geometries, tuple(stage.geometry for stage in welcome.stages))
+
+
+def check_geometries(ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...]) -> Refuse | None:
+    """Page sizes may differ. Everything else must be equal, stage by stage: layers and heads are not split yet."""
+    if len(ours) != len(theirs):
+        return _refuse("stages", len(ours), len(theirs))
+    for rank, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        for field, value in asdict(our).items():
+            other = asdict(their)[field]
+            if field != "page_size" and value != other:
+                return _refuse(field, value, other, where=f" of stage {rank}")
+        if not 1 <= their.page_size <= MAX_PAGE_SIZE:
+            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, where=f" of stage {rank}")
+    if len({their.page_size for their in theirs}) != 1:
+        return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
+    return None
+
+
+def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
+    """The first of ours that they offer; check_hello has made sure that there is one."""
+    return next(kind for kind in accepted if kind in offered)
+
+
+def _refuse(field: str, ours: object, theirs: object, where: str = "") -> Refuse:
+    return Refuse(
+        code=f"{field}_mismatch", message=messages.text(f"{field}{where}: {_show(ours)} here, {_show(theirs)} there")
+    )
+
+
+def _show(value: object) -> str:
+    shown = str(value)
+    return shown if len(shown) <= 300 else shown[:299] + "…"

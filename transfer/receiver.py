@@ -1,0 +1,283 @@
+"""The receiver of a decode stage: a Port in its I/O thread that writes incoming KV into the pool.
+
+    chunk ──► expected? ──► checksum ──► write pages ──► Ack ──► ChunkArrived, and Arrived after the last one
+                 │ no          │ wrong
+                 └──► Nack ◄───┘ ──► FetchFailed, if a request is concerned
+
+It owns one DEALER for each prefill stage that has this stage's layers; transfer/inbound.py decides about chunks. All
+writes happen in receive(), so none is under way when Forget is answered (G2).
+"""
+
+from typing import assert_never
+
+import numpy as np
+import zmq
+
+from core.arrays import unpack
+from core.codec import Codec, DecodeError
+from core.config import TransferConfig
+from core.errors import CHECKSUM, PEER_GONE
+from core.geometry import Geometry
+from core.orders import (
+    Arrived,
+    ChunkArrived,
+    Dial,
+    Expect,
+    Expecting,
+    FetchFailed,
+    Forget,
+    Forgotten,
+    HangUp,
+    StageEvent,
+)
+from core.request import FirstToken
+from core.stats import Counters, Sample, Stats
+from transfer import checksum, messages, metadata, sockets
+from transfer.attachment import Attachment
+from transfer.inbound import Accept, Inbound, InboundTable, Reject, Repeat
+from transfer.layout import PageStore, counterpart, frame_shape
+from transfer.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
+from transfer.metadata import MetadataRows
+from transfer.sockets import Context, Socket
+
+ReceiverOrder = Dial | HangUp | Expect | Forget
+CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
+
+
+class _Line:
+    """A data connection to one prefill stage."""
+
+    def __init__(self, session: str, stage: int, source: Geometry, socket: Socket, attachment: Attachment) -> None:
+        self.session = session
+        self.stage = stage
+        self.source = source
+        self.socket = socket
+        self.attachment = attachment
+
+
+class Receiver:
+    """A Port of StageEvents and ReceiverOrders."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        *,
+        stage: int,
+        geometry: Geometry,
+        store: PageStore,
+        context: Context,
+        metadata_rows: int = 4096,
+    ) -> None:
+        self._config = config
+        self._stage = stage
+        self._geometry = geometry
+        self._store = store
+        self._context = context
+        self._rows = MetadataRows(metadata_rows)
+        self._table = InboundTable(geometry)
+        self._lines: list[_Line] = []
+        self._counters = Counters()
+        for name in ("bytes_received_total", "chunks_received_total", "checksum_failures_total"):
+            self._counters.add(name, 0)
+        self._received: Codec[StageMessage] = Codec(StageMessage)
+        self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
+
+    def sockets(self) -> list[Socket]:
+        return [line.socket for line in self._lines]
+
+    def receive(self, now: float) -> list[StageEvent]:
+        return [event for line in self._lines for event in self._receive(line, now)]
+
+    def apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
+        match command:
+            case Dial():
+                self._dial(command, now)
+                return []
+            case HangUp():
+                self._hang_up(command.session)
+                return []
+            case Expect():
+                return self._expect(command)
+            case Forget():
+                self._close(command.request)
+                return [Forgotten(stage=self._stage, request=command.request)]
+            case _:
+                assert_never(command)
+
+    def tick(self, now: float) -> list[StageEvent]:
+        for line in self._lines:
+            message = line.attachment.tick(now)
+            if message is not None:
+                self._say(line, message)
+        return []
+
+    def next_deadline(self) -> float | None:
+        return min((line.attachment.next_deadline() for line in self._lines), default=None)
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.socket.close()
+        self._lines.clear()
+
+    def statistics(self) -> Stats:
+        attached = sum(line.attachment.attached for line in self._lines)
+        gauges = (Sample("data_connections", attached), Sample("expected_requests", len(self._table)))
+        return Stats(samples=(*gauges, *self._counters.snapshot()))
+
+    def _dial(self, order: Dial, now: float) -> None:
+        self._hang_up(order.session)
+        kind = checksum.kinds(self._config.checksum)[0]
+        timeout_s = self._config.peer_timeout_s
+        for stage, (endpoint, source) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
+            if counterpart(source, (self._geometry,)) is None:
+                continue
+            socket = sockets.dial(self._context, endpoint, max_frame=self._config.max_frame_bytes, silence_s=timeout_s)
+            attach = Attach(session=order.session, stage=stage, checksum=kind)
+            line = _Line(order.session, stage, source, socket, Attachment(attach, timeout_s / 3, timeout_s, now))
+            self._lines.append(line)
+        self.tick(now)
+
+    def _hang_up(self, session: str) -> None:
+        for line in self._lines:
+            if line.session == session:
+                line.socket.close()
+        self._lines = [line for line in self._lines if line.session != session]
+
+    def _expect(self, order: Expect) -> list[StageEvent]:
+        sources = {line.stage: line.source for line in self._lines if line.session == order.session}
+        if not sources:
+            return [self._fetch_failed(order.request, PEER_GONE, "no data connection of this session is open")]
+        if order.row >= len(self._rows) or not self._rows.is_clear(order.row):
+            text = f"metadata row {order.row} of {len(self._rows)} does not exist or is in use"
+            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, text)]
+        problem = self._table.expect(order, sources)
+        if problem:
+            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, problem)]
+        return [Expecting(stage=self._stage, request=order.request)]
+
+    def _receive(self, line: _Line, now: float) -> list[StageEvent]:
+        events: list[StageEvent] = []
+        for _ in range(CHUNKS_PER_PASS):
+            frames = sockets.take_frames(line.socket)
+            if frames is None:
+                break
+            message = self._decode(frames)
+            if isinstance(message, Chunk):
+                line.attachment.heard(now)
+                events += self._chunk(line, message, frames[1:])
+            elif message is not None:
+                line.attachment.receive(message, now)
+        return events
+
+    def _decode(self, frames: list[zmq.Frame]) -> StageMessage | None:
+        try:
+            if len(frames[0]) > messages.CONTROL_FRAME_BYTES:
+                raise DecodeError("the header is too large")
+            message = self._received.decode(frames[0].buffer)
+            if len(frames) > 1 and not isinstance(message, Chunk):
+                raise DecodeError("frames after a message that has none")
+        except DecodeError:
+            self._counters.add("malformed_frames_total", labels=("receiver",))
+            return None
+        return message
+
+    def _chunk(self, line: _Line, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+        """Answer a chunk, always: the sender's window counts on it."""
+        verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
+        if isinstance(verdict, Accept):
+            verdict = self._verify(verdict, header, frames)
+        match verdict:
+            case Accept():
+                return self._accept(line, verdict, header, frames)
+            case Repeat():
+                self._counters.add("stale_messages_total", labels=("repeated_chunk",))
+                self._ack(line, header)
+                return []
+            case Reject():
+                return self._reject(line, verdict, header)
+
+    def _verify(self, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> Accept | Reject:
+        """Check what can be checked before anything is written: the checksum, and whose metadata row it is."""
+        if header.checksum is None and self._config.checksum:
+            return Reject(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
+        if header.checksum is not None:
+            found = checksum.of_frames(frame.buffer for frame in frames)
+            if found != header.checksum:
+                self._counters.add("checksum_failures_total")
+                return Reject(
+                    CHECKSUM, f"checksum {found:016x}, the header says {header.checksum:016x}", accept.inbound
+                )
+        if header.total:
+            try:
+                row = metadata.decode(frames[0].buffer)
+            except ValueError as error:
+                return Reject(messages.BAD_METADATA, str(error), accept.inbound)
+            if not row.belongs_to(header.ticket, header.generation):
+                text = f"metadata of another ticket, or of generation {row.generation}"
+                return Reject(messages.BAD_METADATA, text, accept.inbound)
+        return accept
+
+    def _accept(self, line: _Line, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+        inbound = accept.inbound
+        request = inbound.expect.request
+        first = self._metadata(inbound, frames.pop(0)) if header.total else None
+        self._write(line.source, accept, header, frames)
+        problem = self._table.written(accept, header, first)
+        if problem:
+            return self._reject(line, Reject(messages.BAD_CHUNK, problem, inbound), header)
+        self._counters.add("bytes_received_total", header.payload_bytes)
+        self._counters.add("chunks_received_total")
+        self._ack(line, header)
+        arrived = ChunkArrived(stage=self._stage, request=request)
+        if not inbound.complete or inbound.first is None:
+            return [arrived]
+        self._table.arrive(inbound)
+        self._rows.clear(inbound.expect.row)
+        done = Arrived(
+            stage=self._stage, request=request, first=inbound.first, bytes=inbound.bytes, chunks=inbound.chunks
+        )
+        return [arrived, done]
+
+    def _metadata(self, inbound: Inbound, frame: zmq.Frame) -> FirstToken:
+        """Store the row, once for all source stages, and read it back from where it lies."""
+        row = inbound.expect.row
+        if self._rows.is_clear(row):
+            self._rows.set(row, frame.buffer)
+        return self._rows.read(row).first
+
+    def _write(self, source: Geometry, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> None:
+        pages = unpack(header.pages)
+        blocks = []
+        for frame in frames:
+            data = np.frombuffer(frame.buffer, np.uint8)
+            blocks.append(data.reshape(frame_shape(source, len(data) // source.token_bytes)))
+        for copy in accept.copies:
+            part = blocks[copy.frame][:, :, :, copy.offset : copy.offset + copy.count]
+            self._store.write(pages[copy.index], copy.slot, copy.count, part)
+
+    def _reject(self, line: _Line, verdict: Reject, header: Chunk) -> list[StageEvent]:
+        self._counters.add("chunks_rejected_total", labels=(verdict.code,))
+        text = messages.text(verdict.message)
+        nack = Nack(
+            ticket=header.ticket, generation=header.generation, chunk=header.chunk, code=verdict.code, message=text
+        )
+        self._say(line, nack)
+        if verdict.inbound is None:
+            return []
+        request = verdict.inbound.expect.request
+        self._close(request)
+        return [self._fetch_failed(request, verdict.code, text)]
+
+    def _close(self, request: int) -> None:
+        inbound = self._table.close(request)
+        if inbound is not None:
+            self._rows.clear(inbound.expect.row)
+
+    def _fetch_failed(self, request: int, code: str, message: str) -> FetchFailed:
+        return FetchFailed(stage=self._stage, request=request, code=code, message=message)
+
+    def _ack(self, line: _Line, header: Chunk) -> None:
+        self._say(line, Ack(ticket=header.ticket, generation=header.generation, chunk=header.chunk))
+
+    def _say(self, line: _Line, message: AnswerMessage) -> None:
+        sockets.put(line.socket, (self._sent.encode(message),))

@@ -1,0 +1,327 @@
+"""The peers of a desk, their sessions and tickets: all of the desk but its socket. Pure; time is an argument.
+
+(connection) ──Hello──► checked ──Welcome──► session ──Reserve──► ticket open ──Failed/Finished/Cancelled──► ended
+                          │ Refuse             │ Goodbye, silence, a second Hello of the same instance
+                          ▼                    ▼
+                        nothing              PeerGone
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from core.arrays import packed_length, unpack
+from core.config import TransferConfig
+from core.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
+from core.peers import (
+    DeskEffect,
+    PeerCancelled,
+    PeerEvent,
+    PeerGone,
+    PeerJoined,
+    PeerReserved,
+    TellCancelled,
+    TellFailed,
+    TellFinished,
+)
+from core.stats import Counters
+from transfer import checksum, matching, messages, metadata
+from transfer.layout import pages_for
+from transfer.matching import Offer
+from transfer.messages import (
+    Cancel,
+    Cancelled,
+    DeskMessage,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refuse,
+    Reserve,
+    StageInfo,
+    Welcome,
+)
+
+ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
+
+
+class Outcome(NamedTuple):
+    """What is to be said, to which connections, and what the scheduler is to learn."""
+
+    replies: list[tuple[bytes, DeskMessage]]
+    events: list[PeerEvent]
+
+
+@dataclass(slots=True)
+class OpenTicket:
+    """A reservation that has not ended."""
+
+    generation: int
+    cancelling: bool = False
+
+
+@dataclass(slots=True)
+class Peer:
+    """One session. route: the connection that it came on. ended: the last generation of tickets that ended."""
+
+    route: bytes
+    hello: Hello
+    welcome: Welcome
+    last_heard: float
+    tickets: dict[str, OpenTicket] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def session(self) -> str:
+        return self.welcome.session
+
+    def end(self, ticket: str, generation: int) -> None:
+        """Close the ticket; later messages of this generation or an earlier one are stale."""
+        current = self.tickets.get(ticket)
+        if current is not None and current.generation == generation:
+            del self.tickets[ticket]
+        self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
+        while len(self.ended) > ENDED_KEPT:
+            del self.ended[next(iter(self.ended))]
+
+
+class PeerBook:
+    """Decides what a desk answers. new_session makes unguessable session ids."""
+
+    def __init__(self, config: TransferConfig, new_session: Callable[[], str]) -> None:
+        self._config = config
+        self._new_session = new_session
+        self._checksums = checksum.kinds(config.checksum)
+        self._offer: Offer | None = None
+        self._by_route: dict[bytes, Peer] = {}
+        self._by_session: dict[str, Peer] = {}
+        self.counters = Counters()
+
+    @property
+    def peers(self) -> int:
+        return len(self._by_session)
+
+    @property
+    def open_tickets(self) -> int:
+        return sum(len(peer.tickets) for peer in self._by_session.values())
+
+    def ready(self, offer: Offer) -> None:
+        """Peers may join from now on."""
+        self._offer = offer
+
+    def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
+        """Handle one message of the connection route."""
+        if isinstance(message, Hello):
+            return self._hello(route, message, now)
+        peer = self._by_route.get(route)
+        if peer is None:
+            return self._refuse(route, messages.NO_SESSION, "this connection has no session: say hello first")
+        peer.last_heard = now
+        match message:
+            case Reserve():
+                return self._reserve(peer, message)
+            case Cancel():
+                return self._cancel(peer, message)
+            case Ping():
+                return Outcome([(route, Pong(number=message.number))], [])
+            case Goodbye():
+                return self._drop(peer, f"goodbye: {message.reason}")
+
+    def malformed(self, route: bytes, why: str) -> Outcome:
+        """A message of this connection could not be read. Its session, if it has one, stands."""
+        self.counters.add("malformed_frames_total", labels=("desk",))
+        return self._refuse(route, messages.BAD_MESSAGE, why)
+
+    def tell(self, effect: DeskEffect) -> Outcome:
+        """Say something about a ticket; nothing when its session has ended."""
+        peer = self._by_session.get(effect.session)
+        if peer is None:
+            return Outcome([], [])
+        peer.end(effect.ticket, effect.generation)
+        reply = _answer(effect)
+        return Outcome([(peer.route, reply)], [])
+
+    def lose(self, route: bytes, reason: str) -> Outcome:
+        """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
+        peer = self._by_route.get(route)
+        return self._drop(peer, reason) if peer else Outcome([], [])
+
+    def tick(self, now: float) -> Outcome:
+        """Drop the peers that have been silent for too long."""
+        silent = [peer for peer in self._by_session.values() if self._deadline(peer) <= now]
+        reason = f"silent for {self._config.peer_timeout_s:g} s"
+        return _join(self._drop(peer, reason) for peer in silent)
+
+    def next_deadline(self) -> float | None:
+        return min((self._deadline(peer) for peer in self._by_session.values()), default=None)
+
+    def close(self, reason: str) -> Outcome:
+        """End every session, with a goodbye."""
+        farewells: list[tuple[bytes, DeskMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
+        return Outcome(farewells, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
+
+    def _deadline(self, peer: Peer) -> float:
+        return peer.last_heard + self._config.peer_timeout_s
+
+    def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
+        same_route = self._by_route.get(route)
+        if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
+            same_route.last_heard = now
+            return Outcome([(route, same_route.welcome)], [])
+        if self._offer is None:
+            return self._refuse(route, NOT_READY, "the stages of this server are still loading")
+        refusal = matching.check_hello(self._offer, self._checksums, hello)
+        if refusal is not None:
+            return self._refuse(route, refusal.code, refusal.message)
+        old = [p for p in self._by_session.values() if p.route == route or p.hello.instance == hello.instance]
+        if len(self._by_session) - len(old) >= self._config.max_peers:
+            limit = self._config.max_peers
+            return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
+        dropped = _join(self._drop(peer, "it said hello again") for peer in old)
+        welcome = self._welcome(self._offer, hello)
+        peer = Peer(route, hello, welcome, last_heard=now)
+        self._by_route[route] = self._by_session[peer.session] = peer
+        joined = PeerJoined(
+            session=peer.session, name=hello.name, geometry=hello.geometries[0], window_bytes=welcome.window_bytes
+        )
+        return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
+
+    def _welcome(self, offer: Offer, hello: Hello) -> Welcome:
+        stages = zip(offer.data_ports, offer.geometries, strict=True)
+        return Welcome(
+            protocol=messages.VERSION,
+            session=self._new_session(),
+            instance=offer.instance,
+            fingerprint=offer.fingerprint,
+            stages=tuple(StageInfo(rank, port, geometry) for rank, (port, geometry) in enumerate(stages)),
+            max_model_len=min(offer.max_model_len, hello.max_model_len),
+            max_tickets=self._config.max_tickets_per_peer,
+            window_bytes=min(self._config.window_bytes, hello.window_bytes),
+            checksum=matching.choose_checksum(self._checksums, hello.checksums),
+            backend=messages.BACKENDS[0],
+            heartbeat_s=self._config.peer_timeout_s / 3,
+            timeout_s=self._config.peer_timeout_s,
+        )
+
+    def _reserve(self, peer: Peer, reserve: Reserve) -> Outcome:
+        current = peer.tickets.get(reserve.ticket)
+        known = max(current.generation if current else -1, peer.ended.get(reserve.ticket, -1))
+        if reserve.generation <= known:
+            self.counters.add("stale_messages_total", labels=("reserve",))
+            return Outcome([], [])
+        error = self._objection(peer, reserve, current)
+        if error is not None:
+            self.counters.add("reservations_refused_total", labels=(error.code,))
+            return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
+        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation)
+        event = PeerReserved(
+            session=peer.session,
+            ticket=reserve.ticket,
+            generation=reserve.generation,
+            prompt_tokens=reserve.prompt_tokens,
+            cached_tokens=reserve.cached_tokens,
+            pages=reserve.pages,
+            row=reserve.row,
+        )
+        return Outcome([], [event])
+
+    def _objection(self, peer: Peer, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
+        """Why a reservation cannot be accepted, measured against the peer's own hello."""
+        limit = self._config.max_tickets_per_peer
+        if current is not None:
+            text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
+            return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
+        if len(peer.tickets) >= limit:
+            text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
+        return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
+
+    def _cancel(self, peer: Peer, cancel: Cancel) -> Outcome:
+        current = peer.tickets.get(cancel.ticket)
+        if current is None or current.generation != cancel.generation:  # it has ended, or never began
+            peer.end(cancel.ticket, cancel.generation)
+            return Outcome([(peer.route, Cancelled(ticket=cancel.ticket, generation=cancel.generation))], [])
+        if current.cancelling:
+            self.counters.add("stale_messages_total", labels=("cancel",))
+            return Outcome([], [])
+        current.cancelling = True
+        event = PeerCancelled(
+            session=peer.session, ticket=cancel.ticket, generation=cancel.generation, reason=cancel.reason
+        )
+        return Outcome([], [event])
+
+    def _drop(self, peer: Peer, reason: str) -> Outcome:
+        del self._by_route[peer.route]
+        del self._by_session[peer.session]
+        self.counters.add("peers_gone_total")
+        return Outcome([], [PeerGone(session=peer.session, reason=reason)])
+
+    def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
+        self.counters.add("refusals_total", labels=("desk", code))
+        return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
+
+
+def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
+    """What is wrong with a reservation, in words that name both values; "" when nothing is."""
+    tokens, cached = reserve.prompt_tokens, reserve.cached_tokens
+    if tokens > max_model_len:
+        return f"{tokens} prompt tokens, and the limit of the two servers is {max_model_len}"
+    if cached >= tokens:
+        return f"{cached} cached tokens of {tokens}: at least one has to be computed"
+    if reserve.row >= hello.metadata_rows:
+        return f"metadata row {reserve.row}, and the hello named {hello.metadata_rows} rows"
+    page_size = hello.geometries[0].page_size
+    needed = pages_for(page_size, cached, tokens - cached)
+    if len(reserve.pages) != 4 * needed:
+        found = packed_length(reserve.pages)
+        return (
+            f"{found} pages ({len(reserve.pages)} bytes); positions {cached} to {tokens} need {needed} of {page_size}"
+        )
+    pages = unpack(reserve.pages)
+    if min(pages) < 0 or max(pages) >= hello.kv_pages:
+        return f"page ids {min(pages)} to {max(pages)}, and the hello named {hello.kv_pages} pages"
+    if len(set(pages)) != len(pages):
+        return "a page id occurs twice"
+    return ""
+
+
+def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
+    """The error as the wire carries it."""
+    return Failed(
+        ticket=ticket,
+        generation=generation,
+        code=error.code,
+        message=messages.text(error.message),
+        status=error.status,
+        retry_after_s=error.retry_after_s,
+        stage=error.stage,
+    )
+
+
+def _answer(effect: DeskEffect) -> DeskMessage:
+    ticket, generation = effect.ticket, effect.generation
+    match effect:
+        case TellFailed():
+            return failed(ticket, generation, effect.error)
+        case TellCancelled():
+            return Cancelled(ticket=ticket, generation=generation)
+        case TellFinished():
+            if effect.first is None:
+                return Finished(ticket=ticket, generation=generation)
+            try:
+                row = metadata.encode(ticket, generation, effect.first)
+            except ValueError as error:
+                return failed(ticket, generation, ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=500))
+            return Finished(ticket=ticket, generation=generation, metadata=row)
+
+
+def _join(outcomes: Iterable[Outcome]) -> Outcome:
+    joined = Outcome([], [])
+    for outcome in outcomes:
+        joined.replies.extend(outcome.replies)
+        joined.events.extend(outcome.events)
+    return joined
