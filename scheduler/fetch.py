@@ -129,7 +129,8 @@ class Fetch:
         incoming.unready.discard(event.stage)
         if incoming.unready:
             return
-        assert request.lease is not None and request.row is not None, "start() has seen to it"
+        assert request.lease is not None, "start() has seen to it"
+        assert request.row is not None, "start() has seen to it"
         state.deadlines.clear(Timer.ANSWER, request.arrival)
         incoming.reserved = True
         state.out.add(

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core.arrays import ITEM_BYTES, packed_length
+from core.arrays import ITEM_BYTES
 from scheduler.pages import PageAllocator
 from scheduler.prefix import Node, PrefixTree
 
@@ -21,11 +21,11 @@ TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbe
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """pages: the page table. path: locked nodes for its first len(path) pages. matched: pages that came from the tree."""
+    """pages: the page table. path: locked nodes for its first pages. matched: pages that came from the tree."""
 
     owner: int
     salt: str
-    pages: array[int]
+    pages: "array[int]"
     path: list[Node]
     matched: int
     ended: bool = field(default=False)
@@ -80,7 +80,7 @@ class KvCache:
 
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits.
         """
-        length = packed_length(tokens)
+        length = len(tokens) // ITEM_BYTES
         path: list[Node] = []
         if match and self._prefix_cache:
             path = self._tree.match(self._keys(tokens, 0, (length - 1) // self._page_size), salt)

@@ -95,11 +95,8 @@ class Planner:
                 return
             if request.arrival not in decoding or not self._generate.make_room(request, now):
                 continue
-            if request.length > request.planned:
-                tokens = request.packed(request.planned, request.planned + 1)
-            else:
-                tokens = b""  # the pipeline has it, or will have it by then
-            self._add(draft, request, 1, tokens)
+            # Empty while the token is not reported: the pipeline that samples it has it by then.
+            self._add(draft, request, 1, request.packed(request.planned, request.planned + 1))
             if request.planned + 1 < request.token_limit:
                 decoding.move_to_end(request.arrival)
             else:

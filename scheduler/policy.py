@@ -43,7 +43,7 @@ class Fcfs:
         self._waiting[request.arrival] = self._entries
         heapq.heappush(self._heap, (request.arrival, self._entries, request))
 
-    def head(self, now: float) -> Request | None:  # noqa: ARG002 - other policies age what waits
+    def head(self, now: float) -> Request | None:
         while self._heap:
             arrival, entry, request = self._heap[0]
             if self._waiting.get(arrival) == entry:

@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
-from core.arrays import ITEM_BYTES, pack, packed_length, unpack
+from core.arrays import ITEM_BYTES, pack, unpack
 from core.errors import ErrorInfo
 from core.intake import Submit
 from core.peers import DeskEffect
@@ -42,7 +42,7 @@ class Outgoing:
     session: str
     ticket: str
     generation: int
-    dst_pages: array[int]
+    dst_pages: "array[int]"
     dst_page_size: int
     dst_row: int
     cached_tokens: int
@@ -135,7 +135,7 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens known: the prompt, and what was generated and reported."""
-        return packed_length(self.tokens)
+        return len(self.tokens) // ITEM_BYTES
 
     @property
     def generated(self) -> int:

@@ -118,7 +118,7 @@ class Scheduler:
     def statistics(self) -> Stats:
         return snapshot(self._state, len(self._problems))
 
-    def _dispatch(self, event: Event, now: float) -> None:  # noqa: C901 - one line for each kind of event
+    def _dispatch(self, event: Event, now: float) -> None:
         state = self._state
         match event:
             case Submit():

@@ -1,4 +1,4 @@
-"""The engine as the scheduler sees it: stages that come up, plans that come back, and a watchdog for those that do not."""
+"""The engine as the scheduler sees it: stages that come up, plans that come back, a watchdog for those that do not."""
 
 from core.errors import STAGE_FAILED, ErrorInfo
 from core.intake import EngineState
@@ -44,11 +44,12 @@ class Stages:
         """A stage has computed a plan; with the last stage, it is done."""
         state = self._state
         plan = state.plans.get(event.seq)
+        if event.stage != state.config.stages - 1:
+            if plan is not None:  # else the last stage's word has overtaken it
+                plan.reported.add(event.stage)
+            return
         if plan is None:
             state.drop("unknown_plan")
-            return
-        plan.reported.add(event.stage)
-        if event.stage != state.config.stages - 1:
             return
         del state.plans[event.seq]
         if state.plans:

@@ -94,9 +94,3 @@ def _check_engine(config: Config) -> None:
         )
     if model.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
-    if engine.kv_pages and model.max_model_len > engine.kv_pages * engine.page_size:
-        needed = -(-model.max_model_len // engine.page_size)
-        raise ConfigError(
-            f"--kv-pages {engine.kv_pages} of {engine.page_size} tokens cannot hold one request of --max-model-len "
-            f"{model.max_model_len}: write --kv-pages {needed} or more, or a smaller --max-model-len"
-        )

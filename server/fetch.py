@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -14,6 +14,8 @@ from core.errors import ErrorInfo, HeadraceError
 from server.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 LINGER_S = 1.0  # the answer follows the last byte of the KV within milliseconds
 PASSED_ON = (400, 413, 422, 429, 499, 503, 504)  # statuses that mean the same to our client
@@ -164,7 +166,7 @@ def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
     )
 
 
-def _decode(data: bytes, kind: type[Any]) -> Any:
+def _decode(data: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:

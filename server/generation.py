@@ -165,6 +165,7 @@ class Generation:
         """Take a call's events to its end."""
         ends = frozenset((*job.sampling.stop_token_ids, *self._eos(job)))
         text = TextStream(self._tokens.tokenizer, job.prompt, job.stop, ends, job.sampling.min_tokens)
+        stopped, seen = False, 0
         while True:
             event = await call.next()
             match event:
@@ -172,15 +173,17 @@ class Generation:
                     on_reserved()
                 case Progress():
                     await emit(event)
-                case Tokens():
-                    if not text.stopped:
-                        await emit(_delta(text, ends, event))
-                        if text.stopped:
-                            call.finish()
+                case Tokens() if not stopped:
+                    delta = _delta(text, ends, event)
+                    await emit(delta)
+                    stopped = text.stopped
+                    if stopped and not call.ends_with(event.tokens[: text.tokens - seen]):
+                        call.finish()
+                    seen = text.tokens
                 case Finished():
-                    if not text.stopped and (rest := text.flush()):
+                    if not stopped and (rest := text.flush()):
                         await emit(Delta(rest))
-                    return _result(event, "stop" if text.stopped else _reason(event.reason) or "stop", text.tokens)
+                    return _result(event, "stop" if stopped else _reason(event.reason) or "stop", text.tokens)
 
 
 def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> Delta:

@@ -97,7 +97,7 @@ class _Snapshot:
             for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
                 total += count
                 buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", total))
-            family.add_metric(labels, buckets, histogram.sum)  # type: ignore[arg-type]
+            family.add_metric(labels, buckets, histogram.sum)
         return family
 
 

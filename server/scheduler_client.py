@@ -7,7 +7,7 @@ post() ───────► outbox ─────────── sending
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -78,6 +78,10 @@ class Call:
     def abort(self, error: ErrorInfo) -> None:
         """Take the request back; next() raises this error unless the request ends otherwise before."""
         self._client.post(Abort(rid=self.rid, error=error))
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the scheduler ends the request with the last of these tokens by itself."""
+        return tokens[-1] in self._submit.sampling.stop_token_ids
 
     def finish(self) -> None:
         """The request is complete for its owner; next() gives Finished."""

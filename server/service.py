@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import logging
 
+import httpx
+
 from core.clock import Clock, SystemClock
 from core.config import Config
 from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
-from core.intake import Drain, EngineState, Progress, Tokens
+from core.intake import Drain, EngineState, Progress, Shutdown, StageLost, Tokens
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
 from server.link import SchedulerLink
@@ -27,7 +29,7 @@ LAST_WORDS_S = 2.0
 class Service:
     """One server's front end without HTTP. config is resolved: max_model_len and vocab_size are known.
 
-    tokenizer: loaded from the model by start() when not given.
+    tokenizer: loaded from the model by start() when not given. prefill_transport: in place of the network.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Service:
         *,
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
-        prefills: PrefillPool | None = None,
+        prefill_transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.config = config
         self.clock = clock or SystemClock()
@@ -47,23 +49,34 @@ class Service:
         self._tokenizer = tokenizer
         self._tokens: TokenService | None = None
         self._generation: Generation | None = None
-        self._prefills = prefills
+        self._prefills: PrefillPool | None = None
         server = config.server
-        if server.role == "decode" and prefills is None:
-            self._prefills = PrefillPool(server.prefill, server.prefill_api_key, self._client.post)
-        if self._prefills is not None:
+        if server.role == "decode":
+            self._prefills = PrefillPool(
+                server.prefill, server.prefill_api_key, self._client.post, transport=prefill_transport
+            )
             self._client.on_prefill = self._prefills.update
 
     async def start(self) -> None:
         """Talk to the scheduler, load the tokenizer, find the prefill servers. Raises ConfigError."""
         self._client.start()
-        tokenizer = self._tokenizer or await asyncio.to_thread(load_tokenizer, self.config.model.model)
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model.model)
         self._tokens = TokenService(tokenizer)
         local = self.config.server.fallback == "local"
         self._generation = Generation(self._client, self._tokens, self._prefills, local=local)
         self.metrics.build(headrace_version(), self.config.server.role, self.model_name)
         if self._prefills is not None:
             self._prefills.start()
+
+    async def stage_lost(self, stage: int, message: str) -> None:
+        """The supervisor saw a stage process end."""
+        self._client.post(StageLost(stage=stage, message=message))
+
+    def shut_down(self) -> None:
+        """Have the scheduler and its stages end; unfinished requests fail, peers are told."""
+        self._client.post(Shutdown())
 
     async def stop(self) -> None:
         """End every task. Requests that are still open fail."""

@@ -42,7 +42,7 @@ QUERIES = sorted({*dashboard_queries(), *alert_queries()})
 def known() -> dict[str, set[str]]:
     """Label names by sample name, for everything in /metrics of a server that has done nothing yet."""
     specs = {PREFIX + spec.name: spec for spec in CATALOG}
-    found = {}
+    found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(render([]).decode()):
         counter = family.type == "counter"
         spec = specs[family.name + "_total" if counter else family.name]

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from core.config import TransferConfig
 from core.geometry import Geometry
@@ -26,8 +29,8 @@ from core.orders import (
     SendFailed,
 )
 from tests.transfer.harness import FIRST, Pair, gather, part, value, zmq_context
-from tests.transfer.raw import ANSWERS, RawPeer
-from transfer.messages import Ack, Attach, Attached, Chunk, Refuse
+from tests.transfer.raw import ANSWERS, STAGE, RawPeer
+from transfer.messages import ANSWER_FRAME_BYTES, Ack, Attach, Attached, Chunk, Refuse
 
 
 def geometry(page_size: int, dtype: str = "float32") -> Geometry:
@@ -293,3 +296,38 @@ def test_the_pages_of_a_stopped_process_come_back_within_the_timeout(context: An
         process.kill()
         process.wait()
     pair.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=300), min_size=1, max_size=3))
+@example([b"x" * (ANSWER_FRAME_BYTES + 1)])
+@example([ANSWERS.encode(Attach(session="s" * 32, stage=0, checksum="xxh3_64"))[:-1]])
+@example([ANSWERS.encode(Ack(ticket="t", generation=1, chunk=0)), b""])
+def test_rubbish_at_the_data_socket_is_refused_and_disturbs_nobody(
+    context: Any, pair: Pair, frames: list[bytes]
+) -> None:
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://127.0.0.1:{pair.sender.port}")
+    pair.loop.raw.append(stranger)
+    stranger.send_multipart(frames)
+    pair.loop.until(lambda: stranger.poll(0))
+    answer = STAGE.decode(stranger.recv())
+    assert isinstance(answer, Refuse)
+    assert answer.code == "bad_message"
+    pair.loop.raw.remove(stranger)
+    stranger.close(linger=0)
+    arrived = len(pair.loop.of(pair.receiver, Arrived))
+    pair.expect(arrived, [0], 0, 16)
+    pair.send(arrived, 0, 0, 16, pages=[1], dst_pages=[0], last=True)
+    pair.loop.wait_for(pair.receiver, Arrived, arrived + 1)
+
+
+def test_answers_without_a_session_or_for_unknown_chunks_change_nothing(context: Any, pair: Pair) -> None:
+    stranger = RawPeer(context, pair.loop, pair.sender.port, session="x" * 32)
+    stranger.say(Ack(ticket="ticket-1", generation=1, chunk=0))
+    codes = [answer.code for answer, _ in (stranger.take(), stranger.take()) if isinstance(answer, Refuse)]
+    assert codes == ["no_session", "no_session"]
+    pair.expect(1, [0], 0, 16)
+    pair.send(1, 0, 0, 16, pages=[1], dst_pages=[0], last=True)
+    pair.loop.wait_for(pair.sender, Acked)
+    assert len(pair.loop.of(pair.sender, Acked)) == 1

@@ -1,0 +1,182 @@
+"""Runs schedulers against a simulated world: random delays, cancels, lost peers and crashed stages, by seed.
+
+    colocated:   clients ─► server (some requests leave by exit "fake")
+    pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
+
+Everything is checked as it happens, against what must hold whatever the schedule; violations are collected.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from core.arrays import pack
+from core.config import SchedulerConfig
+from core.errors import ErrorInfo
+from core.intake import Abort, AddPrefill, Failed, Output, Reserved, Submit
+from core.request import SamplingParams
+from scheduler.simulated_engine import VOCABULARY, World
+from scheduler.simulated_link import Link
+from scheduler.simulated_server import Client, Report, Server
+
+Shape = Literal["colocated", "pair"]
+MAX_EVENTS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to simulate. Probabilities are per request, those of lost_peer and crash per run.
+
+    cancel: the client goes away at some point. stall: a chunk never arrives. abandon: the prompt is never posted to
+    the prefill server. lost_peer: the connection breaks. crash: a stage dies; engines come up again.
+    """
+
+    seed: int
+    shape: Shape = "colocated"
+    requests: int = 12
+    arrivals_s: float = 0.01
+    token_s: float = 0.0005
+    cancel: float = 0.3
+    stall: float = 0.0
+    abandon: float = 0.05
+    lost_peer: float = 0.2
+    crash: float = 0.05
+
+
+def simulate(scenario: Scenario) -> Report:
+    """Run one schedule to its end."""
+    return Simulation(scenario).run()
+
+
+class Simulation:
+    """Draws servers and clients from the scenario's seed."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._world = World(scenario.seed)
+        self._random = self._world.random
+        self._report = Report()
+        self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
+        self._servers = [self._server]
+        self._link: Link | None = None
+        self._prefill: Server | None = None
+        if scenario.shape == "pair":
+            self._prefill = self._new_server("prefill", self._server.config)
+            self._servers.append(self._prefill)
+            self._link = Link(self._world, self._prefill, self._server, scenario.stall)
+            self._server.intake(AddPrefill(name="prefill", endpoint="simulated"))
+            self._server.on_output = self._on_decode_output
+            self._prefill.on_output = self._on_prefill_output
+        texts = [tuple(self._random.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
+        self._texts = texts
+
+    def run(self) -> Report:
+        when = 0.0
+        for number in range(self._scenario.requests):
+            when += self._random.expovariate(1 / self._scenario.arrivals_s)
+            self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        for chance, act in ((self._scenario.lost_peer, self._lose_peer), (self._scenario.crash, self._crash)):
+            if self._random.random() < chance:
+                self._world.at(self._random.uniform(0.01, 2 * when), act)
+        if not self._world.run(MAX_EVENTS):
+            self._server.violation("the schedule does not end")
+        for server in self._servers:
+            server.finish()
+        self._report.seconds = self._world.now
+        return self._report
+
+    def _new_server(self, name: str, other: SchedulerConfig | None = None) -> Server:
+        rng = self._random
+        config = SchedulerConfig(
+            page_size=rng.choice([1, 2, 4, 8]),
+            max_model_len=64,
+            vocab_size=VOCABULARY,
+            stages=rng.choice([1, 1, 2, 3]),
+            pipeline_depth=rng.choice([0, 1, 2]),
+            chunk_tokens=rng.choice([4, 8, 16, 64]),
+            max_running=rng.choice([2, 4, 16]),
+            metadata_rows=rng.choice([1, 3, 16]),
+            max_queued_tokens=rng.choice([100, 100_000]),
+            prefix_cache=rng.random() < 0.8,
+            bootstrap_timeout_s=1.0,
+            transfer_timeout_s=0.5,
+            stage_timeout_s=60.0,
+        )
+        tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
+        config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
+        if other is not None and rng.random() < 0.5:
+            config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
+        return Server(self._world, name, config, self._scenario.token_s, self._report)
+
+    def _arrive(self, number: int) -> None:
+        rng = self._random
+        prompt = self._draw_prompt()
+        pair = self._scenario.shape == "pair"
+        sampling = SamplingParams(
+            max_tokens=rng.choice([1, 2, 8, 20, 60]),
+            min_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 3, 20]))),
+        )
+        submit = Submit(
+            rid=f"r{number}",
+            prompt=pack(prompt),
+            sampling=sampling,
+            entrance="wire" if pair else "compute",
+            exit="here" if pair or rng.random() < 0.8 else "fake",
+            ticket=f"t{number}" if pair else None,
+            prefill="prefill" if pair else None,
+            deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
+            cache_salt=rng.choice(["", "", "tenant"]),
+            progress=rng.random() < 0.5,
+        )
+        client = Client(submit, prompt)
+        self._server.submit(client)
+        if rng.random() < self._scenario.cancel:
+            finish = rng.random() < 0.3
+            self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
+        if pair and rng.random() < 0.3:  # a router that calls both sides at once
+            self._post(client)
+
+    def _draw_prompt(self) -> tuple[int, ...]:
+        """A prefix of a common text and an ending of its own, so that prompts share pages."""
+        rng = self._random
+        shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50])]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]))]
+        return (*shared, *own)
+
+    def _cancel(self, client: Client, finish: bool) -> None:
+        client.finished_early = finish
+        self._server.intake(Abort(rid=client.submit.rid, finish=finish))
+
+    def _post(self, client: Client) -> None:
+        """The decode server's front end sends the prompt to the prefill server, once."""
+        prefill, submit = self._prefill, client.submit
+        if prefill is None or submit.rid in prefill.clients:
+            return
+        there = msgspec.structs.replace(submit, entrance="compute", exit="wire", prefill=None)
+        self._world.after(0.002, lambda: self._posted(prefill, Client(there, client.prompt)))
+
+    def _posted(self, prefill: Server, client: Client) -> None:
+        if client.submit.rid not in prefill.clients:
+            prefill.submit(client)
+
+    def _on_decode_output(self, output: Output) -> None:
+        if isinstance(output, Reserved):
+            if self._random.random() >= self._scenario.abandon:
+                self._post(self._server.clients[output.rid])
+        elif isinstance(output, Failed) and self._prefill is not None and self._random.random() < 0.8:
+            self._prefill.intake(Abort(rid=output.rid))
+
+    def _on_prefill_output(self, output: Output) -> None:
+        if isinstance(output, Failed):
+            error = ErrorInfo(code=f"prefill_{output.error.code}", message=output.error.message, status=502)
+            self._server.intake(Abort(rid=output.rid, error=error))
+
+    def _lose_peer(self) -> None:
+        if self._link is not None:
+            self._link.lose()
+
+    def _crash(self) -> None:
+        server: Server = self._random.choice(self._servers)
+        server.crash()

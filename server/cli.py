@@ -1,0 +1,111 @@
+"""The command `headrace`: serve, check, demo, bench."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NoReturn
+
+from core.errors import ConfigError
+from server.config import add_flags, load, nearest, to_toml
+from server.settings import SETTINGS
+from server.version import headrace_version
+
+MISTAKE = 2  # exit status for a wrong flag, file or model
+DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
+CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError in place of printing the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 2, with one line on stderr, for mistakes of the user."""
+    try:
+        return _run(_parse(sys.argv[1:] if arguments is None else arguments))
+    except ConfigError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(given: argparse.Namespace) -> int:
+    match given.command:
+        case "serve":
+            return _serve(given)
+        case "check":
+            return _check(given)
+        case "demo":
+            from server import demo  # what only one command needs is loaded by that command
+
+            return demo.main(given)
+        case _:
+            return _bench(given.benchmark, given.arguments)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _build_parser()
+    given, extra = parser.parse_known_args(arguments)
+    if extra:
+        known = {"serve": [setting.key for setting in SETTINGS], "check": [setting.key for setting in SETTINGS]}
+        name = extra[0].partition("=")[0]
+        hint = nearest(name.lstrip("-"), [*known.get(given.command, ["model", "dtype"]), "config"], "--")
+        raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
+    return given
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="headrace", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"headrace {headrace_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve", help="run a server until Ctrl-C or SIGTERM, which drain it", allow_abbrev=False
+    )
+    check = commands.add_parser("check", help=CHECK, description=CHECK, allow_abbrev=False)
+    for each in (serve, check):
+        add_flags(each)
+    demo = commands.add_parser(
+        "demo", help="hand four prompts from a prefill to a decode server on this machine", allow_abbrev=False
+    )
+    demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
+    demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
+    bench = commands.add_parser("bench", help="measure; run it from a checkout of the repository", allow_abbrev=False)
+    bench.add_argument("benchmark", nargs="?", help="one of the modules of benchmarks/ (default: all)")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    return parser
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from server.launch import serve
+    from server.resolve import resolve
+
+    return serve(resolve(load(vars(given), os.environ)).config)
+
+
+def _check(given: argparse.Namespace) -> int:
+    config = load(vars(given), os.environ)
+    from server.resolve import resolve
+
+    resolved = resolve(config)
+    print(to_toml(resolved.config), end="")
+    print(f"\n# memory: {resolved.memory.explanation}")
+    return 0
+
+
+def _bench(name: str | None, arguments: Sequence[str]) -> int:
+    module = "benchmarks.__main__" if name is None else f"benchmarks.{name}"
+    if find_spec("benchmarks") is None or find_spec(module) is None:
+        raise ConfigError(f"there is no {module.replace('.', '/')}.py here; run from a checkout of the repository")
+    status: int | None = importlib.import_module(module).main(list(arguments))
+    return status or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Fixtures of the front end's tests; the tests themselves run their coroutines with asyncio.run."""
+
+import pytest
+
+from server.tokenizer import Tokenizer
+from tests.server.fakes import tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()

@@ -1,0 +1,212 @@
+"""A tiny tokenizer, a scripted scheduler behind the link, and services over both."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from core.clock import Clock
+from core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
+from core.errors import CANCELLED, ErrorInfo
+from core.intake import (
+    Abort,
+    Drain,
+    Drained,
+    EngineState,
+    Failed,
+    Finished,
+    IntakeMessage,
+    OutputMessage,
+    QueryStats,
+    Reserved,
+    StatsReply,
+    Submit,
+    Tokens,
+)
+from core.request import Handoff, Timing, TokenLogprob, Usage
+from core.stats import Stats
+from server.app import create_app
+from server.service import Service
+from server.tokenizer import Tokenizer
+
+MERGES = ["he", "ll", "hell", "hello", "Ġw", "or", "ld", "Ġwor", "Ġworld", "ĊĊ", ".ĊĊ"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '\n' }}{% endfor %}"
+    "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody cannot speak') }}{% endif %}<|assistant|>"
+)
+LENGTH = 64
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE over 256 bytes, a few words, and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    merges: list[tuple[str, str]] = []
+    for word in MERGES:
+        left = max((piece for piece in vocab if word.startswith(piece) and word[len(piece) :] in vocab), key=len)
+        merges.append((left, word[len(left) :]))
+        vocab[word] = len(vocab)
+    rust = RustTokenizer(models.BPE(vocab=vocab, merges=merges))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>", chat_template=TEMPLATE))
+
+
+Script = Callable[["FakeLink", Submit], Iterable[OutputMessage]]
+
+
+class FakeLink:
+    """A scheduler that answers each Submit with what script returns, and Abort as the contract says.
+
+    state is what it reports of itself at the start; None keeps it silent about that.
+    """
+
+    def __init__(self, script: Script | None = None, *, answers_probes: bool = True) -> None:
+        self.script: Script = script or (lambda _link, _submit: ())
+        self.answers_probes = answers_probes
+        self.state: EngineState | None = EngineState(ready=True, desk_port=5555, instance="i" * 32, fingerprint="fp")
+        self.stats = Stats()
+        self.sent: list[IntakeMessage] = []
+        self.closed = False
+        self._open: set[str] = set()
+        self._draining = False
+        self._outputs: asyncio.Queue[OutputMessage] = asyncio.Queue()
+        self._news = asyncio.Event()
+
+    async def send(self, message: IntakeMessage) -> None:
+        self.sent.append(message)
+        self._news.set()
+        self._news = asyncio.Event()
+        match message:
+            case QueryStats() if self.answers_probes:
+                self.say(StatsReply(token=message.token, stats=self.stats))
+            case Submit():
+                self._open.add(message.rid)
+                for output in self.script(self, message):
+                    self.say(output)
+            case Abort() if message.rid in self._open:
+                error = message.error or ErrorInfo(code=CANCELLED, message="cancelled", status=499)
+                self.say(finished(message.rid, "stop") if message.finish else Failed(rid=message.rid, error=error))
+            case Drain():
+                self._draining = True
+                self._say_drained()
+
+    async def outputs(self) -> AsyncIterator[OutputMessage]:
+        if self.state is not None:
+            yield self.state
+        while True:
+            yield await self._outputs.get()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def say(self, message: OutputMessage) -> None:
+        """Have the scheduler send this."""
+        self._outputs.put_nowait(message)
+        if isinstance(message, Finished | Failed):
+            self._open.discard(message.rid)
+            self._say_drained()
+
+    def _say_drained(self) -> None:
+        if self._draining and not self._open:
+            self._outputs.put_nowait(Drained())
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Messages of this kind that came so far."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    async def wait_for(self, kind: type[Any], count: int = 1) -> Any:
+        """The count-th message of this kind, when it comes."""
+        async with asyncio.timeout(10):
+            while len(self.of(kind)) < count:
+                await self._news.wait()
+        return self.of(kind)[count - 1]
+
+
+def finished(rid: str, reason: str = "length", *, prompt: int = 3, completion: int = 1, cached: int = 0) -> Finished:
+    return Finished(
+        rid=rid,
+        reason=reason,
+        usage=Usage(prompt, completion, cached),
+        timing=Timing(bootstrap_s=0.0101, queue_s=0.0022, forward_s=0.0303, transfer_s=0.0044, decode_s=0.0505),
+        handoff=Handoff(pages=2, bytes=4096, chunks=1),
+    )
+
+
+def saying(tokenizer: Tokenizer, text: str, reason: str = "length", *, cached: int = 0) -> Script:
+    """A script that answers every prompt with this text, one token per message, and logprobs where asked for."""
+    ids = tokenizer.encode(text)
+
+    def script(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:
+        count = len(submit.prompt) // 4
+        wanted = submit.sampling.logprobs
+        sent = ids[: submit.sampling.max_tokens]
+        for token in sent:
+            logprobs = () if wanted is None else (made_up_logprob(token, wanted),)
+            yield Tokens(rid=submit.rid, tokens=(token,), logprobs=logprobs)
+        yield finished(submit.rid, reason, prompt=count, completion=len(sent), cached=cached)
+
+    return script
+
+
+def made_up_logprob(token: int, alternatives: int) -> TokenLogprob:
+    tops = tuple((token + step) % 256 for step in range(alternatives))
+    return TokenLogprob(token, -0.25, tops, tuple(-0.25 - step for step in range(alternatives)))
+
+
+def failing(error: ErrorInfo) -> Script:
+    return lambda _link, submit: [Failed(rid=submit.rid, error=error)]
+
+
+def reserving(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:
+    """A decode scheduler's first answer to a request whose KV comes by wire."""
+    return [Reserved(rid=submit.rid)] if submit.entrance == "wire" else []
+
+
+def make_config(tokenizer: Tokenizer, **server: Any) -> Config:
+    return Config(
+        model=ModelConfig(model="tiny", max_model_len=LENGTH),
+        scheduler=SchedulerConfig(max_model_len=LENGTH, vocab_size=tokenizer.vocab_size),
+        server=ServerConfig(**server),
+    )
+
+
+@asynccontextmanager
+async def running(
+    link: FakeLink,
+    tokenizer: Tokenizer,
+    *,
+    clock: Clock | None = None,
+    prefill_transport: httpx.AsyncBaseTransport | None = None,
+    **server: Any,
+) -> AsyncIterator[Service]:
+    """A started service whose engine is ready, if the link says so."""
+    config = make_config(tokenizer, **server)
+    service = Service(link, config, tokenizer=tokenizer, clock=clock, prefill_transport=prefill_transport)
+    await service.start()
+    try:
+        if link.state is not None and link.state.ready:
+            await service.wait_ready()
+        yield service
+    finally:
+        await service.stop()
+
+
+@asynccontextmanager
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """HTTP to the service's application, in this process."""
+    app = create_app(service, service.config.server)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        yield http
+
+
+def json_of(response: httpx.Response) -> Any:
+    return msgspec.json.decode(response.content)

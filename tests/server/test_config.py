@@ -1,0 +1,198 @@
+"""Flags, files, the environment, and what is refused."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.errors import ConfigError
+from server.config import add_flags, load, parse_value, to_toml
+from server.settings import BY_KEY, SETTINGS
+
+SLICES: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "transfer": TransferConfig,
+    "server": ServerConfig,
+}
+# Fields that are no settings: copies of other fields, what the model says, and bounds that nobody needs to move.
+NOT_SETTINGS = {
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "stages", "metadata_rows"},
+    "transfer": {"max_frame_bytes"},
+}
+
+
+def parse(*flags: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    return vars(parser.parse_args(flags))
+
+
+def configure(*flags: str, **environ: str) -> Config:
+    return load(parse(*flags), environ)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "x.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_field_is_a_setting_and_every_setting_a_field() -> None:
+    for name, kind in SLICES.items():
+        fields = {field.name for field in msgspec.structs.fields(kind)}
+        assert {setting.field for setting in SETTINGS if setting.slice == name} == fields - NOT_SETTINGS.get(
+            name, set()
+        )
+    assert len(BY_KEY) == len(SETTINGS)
+
+
+def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
+    samples: dict[str, tuple[str, list[str]]] = {}
+    for setting in SETTINGS:
+        match setting.kind:
+            case "switch":
+                samples[setting.key] = ("false", [f"--no-{setting.key}"])
+            case "integer" | "size" | "number":
+                samples[setting.key] = (
+                    f"{max(64, int(setting.low or 0))}",
+                    [setting.flag, f"{max(64, int(setting.low or 0))}"],
+                )
+            case "choice":
+                samples[setting.key] = (f'"{setting.choices[-1]}"', [setting.flag, setting.choices[-1]])
+            case "list":
+                samples[setting.key] = ('["http://a:1"]', [setting.flag, "http://a:1"])
+            case "text":
+                samples[setting.key] = ('"127.0.0.2"', [setting.flag, "127.0.0.2"])
+    samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
+    for key, (toml, flags) in samples.items():
+        role = ["--role", "decode", "--fallback", "local"] if key in ("prefill", "prefill-api-key", "fallback") else []
+        if key == "fallback":
+            role = role[:2]
+        from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
+        underscored = configure(*role, "--config", write(tmp_path, f"{key.replace('-', '_')} = {toml}\n"))
+        assert from_file == underscored == configure(*role, *flags), key
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, 'port = 1\nchunk-tokens = 7\napi-key = ["of-file"]\n')
+    assert configure("--config", path).server.api_keys == ("of-file",)
+    from_env = configure("--config", path, "--port", "2", HEADRACE_API_KEY="one, two")
+    assert (from_env.server.api_keys, from_env.server.port) == (("one", "two"), 2)
+    assert (from_env.scheduler.chunk_tokens, from_env.scheduler.max_running) == (7, SchedulerConfig().max_running)
+    assert configure("--api-key", "x", "--api-key", "y", HEADRACE_API_KEY="one").server.api_keys == ("x", "y")
+    decode = configure("--role", "decode", "--fallback", "local", HEADRACE_PREFILL_API_KEY="k")
+    assert decode.server.prefill_api_key == "k"
+
+
+def test_the_scheduler_gets_its_copies() -> None:
+    config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
+    assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
+
+
+MISTAKES = [
+    (["--page-size", "17"], "--page-size 16 or --page-size 32"),
+    (["--page-size", "0"], "at least|from 1"),
+    (["--port", "65536"], "from 0 to 65535"),
+    (["--port", "http"], "--port: expected a whole number"),
+    (["--dtype", "bfloat"], "did you mean bfloat16"),
+    (["--window-bytes", "3 tons"], "64MiB"),
+    (["--transfer-timeout", "nan"], "number of seconds"),
+    (["--host", "0.0.0.0"], "--api-key|--insecure"),
+    (["--host", "::"], "--insecure"),
+    (["--host", "example"], "--insecure"),
+    (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
+    (["--role", "decode"], "--prefill http://HOST:PORT"),
+    (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
+    (["--role", "prefill", "--fallback", "local"], "--role decode"),
+    (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
+    (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
+    (["--role", "decode", "--prefill", "http://a:1/v1"], "address only"),
+    (["--role", "decode", "--prefill", "http://a:1", "--prefill", "http://a:1/"], "more than once"),
+    (["--desk-port", "8000"], "both 8000"),
+    (["--max-model-len", "1"], "2 or more"),
+    (["--api-key", "two words"], "without spaces"),
+    (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),
+    (["--policy", "lifo"], "fcfs"),
+    (["--model", " "], "a text"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_mistakes_say_what_to_write_instead(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kv-page = 3", r"x.toml: unknown key 'kv-page'; did you mean kv-pages\?"),
+        ("qqq = 3", r"unknown key 'qqq'$"),
+        ('port = "many"', "x.toml: port: expected a whole number from 0 to 65535, got 'many'"),
+        ("checksum = 1", "true or false"),
+        ("model = 7", "a text"),
+        ("page-size = true", "whole number"),
+        ("prefill = [1]", "list of texts"),
+        ("port = = 3", "no valid TOML.*line 1"),
+        ("[engine]\npage-size = 3", "unknown key 'engine'"),
+    ],
+)
+def test_mistakes_in_files_name_the_key_and_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure("--config", write(tmp_path, text))
+
+
+@pytest.mark.parametrize("flags", [["--host", "localhost"], ["--host", "::1"], ["--host", "0.0.0.0", "--insecure"]])
+def test_binds_that_are_fine(flags: list[str]) -> None:
+    assert configure(*flags).server.host == flags[1]
+
+
+@pytest.mark.parametrize(("given", "value"), [("64MiB", 64 << 20), ("1 gb", 10**9), ("70000", 70000), (70000, 70000)])
+def test_sizes(given: object, value: int) -> None:
+    assert parse_value(BY_KEY["window-bytes"], given, "here") == value
+
+
+def test_keys_are_never_printed() -> None:
+    text = to_toml(configure("--api-key", "sesame"))
+    assert "sesame" not in text
+    with pytest.raises(ConfigError) as caught:
+        parse_value(BY_KEY["api-key"], 12345, "api-key")
+    assert "12345" not in str(caught.value)
+
+
+@given(
+    port=st.integers(0, 65535),
+    page=st.sampled_from([1, 2, 16, 64]),
+    pages=st.integers(0, 10**6),
+    cache=st.booleans(),
+    timeout=st.floats(0.001, 1e6),
+    model=st.text(alphabet=st.characters(exclude_categories=("C",)), min_size=1).filter(lambda text: text.strip()),
+)
+def test_what_check_prints_loads_to_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    port: int,
+    page: int,
+    pages: int,
+    cache: bool,
+    timeout: float,
+    model: str,
+) -> None:
+    flags = ["--port", str(port), "--page-size", str(page), "--kv-pages", str(pages), f"--model={model}"]
+    flags += ["--prefix-cache" if cache else "--no-prefix-cache", "--transfer-timeout", repr(timeout)]
+    config = configure(*flags)
+    path = tmp_path_factory.mktemp("toml") / "x.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert configure("--config", str(path)) == config
+
+
+def test_the_shipped_configurations_load() -> None:
+    for path in sorted(Path("configs").glob("*.toml")):
+        assert configure("--config", str(path)).server.role == path.stem
