@@ -1,4 +1,4 @@
-"""GB/s of KV from one process's pool into another's over ZMQ, beside a plain memory copy: python -m benchmarks.transfer.
+"""GB/s of KV from one pool into another process's over ZMQ, beside a memory copy: python -m benchmarks.transfer.
 
 The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
 measured is everything between two pools: chunk headers, checksums, sockets, writes and acknowledgements.
@@ -31,7 +31,7 @@ CLOCK = SystemClock()
 def measure(pages: int = 256, chunk_pages: int = 32, rounds: int = 8, *, checksum: bool = True) -> tuple[float, float]:
     """Return (transfer, memory copy) in GB/s: the best of several rounds of moving this many pages."""
     config = TransferConfig(checksum=checksum)
-    command = [sys.executable, "-m", "benchmarks.transfer", "--send", f"{pages},{chunk_pages},{rounds + 1}"]
+    command = [sys.executable, "-m", "benchmarks.transfer", "--send", f"{pages},{chunk_pages}"]
     child = subprocess.Popen(
         [*command, *([] if checksum else ["--no-checksum"])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -103,8 +103,8 @@ def _turn_until_arrived(receiver: Receiver) -> None:
                 return
 
 
-def send(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> None:
-    """The child: send all pages once for every line on standard input."""
+def send(pages: int, chunk_pages: int, *, checksum: bool) -> None:
+    """The child: send all pages once for every line on standard input, until that ends."""
     config = TransferConfig(checksum=checksum)
     store = ArrayPageStore(GEOMETRY, pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
@@ -116,7 +116,7 @@ def send(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> None:
     poller.register(sender.sockets()[0], zmq.POLLIN)
     poller.register(sys.stdin, zmq.POLLIN)
     request = 0
-    while request < rounds or poller.poll(0):
+    while True:
         ready = dict(poller.poll(10))
         now = CLOCK.now()
         sender.receive(now)
@@ -158,8 +158,8 @@ def main() -> None:
     parser.add_argument("--send", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send:
-        pages, chunk_pages, rounds = map(int, arguments.send.split(","))
-        send(pages, chunk_pages, rounds, checksum=not arguments.no_checksum)
+        pages, chunk_pages = map(int, arguments.send.split(","))
+        send(pages, chunk_pages, checksum=not arguments.no_checksum)
         return
     moved, copied = measure(arguments.pages, checksum=not arguments.no_checksum)
     print(f"zmq transfer  {moved:6.2f} GB/s\nmemory copy   {copied:6.2f} GB/s\nratio         {moved / copied:6.2f}")

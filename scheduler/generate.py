@@ -51,15 +51,27 @@ class Generate:
             if state.preempting:
                 return False  # pages will come of it
             victim = state.decoding[max(state.decoding)]
-            if victim is not request or len(state.decoding) > 1:
-                self._preempt(victim, now)
-                if victim is request:
-                    return False
-            else:
-                if state.cache.leases == 1 and request.in_flight == 0:
-                    self._endings.complete(request, "length", now)  # alone, it has the whole pool: this is its end
+            if victim is request and len(state.decoding) == 1:
+                self._alone(request, now)
+                return False
+            self._preempt(victim, now)
+            if victim is request:
                 return False
         return True
+
+    def _alone(self, request: Request, now: float) -> None:
+        """No other request decodes. Those that still hold pages will make room; without them, this is the end.
+
+        Unless the pool would do: its lease may hold a page twice, once in the tree for an equal page of somebody who
+        was first. Starting again it uses the tree's.
+        """
+        state = self._state
+        if state.cache.leases > 1 or request.in_flight:
+            return
+        if state.cache.pages_for(request.planned + 1) > state.cache.total:
+            self._endings.complete(request, "length", now)
+        else:
+            self._preempt(request, now)
 
     def _computed(self, row: PlannedRow, sampled: Sampled | None, now: float) -> None:
         state, request = self._state, row.request

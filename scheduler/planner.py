@@ -151,6 +151,7 @@ class Planner:
             tokens=tokens,
             sample=sampling if sampled else None,
             prompt_logprobs=logprobs,
+            generated=max(0, end - request.prompt_tokens),
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         draft.add(row, PlannedRow(request, request.serial, end, sampled))

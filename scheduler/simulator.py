@@ -59,6 +59,7 @@ class Simulation:
         self._report = Report()
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
+        self._crashed = False
         self._link: Link | None = None
         self._prefill: Server | None = None
         if scenario.shape == "pair":
@@ -83,6 +84,8 @@ class Simulation:
             self._server.violation("the schedule does not end")
         for server in self._servers:
             server.finish()
+            if not self._crashed and f"{server.name}:stage_failed" in self._report.outcomes:
+                server.violation("the watchdog found a stage silent that was not")
         self._report.seconds = self._world.now
         return self._report
 
@@ -178,5 +181,6 @@ class Simulation:
             self._link.lose()
 
     def _crash(self) -> None:
+        self._crashed = True
         server: Server = self._random.choice(self._servers)
         server.crash()

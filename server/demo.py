@@ -50,7 +50,7 @@ def conversations() -> list[Conversation]:
     """The four prompts: one long real text, three short ones."""
     story = (files("server") / "data" / LONG_TEXT).read_text(encoding="utf-8")
     return [
-        Conversation("a story", f"{story}\n\nIn two sentences: who visits the detective, and what does he want?"),
+        Conversation("a story", f"{story}\n\nIn two sentences: whom does Alice follow, and what happens to her?"),
         Conversation("physics", "Explain in two sentences why the sky is blue."),
         Conversation("code", "Write a Python function that returns the n-th Fibonacci number."),
         Conversation("capital", "What is the capital of France, and which river runs through it?"),

@@ -14,7 +14,7 @@ from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
 from server.link import SchedulerLink
 from server.metrics import FrontMetrics
-from server.prefills import NO_PREFILL_SERVER, PrefillPool
+from server.prefills import NO_PREFILL_SERVER, PrefillPool, PrefillServer
 from server.scheduler_client import SchedulerClient
 from server.tokenizer import Tokenizer, load_tokenizer
 from server.tokens import TokenService
@@ -124,6 +124,15 @@ class Service:
             raise unavailable("the server is loading", code=NOT_READY)
         return self._tokens
 
+    def prefill_servers(self) -> list[PrefillServer]:
+        """A decode server's prefill servers, and what is known of them."""
+        return self._prefills.states() if self._prefills is not None else []
+
+    @property
+    def open_requests(self) -> int:
+        """Requests between submission and their end."""
+        return self._client.open_calls
+
     @property
     def max_model_len(self) -> int:
         return self.config.scheduler.max_model_len
@@ -181,7 +190,7 @@ class Service:
         """Snapshots of the scheduler's side and of the front end."""
         theirs = await self._client.query_stats(STATS_TIMEOUT_S) if self._client.problem() is None else Stats()
         ready = Sample("ready", float(self.not_ready() is None))
-        mine = Stats((ready, Sample("open_requests", self._client.open_calls)))
+        mine = Stats((ready, Sample("open_requests", self.open_requests)))
         return [theirs, self.metrics.statistics(), mine]
 
     def _timed(self, emit: Emit) -> Emit:

@@ -68,7 +68,7 @@ class Desk:
         self._socket.close(linger=200)  # ms, for the goodbyes
 
     def statistics(self) -> Stats:
-        gauges = (Sample("peers", self._book.peers), Sample("open_tickets", self._book.open_tickets))
+        gauges = (Sample("desk_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
         return Stats(samples=(*gauges, *self._book.counters.snapshot()))
 
     def _read(self, frames: list[bytes], now: float) -> Outcome:

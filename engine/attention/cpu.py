@@ -1,8 +1,9 @@
 """Attention on the CPU: torch's tiled flash kernel over gathered pages.
 
-A prompt chunk attends in two parts, which are then joined by their log-sum-exp: to the pages before it, where no
-mask is needed, and to itself, causally, straight from the fresh keys and values. So no mask of the size of the prompt
-exists, and pages are gathered at the speed of a memory copy. Single-token rows are batched by similar length.
+A prompt chunk is cut into tiles of queries. A tile attends in two parts, which are then joined by their log-sum-exp:
+to everything before it, where no mask is needed, and to itself, causally. So no mask of the size of the prompt exists
+and next to nothing is computed in vain; pages are gathered once per layer at the speed of a memory copy.
+Single-token rows are batched by similar length.
 Keys and values in 16 bits are attended in float32 unless the CPU has matrix units for them.
 """
 
@@ -15,6 +16,7 @@ from engine.attention.base import Span
 from engine.attention.slots import SlotWriter
 from engine.pool import KVPool
 
+QUERY_TILE = 128  # the kernel computes the masked half of its causal blocks too: small ones waste less
 GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
@@ -61,27 +63,36 @@ class _Chunk:
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype, span: Span, offset: int) -> None:
         self._pool = pool
         self._compute_dtype = compute_dtype
+        self._span = span
         self._rows = slice(offset, offset + span.count)
-        self._prefix = span.start
-        pages = span.pages[: pool.geometry.pages_for(span.start)]
+        last_tile = (span.count - 1) // QUERY_TILE * QUERY_TILE
+        self._gathered = span.start + last_tile  # positions that some tile has before it
+        pages = span.pages[: pool.geometry.pages_for(self._gathered)]
         heads = torch.arange(pool.blocks_per_layer)
         self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # head by head, pages in order
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor, output: Tensor) -> None:
+        """Fill this row's part of output; the pool holds keys_values already."""
         queries = _heads_first(query[self._rows], self._compute_dtype)
         keys, values = _heads_first(keys_values[self._rows], self._compute_dtype).chunk(2, dim=1)
-        own, own_lse = _flash(queries, keys, values, causal=True)
-        if self._prefix:
-            keys, values = self._gather(layer)
-            before, before_lse = _flash(queries, keys, values, causal=False)
-            own = torch.lerp(own, before, torch.sigmoid(before_lse - own_lse)[..., None])
-        output[self._rows] = own[0].transpose(0, 1)
+        old_keys, old_values = self._gather(layer)
+        filled = output[self._rows].transpose(0, 1)
+        for start in range(0, self._span.count, QUERY_TILE):
+            tile = slice(start, start + QUERY_TILE)
+            own, own_lse = _flash(queries[:, :, tile], keys[:, :, tile], values[:, :, tile], causal=True)
+            if before := self._span.start + start:
+                old, old_lse = _flash(
+                    queries[:, :, tile], old_keys[:, :, :before], old_values[:, :, :before], causal=False
+                )
+                own = torch.lerp(own, old, torch.sigmoid(old_lse - own_lse)[..., None])
+            filled[:, tile] = own[0]
 
     def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the positions before the chunk: [1, kv_heads, prefix, head_dim] each."""
+        """Keys and values of the positions before the last tile: [1, kv_heads, positions, head_dim] each."""
         geometry = self._pool.geometry
         blocks = self._pool.blocks.index_select(0, self._blocks + layer * self._pool.blocks_per_layer)
-        gathered = blocks.view(2, 1, geometry.kv_heads, -1, geometry.head_dim)[:, :, :, : self._prefix]
+        positions = len(self._blocks) // self._pool.blocks_per_layer * geometry.page_size
+        gathered = blocks.view(2, 1, geometry.kv_heads, positions, geometry.head_dim)[:, :, :, : self._gathered]
         keys, values = gathered.to(self._compute_dtype).unbind(0)
         return keys, values
 

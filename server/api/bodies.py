@@ -13,7 +13,15 @@ B = TypeVar("B", bound=msgspec.Struct)
 _AT = re.compile(r"(.*) - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
-_WORDS = {"`str`": "a string", "`int`": "a whole number", "`float`": "a number", "`bool`": "true or false"}
+_QUOTED = re.compile(r"`([a-z | ]+)`")
+_WORDS = {
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -59,10 +67,15 @@ def _explained(text: str, kind: type[msgspec.Struct]) -> HeadraceError:
     if missing := _MISSING.match(complaint):
         field = _joined(path, missing[1])
         return invalid(field, f"{field} is required", code="missing_field")
-    for word, plain in _WORDS.items():
-        complaint = complaint.replace(word, plain)
+    complaint = _QUOTED.sub(_plain_types, complaint)
     complaint = complaint[:1].lower() + complaint[1:]
     return invalid(path or "body", f"{path or 'body'}: {complaint}", code="invalid_type")
+
+
+def _plain_types(match: re.Match[str]) -> str:
+    """msgspec's names of JSON types, in words."""
+    names = match[1].split(" | ")
+    return " or ".join(_WORDS.get(name, name) for name in names if name != "null" or names == ["null"])
 
 
 def _joined(path: str, name: str) -> str:

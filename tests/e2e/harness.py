@@ -43,7 +43,8 @@ class Server:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.output.extend(iter(self.process.stdout.readline, ""))
+        with self.process.stdout as lines:
+            self.output.extend(lines)
 
     @property
     def log(self) -> str:

@@ -1,12 +1,15 @@
 """A tiny tokenizer, a scripted scheduler behind the link, and services over both."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Any
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, ParamSpec
 
 import httpx
 import msgspec
+import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -60,6 +63,17 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 Script = Callable[["FakeLink", Submit], Iterable[OutputMessage]]
+P = ParamSpec("P")
+
+
+def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an async test in an event loop of its own, with a deadline."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+
+    return run
 
 
 class FakeLink:
@@ -170,10 +184,12 @@ def reserving(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:
     return [Reserved(rid=submit.rid)] if submit.entrance == "wire" else []
 
 
-def make_config(tokenizer: Tokenizer, **server: Any) -> Config:
+def make_config(tokenizer: Tokenizer, *, max_queued_requests: int = 4096, **server: Any) -> Config:
     return Config(
         model=ModelConfig(model="tiny", max_model_len=LENGTH),
-        scheduler=SchedulerConfig(max_model_len=LENGTH, vocab_size=tokenizer.vocab_size),
+        scheduler=SchedulerConfig(
+            max_model_len=LENGTH, vocab_size=tokenizer.vocab_size, max_queued_requests=max_queued_requests
+        ),
         server=ServerConfig(**server),
     )
 
@@ -210,3 +226,37 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 def json_of(response: httpx.Response) -> Any:
     return msgspec.json.decode(response.content)
+
+
+@asynccontextmanager
+async def listening(service: Service) -> AsyncIterator[str]:
+    """The service's application behind a real HTTP server on a free loopback port; yields its URL."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_app(service, service.config.server), log_config=None, lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        await server.listens.wait()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it listens, and leaves signals to pytest."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

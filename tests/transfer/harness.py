@@ -88,7 +88,7 @@ class Loop:
 
 def value(stats: Any, name: str, labels: tuple[str, ...] = ()) -> float:
     """The value of a sample, 0 when it is not there."""
-    return sum(sample.value for sample in stats.samples if (sample.name, sample.labels) == (name, labels))
+    return float(sum(sample.value for sample in stats.samples if (sample.name, sample.labels) == (name, labels)))
 
 
 def random_store(geometry: Geometry, pages: int, seed: int = 0) -> ArrayPageStore:

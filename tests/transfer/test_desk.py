@@ -200,14 +200,15 @@ def test_goodbyes_end_the_session_on_the_other_side_at_once(both: Both, context:
 
 
 def test_asking_on_a_session_that_has_ended_is_answered_here(both: Both) -> None:
-    ask = {"session": "x" * 32, "ticket": "t", "generation": 1}
+    session = "x" * 32
     [failed] = both.dialer.apply(
-        AskReserve(**ask, prompt_tokens=1, cached_tokens=0, pages=pack([1]), row=0), CLOCK.now()
+        AskReserve(session=session, ticket="t", generation=1, prompt_tokens=1, cached_tokens=0, pages=pack([1]), row=0),
+        CLOCK.now(),
     )
     assert isinstance(failed, TicketFailed)
     assert failed.error.code == "peer_gone"
-    [cancelled] = both.dialer.apply(AskCancel(**ask, reason=""), CLOCK.now())
-    assert cancelled == TicketCancelled(**ask)
+    [cancelled] = both.dialer.apply(AskCancel(session=session, ticket="t", generation=1, reason=""), CLOCK.now())
+    assert cancelled == TicketCancelled(session=session, ticket="t", generation=1)
 
 
 def test_nobody_is_dialled_before_the_dialer_knows_what_to_say(context: Any) -> None:

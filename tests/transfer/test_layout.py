@@ -1,8 +1,11 @@
 """The page arithmetic against a twin that moves one token at a time."""
 
+from random import Random
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from core.geometry import Geometry
 from tests.transfer.harness import gather, random_store
@@ -13,9 +16,7 @@ RANGES = st.tuples(st.integers(0, 40), st.integers(0, 40))
 
 
 def geometry(page_size: int, **changes: int) -> Geometry:
-    return Geometry(
-        **{"dtype": "float16", "layers": 2, "kv_heads": 2, "head_dim": 3, "page_size": page_size, **changes}
-    )
+    return replace(Geometry("float16", layers=2, kv_heads=2, head_dim=3, page_size=page_size), **changes)
 
 
 @given(SIZES, RANGES)
@@ -33,7 +34,7 @@ def test_segments_name_every_position_once(page_size: int, span: tuple[int, int]
 @settings(max_examples=150)
 @given(SIZES, SIZES, RANGES, st.randoms(use_true_random=False))
 def test_payload_lands_where_token_by_token_copying_puts_it(
-    source_size: int, destination_size: int, span: tuple[int, int], random: np.random.Generator
+    source_size: int, destination_size: int, span: tuple[int, int], random: Random
 ) -> None:
     start, count = span
     source, destination = geometry(source_size), geometry(destination_size)

@@ -1,0 +1,126 @@
+"""Stages that fail or fall silent, and the engine that comes up again."""
+
+from core.intake import EngineState, Failed
+from core.orders import AdmitPeer, Dial, Forward, PlanDone, Release, StageFailed
+from core.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
+from tests.scheduler.bench import Bench, none, only
+
+
+def test_a_plan_that_does_not_come_back_names_the_stage() -> None:
+    bench = Bench(stages=2)
+    bench.submit("a", 40)
+    first, second = bench.plan(), bench.plan()
+    assert first is not None
+    assert second is not None
+    bench.wait(100)
+    bench.done(first, stage=0)
+    bench.done(first)
+    bench.wait(100)
+    assert bench.ended() == 0, "each plan has its own time"
+    bench.done(second, stage=0)
+    bench.wait(30)
+    error = bench.error()
+    assert (error.code, error.status, error.stage) == ("stage_failed", 503, 1)
+    assert bench.last(EngineState).ready is False
+    assert "stage 1" in bench.last(EngineState).reason
+    bench.assert_empty()
+
+
+def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
+    bench = Bench()
+    bench.join()
+    bench.prefill_up()
+    bench.submit("warm", 10, exit="fake")
+    bench.compute(1)
+    assert bench.metric("kv_pages", "cached") == 2
+    bench.submit("out", 10, exit="wire", ticket="t")
+    bench.reserve()
+    bench.compute(1)
+    bench.submit("in", 10, entrance="wire", ticket="u", prefill="p", cache_salt="in")
+    bench.expecting(3)
+    bench.submit("here", 40, cache_salt="h")
+    bench.plan()
+    bench.abort("here")
+    effects = bench.do(StageFailed(stage=0, message="out of memory"))
+    assert {failed.rid for failed in effects if isinstance(failed, Failed)} == {"out", "in"}
+    assert only(effects, TellFailed).error.code == "stage_failed"
+    only(effects, AskCancel)
+    assert none(effects, Release)
+    assert bench.metric("kv_pages", "free") == 64
+    bench.assert_empty()
+    bench.submit("b")
+    assert bench.error("b").code == "not_ready"
+    assert bench.do(StageFailed(stage=0, message="again")) == [bench.last(EngineState)]
+    bench.seen.clear()
+    bench.up()
+    assert bench.one(EngineState).ready
+    bench.one(AdmitPeer)
+    bench.one(Dial)
+    bench.submit("c", 10, exit="fake")
+    forward = bench.plan()
+    assert forward is not None
+    assert forward.rows[0].start == 0, "the old tree is gone"
+
+
+def test_reports_of_the_old_engine_are_dropped() -> None:
+    bench = Bench()
+    bench.submit("a")
+    old = bench.plan()
+    assert old is not None
+    bench.do(StageFailed(stage=0, message=""))
+    bench.up()
+    bench.submit("b")
+    new = bench.plan()
+    assert new is not None
+    bench.done(old, 5)
+    assert bench.metric("dropped_messages_total", "unknown_plan") == 1
+    assert bench.tokens("b") == []
+    bench.done(new, 6)
+    assert bench.tokens("b") == [6]
+
+
+def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
+    bench = Bench()
+    bench.submit("a")
+    bench.plan()
+    bench.up()
+    assert bench.error().code == "stage_failed"
+    assert bench.last(EngineState).ready
+    bench.submit("b")
+    assert isinstance(bench.plan(), Forward)
+
+
+def test_all_stages_have_to_come_up_again() -> None:
+    bench = Bench(stages=2)
+    bench.do(StageFailed(stage=1, message=""))
+    one = Bench(up=False, stages=1)
+    one.scheduler = bench.scheduler
+    one.up()
+    bench.submit("a")
+    assert bench.error().code == "not_ready"
+
+
+def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
+    bench = Bench(stages=2)
+    bench.join()
+    bench.submit("a", exit="wire", ticket="t")
+    bench.reserve()
+    bench.compute(1)
+    bench.do(PeerCancelled(session="s", ticket="t", generation=1, reason=""))
+    bench.quiet(1, 0)
+    effects = bench.wait(121)
+    state = only(effects, EngineState)
+    assert "stage 1" in state.reason
+    assert none(effects, TellCancelled), "nobody can promise that no byte follows"
+    assert only(effects, TellFailed).error.stage == 1
+    bench.assert_empty()
+
+
+def test_a_late_report_of_an_earlier_stage_is_harmless() -> None:
+    bench = Bench(stages=2)
+    bench.submit("a", 4, exit="fake")
+    forward = bench.plan()
+    assert forward is not None
+    bench.done(forward, 1)
+    assert bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1)) == []
+    assert bench.metric("dropped_messages_total", "unknown_plan") == 0

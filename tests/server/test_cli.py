@@ -1,0 +1,80 @@
+"""The command: mistakes are one line and status 2, check explains."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from core.config import Config
+from server import cli
+from server.config import load
+
+MISTAKES = [
+    ([], "COMMAND"),
+    (["sevre"], "serve"),
+    (["serve", "--kv-page", "3"], "unknown argument --kv-page; did you mean --kv-pages?"),
+    (["check", "--prot=3"], "did you mean --port?"),
+    (["serve", "--port"], "--port"),
+    (["serve", "--role", "decode"], "--prefill"),
+    (["serve", "--page-size", "3"], "--page-size 2 or --page-size 4"),
+    (["check", "--model", "/nowhere"], "/nowhere"),
+    (["check", "--max-model-len", "999999"], "999999"),
+    (["check", "--max-model-len", "64", "--kv-pages", "2"], "--kv-pages"),
+    (["check", "--device", "abacus"], "abacus"),
+    (["demo", "--modell", "x"], "did you mean --model?"),
+    (["bench", "nothing"], "benchmarks/nothing.py"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: " ".join(value) or "nothing")
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headrace: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_check_prints_a_configuration_that_can_be_used_and_the_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--dtype", "float32", "--device", "cpu", "--max-model-len", "512", "--threads", "1", "--kv-pages", "64"]
+    assert cli.main(["check", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "# memory: weights" in out
+    assert "64 pages" in out
+    path = tmp_path / "x.toml"
+    path.write_text(out)
+    config = load({"config": str(path)}, {})
+    assert (config.model.dtype, config.engine.kv_pages, config.scheduler.max_model_len) == ("float32", 64, 512)
+
+
+def test_serve_gets_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Config] = []
+
+    def serve(config: Config) -> int:
+        started.append(config)
+        return 7
+
+    launch = ModuleType("server.launch")
+    launch.serve = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "server.launch", launch)
+    assert cli.main(["serve", "--kv-pages", "2048"]) == 7
+    (config,) = started
+    assert config.model.dtype != "auto"
+    assert config.model.device != "auto"
+    assert config.model.max_model_len == config.scheduler.max_model_len > 0
+    assert (config.scheduler.kv_pages, config.scheduler.vocab_size) == (2048, 49152)
+    assert config.engine.threads >= 1
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"], ["bench", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    assert "headrace" in capsys.readouterr().out

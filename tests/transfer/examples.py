@@ -1,0 +1,149 @@
+"""The worked exchange of docs/protocol.md, as messages. `python -m tests.transfer.examples` writes it into the page."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.arrays import pack
+from core.codec import Codec
+from core.geometry import Geometry
+from core.request import FirstToken, TokenLogprob
+from transfer import checksum, metadata
+from transfer.messages import (
+    Ack,
+    AnswerMessage,
+    Attach,
+    Attached,
+    Cancel,
+    Cancelled,
+    Chunk,
+    DeskMessage,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    Message,
+    Nack,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refuse,
+    Reserve,
+    StageInfo,
+    StageMessage,
+    Welcome,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+BEGIN, END = "<!-- examples: begin -->\n", "<!-- examples: end -->\n"
+GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2)
+TICKET = "ticket-1"
+FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogprob(42, -0.5, (42, 7), (-0.5, -1.5)))
+ROW = metadata.encode(TICKET, 1, FIRST)
+PAGE_0 = bytes(range(16))  # [1, 2, 1, 2, 2 * 2]: two tokens
+PAGE_1 = bytes(range(0xA0, 0xA8))  # [1, 2, 1, 1, 2 * 2]: one token
+
+PEER: Codec[PeerMessage] = Codec(PeerMessage)
+DESK: Codec[DeskMessage] = Codec(DeskMessage)
+ANSWER: Codec[AnswerMessage] = Codec(AnswerMessage)
+STAGE: Codec[StageMessage] = Codec(StageMessage)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One message of the exchange and the frames after its header. codec: of its direction."""
+
+    direction: str
+    message: Message
+    codec: Codec  # type: ignore[type-arg]
+    frames: tuple[bytes, ...] = ()
+
+    @property
+    def encoded(self) -> tuple[bytes, ...]:
+        return self.codec.encode(self.message), *self.frames
+
+
+def chunk(number: int, start: int, count: int, page: int, frames: tuple[bytes, ...], total: int) -> Chunk:
+    return Chunk(
+        ticket=TICKET, generation=1, chunk=number, start=start, count=count, pages=pack([page]), row=5,
+        payload_bytes=count * GEOMETRY.token_bytes, checksum=checksum.of_frames(frames), total=total,
+    )  # fmt: skip
+
+
+EXAMPLES = (
+    Example(
+        "peer to desk",
+        Hello(
+            protocols=(1,), instance="11" * 16, name="decode-0", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("zmq",),
+        ),
+        PEER,
+    ),
+    Example(
+        "desk to peer",
+        Welcome(
+            protocol=1, session="22" * 16, instance="33" * 16, fingerprint="tiny-model",
+            stages=(StageInfo(0, 7001, GEOMETRY),), max_model_len=128, max_tickets=1024, window_bytes=65536,
+            checksum="xxh3_64", backend="zmq", heartbeat_s=1.0, timeout_s=3.0,
+        ),
+        DESK,
+    ),
+    Example("peer to stage", Attach(session="22" * 16, stage=0, checksum="xxh3_64"), ANSWER),
+    Example("stage to peer", Attached(stage=0), STAGE),
+    Example(
+        "peer to desk",
+        Reserve(ticket=TICKET, generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5),
+        PEER,
+    ),
+    Example("stage to peer", chunk(0, 0, 2, 8, (PAGE_0,), 0), STAGE, (PAGE_0,)),
+    Example("peer to stage", Ack(ticket=TICKET, generation=1, chunk=0), ANSWER),
+    Example("stage to peer", chunk(1, 2, 1, 9, (ROW, PAGE_1), 2), STAGE, (ROW, PAGE_1)),
+    Example("peer to stage", Ack(ticket=TICKET, generation=1, chunk=1), ANSWER),
+    Example("desk to peer", Finished(ticket=TICKET, generation=1), DESK),
+    Example("peer to desk", Cancel(ticket="ticket-2", generation=2, reason="client left"), PEER),
+    Example("desk to peer", Cancelled(ticket="ticket-2", generation=2), DESK),
+    Example(
+        "desk to peer",
+        Failed(ticket="ticket-3", generation=3, code="stage_failed", message="stage 0 ended", status=503, stage=0),
+        DESK,
+    ),
+    Example(
+        "peer to stage",
+        Nack(ticket="ticket-4", generation=4, chunk=0, code="checksum_mismatch", message="1 here, 2 there"),
+        ANSWER,
+    ),
+    Example("desk to peer", Refuse(code="fingerprint_mismatch", message="fingerprint: a here, b there"), DESK),
+    Example("peer to desk", Ping(number=1), PEER),
+    Example("desk to peer", Pong(number=1), DESK),
+    Example("peer to desk", Goodbye(reason="hung up"), PEER),
+)  # fmt: skip
+
+
+def render() -> str:
+    """The examples as the page shows them: every frame in hexadecimal, 32 bytes a line."""
+    lines = []
+    for number, example in enumerate(EXAMPLES, 1):
+        lines += [f"{number}. {example.direction}: **{type(example.message).__name__}**", "", "```text"]
+        for index, frame in enumerate(example.encoded):
+            lines.append(f"frame {index}, {len(frame)} bytes")
+            lines += [f"  {frame[at : at + 32].hex()}" for at in range(0, len(frame), 32)]
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
+def shown() -> list[list[bytes]]:
+    """The frames of each example, read back from the page."""
+    examples: list[list[bytes]] = []
+    for line in PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines():
+        if line == "```text":
+            examples.append([])
+        elif line.startswith("frame "):
+            examples[-1].append(b"")
+        elif line.startswith("  "):
+            examples[-1][-1] += bytes.fromhex(line.strip())
+    return examples
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{render()}\n{END}{rest.split(END)[1]}")
