@@ -1,7 +1,7 @@
 """The numbered stream of orders from the scheduler to every stage, and what stages report back (ZMQ, msgpack).
 
-Forward, Send and Release are executed in stream order by the stage's compute thread, so a Send never overtakes
-the Forward that computes its pages. The others act on the wire at once. Every stage gets the same stream.
+Forwards are executed in stream order. A Send names the Forward that computes its pages, and waits for no other; the
+rest of the orders act at once. Every stage gets the same stream.
 """
 
 import msgspec
@@ -19,6 +19,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
         pipeline sampled last for the request (it may not have been reported yet).
     pages: packed int32 page ids covering [0, start + count).
     sample: set when the row's last position is to be sampled.
+    feeds: a later row with tokens b"" will take the token sampled here.
     prompt_logprobs: alternatives to report for the row's own prompt tokens; next_token is the prompt token
         after the row's last position (None when the row ends the prompt).
     generated: tokens of the request sampled before this row (for SamplingParams.min_tokens).
@@ -30,6 +31,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     pages: bytes
     tokens: bytes = b""
     sample: SamplingParams | None = None
+    feeds: bool = False
     prompt_logprobs: int | None = None
     next_token: int | None = None
     generated: int = 0
@@ -53,9 +55,11 @@ class Send(Order, frozen=True, kw_only=True):
     pages: packed source page ids; the first one holds position start. dst_pages: packed ids in the peer's pool,
     in the peer's page size; the first one holds position start. row: metadata row here, dst_row: at the peer.
     chunk counts from 0; the last one carries the metadata. count may be 0 for a last chunk (all was sent before).
+    after: seq of the Forward that computes the last of these tokens.
     """
 
     request: int
+    after: int
     session: str
     ticket: str
     generation: int

@@ -3,7 +3,6 @@
 The main thread computes; the I/O thread (engine/wire.py) owns the sockets.
 
     inbox ──► Forward: run the model, report PlanDone
-              Send:    its Forward has run, so pass it on to the sender
               Release: forget the request
               Halt:    end
 """
@@ -19,7 +18,7 @@ import zmq
 from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
-from core.orders import Forward, Halt, OrderMessage, PlanDone, Release, Send, StageFailed, StageReady
+from core.orders import Forward, Halt, OrderMessage, PlanDone, Release, StageFailed, StageReady
 from core.process import die_with_parent
 from engine.runner import ModelRunner, Runner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
@@ -46,11 +45,8 @@ def compute(runner: Runner, stage: int, inbox: "queue.Queue[OrderMessage]", outb
                         prompt_logprobs=tuple(prompt_logprobs),
                     )
                 )
-            case Send():
-                outbox.post(order)
             case Release():
                 runner.release(order.request)
-                outbox.post(order)
             case _:
                 return
 

@@ -1,17 +1,18 @@
 """The stage's I/O thread: orders in, events out, pages to and from peers.
 
-    scheduler ──orders──► ┌──────────┐ ──Forward, Send, Release──► compute thread
-              ◄──events── │ I/O      │ ◄──events, Send (its pages are computed now)──
+    scheduler ──orders──► ┌──────────┐ ──Forward, Release──► compute thread
+              ◄──events── │ I/O      │ ◄──PlanDone────────────
     peers ◄──── pages ───►│ thread   │
                           └──────────┘
 
 The thread owns every socket of the stage. The compute thread owns the model and talks to it through two bounded
-queues; a Send passes through the compute thread, so that it cannot overtake the Forward that computes its pages.
+queues. A Send is held here until the Forward that computes its pages is done, and goes out while the next one runs.
 """
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ from core.orders import (
     Halt,
     HangUp,
     OrderMessage,
+    PlanDone,
     Release,
     Send,
     StageBeat,
+    StageEvent,
     StageFailed,
     StageMessage,
     stage_identity,
@@ -49,28 +52,28 @@ QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credi
 MAX_WAIT_S = 1.0
 ORDERS_PER_PASS = 256
 
-WirePort = Port[StageMessage, Any]
+WirePort = Port[StageEvent, Any]
 
 
 class Outbox:
     """What the compute thread hands to the I/O thread: a bounded queue, and a socket pair that wakes the poller."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._items: queue.Queue[StageMessage | Send | Release | Halt] = queue.Queue(QUEUE_LIMIT)
+        self._items: queue.Queue[StageMessage | Halt] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
         self.reader = context.socket(zmq.PAIR)  # the I/O thread's
         self.reader.bind(endpoint)
         self._writer = context.socket(zmq.PAIR)  # the compute thread's
         self._writer.connect(endpoint)
 
-    def post(self, item: StageMessage | Send | Release | Halt) -> None:
+    def post(self, item: StageMessage | Halt) -> None:
         """Compute thread only."""
         self._items.put_nowait(item)
         self._writer.send(b"")
 
-    def drain(self) -> list[StageMessage | Send | Release | Halt]:
+    def drain(self) -> list[StageMessage | Halt]:
         """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
-        items: list[StageMessage | Send | Release | Halt] = []
+        items: list[StageMessage | Halt] = []
         while len(items) < ORDERS_PER_PASS:
             try:
                 self.reader.recv(zmq.NOBLOCK)
@@ -113,7 +116,9 @@ class StageWire(threading.Thread):
         self._outbox = outbox
         self._clock = clock
         self._orders: Codec[OrderMessage] = Codec(OrderMessage)
-        self._events: Codec[StageMessage] = Codec(StageMessage)
+        self._events: Codec[StageEvent] = Codec(StageMessage)
+        self._computed = 0  # seq of the newest Forward that is done
+        self._held: deque[Send] = deque()  # in stream order, so their Forwards are too
         self._running = True
 
     def run(self) -> None:
@@ -166,9 +171,14 @@ class StageWire(threading.Thread):
 
     def _obey(self, order: OrderMessage, now: float) -> None:
         match order:
-            case Forward() | Send() | Release():
+            case Forward():
                 self._inbox.put_nowait(order)
-            case AdmitPeer() | DropPeer() | Cancel():
+            case Send() if order.after > self._computed:
+                self._held.append(order)
+            case Send() | AdmitPeer() | DropPeer() | Cancel():
+                self._report(self._sender.apply(order, now))
+            case Release():
+                self._inbox.put_nowait(order)
                 self._report(self._sender.apply(order, now))
             case Dial() | HangUp() | Expect() | Forget():
                 self._report(self._receiver.apply(order, now))
@@ -182,12 +192,14 @@ class StageWire(threading.Thread):
         for item in self._outbox.drain():
             if isinstance(item, Halt):
                 self._running = False
-            elif isinstance(item, Send | Release):
-                self._report(self._sender.apply(item, now))
-            else:
-                self._report([item])
+                continue
+            self._report([item])
+            if isinstance(item, PlanDone):
+                self._computed = item.seq
+                while self._held and self._held[0].after <= self._computed:
+                    self._report(self._sender.apply(self._held.popleft(), now))
 
-    def _report(self, events: Sequence[StageMessage]) -> None:
+    def _report(self, events: Sequence[StageEvent]) -> None:
         for event in events:
             self._control.send(self._events.encode(event))
 

@@ -29,7 +29,7 @@ class Generate:
             if row.request.ended:
                 self._endings.settle(row.request)
             else:
-                self._computed(row, samples.get(row.serial), now)
+                self._computed(plan, row, samples.get(row.serial), now)
         for request, chunk in plan.sends:
             self._handoff.reached(request, chunk, now)
 
@@ -73,7 +73,7 @@ class Generate:
         else:
             self._preempt(request, now)
 
-    def _computed(self, row: PlannedRow, sampled: Sampled | None, now: float) -> None:
+    def _computed(self, plan: Plan, row: PlannedRow, sampled: Sampled | None, now: float) -> None:
         state, request = self._state, row.request
         request.computed = row.end
         assert request.lease is not None, "a request in a plan has pages"
@@ -91,14 +91,14 @@ class Generate:
         if request.submit.exit == "here":
             self.accept(request, sampled, now)
         else:
-            self._first_elsewhere(request, sampled, now)
+            self._first_elsewhere(plan, request, sampled, now)
         if request.preempting and request.in_flight == 0:
             self._requeue(request, now)
 
-    def _first_elsewhere(self, request: Request, sampled: Sampled, now: float) -> None:
+    def _first_elsewhere(self, plan: Plan, request: Request, sampled: Sampled, now: float) -> None:
         reason = self._append(request, sampled)
         if request.submit.exit == "wire":
-            self._handoff.first(request, sampled, reason, now)
+            self._handoff.first(plan, request, sampled, reason, now)
         else:
             self._endings.complete(request, reason or COMPLETE, now)
 

@@ -12,7 +12,7 @@ from core.request import FirstToken
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
 from scheduler.record import Outgoing, Phase, Request
-from scheduler.state import State
+from scheduler.state import Plan, State
 
 COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
 
@@ -24,17 +24,18 @@ class Handoff:
         self._state = state
         self._endings = endings
 
-    def follow(self, request: Request, end: int) -> None:
-        """Tokens below end are computed once the newest plan is done: send the full pages among them."""
+    def follow(self, plan: Plan, request: Request, end: int) -> None:
+        """Tokens below end are computed once the plan is done: send the full pages among them."""
         outgoing = request.outgoing
         if outgoing is None or request.max_tokens == 1 or end >= request.prompt_tokens:
             return  # the last chunk waits for the first token, and a sole token needs no KV at all
         aligned = end - end % self._state.config.page_size
         if aligned > outgoing.sent:
-            self._send(request, outgoing, aligned, None)
+            plan.sends.append((request, outgoing.chunks))
+            self._send(request, outgoing, aligned, plan.seq, None)
 
-    def first(self, request: Request, sampled: Sampled, reason: str, now: float) -> None:
-        """The prompt is computed and its first token known: send the rest, or end the request with that token."""
+    def first(self, plan: Plan, request: Request, sampled: Sampled, reason: str, now: float) -> None:
+        """The plan has given the first token: send the rest, or end the request with that token."""
         state = self._state
         outgoing = request.outgoing
         assert outgoing is not None, "a request leaves BOOTSTRAP with its peer"
@@ -47,9 +48,8 @@ class Handoff:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
         outgoing.final = True
-        self._send(request, outgoing, request.prompt_tokens, first)
-        if not state.plans:
-            self.reached(request, outgoing.chunks - 1, now)
+        self._send(request, outgoing, request.prompt_tokens, plan.seq, first)
+        self.reached(request, outgoing.chunks - 1, now)
 
     def reached(self, request: Request, chunk: int, now: float) -> None:
         """The stages have come to this Send: from now on silence about it is the peer's."""
@@ -115,7 +115,7 @@ class Handoff:
         else:
             self._state.deadlines.clear(Timer.TRANSFER, request.arrival)
 
-    def _send(self, request: Request, outgoing: Outgoing, end: int, last: FirstToken | None) -> None:
+    def _send(self, request: Request, outgoing: Outgoing, end: int, after: int, last: FirstToken | None) -> None:
         """Order tokens [sent, end) out. Pages on both sides start with the one that holds the first of them."""
         state = self._state
         lease = request.lease
@@ -128,6 +128,7 @@ class Handoff:
             Send(
                 seq=state.out.next_seq(),
                 request=request.serial,
+                after=after,
                 session=outgoing.session,
                 ticket=outgoing.ticket,
                 generation=outgoing.generation,
@@ -141,9 +142,6 @@ class Handoff:
                 last=last,
             )
         )
-        if state.plans:
-            newest = next(reversed(state.plans.values()))
-            newest.sends.append((request, outgoing.chunks))
         outgoing.unacked[outgoing.chunks] = set(state.stages)
         outgoing.chunks += 1
         outgoing.sent = end

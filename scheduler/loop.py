@@ -28,7 +28,7 @@ from scheduler.scheduler import Effect, Event, Scheduler
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 1.0
-AnyPort = Port[Event, Any]
+AnyPort = Port[Any, Any]  # of one kind of Event each
 
 
 class SchedulerLoop:

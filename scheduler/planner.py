@@ -171,4 +171,4 @@ class Planner:
         state.histograms.observe("plan_tokens", tokens, bounds=TOKENS)
         state.histograms.observe("plan_rows", len(draft.rows), bounds=ROWS)
         for row in plan.rows:
-            self._handoff.follow(row.request, row.end)
+            self._handoff.follow(plan, row.request, row.end)

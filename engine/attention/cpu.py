@@ -16,7 +16,7 @@ from engine.attention.base import Span
 from engine.attention.slots import SlotWriter
 from engine.pool import KVPool
 
-QUERY_TILE = 128  # the kernel computes the masked half of its causal blocks too: small ones waste less
+QUERY_TILE = 256  # the kernel computes the masked half of its causal blocks too: small ones waste less
 GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 

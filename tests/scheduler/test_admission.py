@@ -119,7 +119,7 @@ def test_an_active_rid_or_ticket_is_a_conflict() -> None:
 @pytest.mark.parametrize("fields", [{"exit": "wire"}, {"entrance": "wire", "exit": "wire", "ticket": "t"}])
 def test_impossible_handoffs_are_refused(fields: dict[str, str]) -> None:
     bench = Bench()
-    bench.submit("a", **fields)
+    bench.submit("a", 10, **fields)
     assert bench.error().status == 400
 
 

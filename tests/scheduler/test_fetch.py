@@ -20,7 +20,7 @@ from core.request import FirstToken, TokenLogprob
 from tests.scheduler.bench import Bench, geometry, ids, none, only
 
 
-def connected(**changes: object) -> Bench:
+def connected(**changes: float) -> Bench:
     bench = Bench(**changes)
     bench.prefill_up()
     return bench

@@ -165,19 +165,17 @@ def test_silence_of_the_peer_is_counted_from_when_the_stage_gets_to_the_send() -
 
 
 def test_an_ack_of_anything_shows_that_the_peer_is_there() -> None:
-    bench = started(10)
-    bench.submit("b", 10, exit="wire", ticket="u", cache_salt="b")
-    bench.reserve("u")
-    bench.done(next_forward(bench), 1, 2) if len(bench.scheduler.plan(bench.now)) == 0 else None
+    bench = started(8)
+    bench.submit("b", 8, exit="wire", ticket="u", cache_salt="b")
+    bench.reserve("u", 8)
     bench.compute(1, 2)
-    mine, other = bench.all(Send)
+    _, other = bench.all(Send)
     bench.wait(8)
     bench.ack(other)
     bench.wait(8)
     assert bench.ended("a") == 0, "its bytes stand in the same queue as the ones that got through"
     bench.wait(3)
     assert bench.error("a").code == "peer_gone"
-    assert mine.request != other.request
 
 
 def test_a_refused_chunk_fails_the_request() -> None:

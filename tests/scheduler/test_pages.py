@@ -79,5 +79,5 @@ def test_moving_a_deadline_again_and_again_keeps_the_heap_small() -> None:
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'lifo'.*fcfs"):
+    with pytest.raises(ConfigError, match=r"'lifo'.*fcfs"):
         make_policy("lifo")

@@ -12,7 +12,7 @@ BATCH = 100
 def run(shape: Shape, first: int, **changes: float) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + BATCH):
-        report = simulate(Scenario(seed=seed, shape=shape, requests=7, **changes))  # type: ignore[arg-type]
+        report = simulate(Scenario(seed=seed, shape=shape, requests=7, **changes))
         assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
         outcomes.update(report.outcomes)
     return outcomes
@@ -42,7 +42,7 @@ def test_storms_of_cancels() -> None:
 
 def test_a_seed_is_a_schedule() -> None:
     for shape in ("colocated", "pair"):
-        scenario = Scenario(seed=7, shape=shape)  # type: ignore[arg-type]
+        scenario = Scenario(seed=7, shape=shape)
         assert simulate(scenario) == simulate(scenario)
 
 

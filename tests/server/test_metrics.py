@@ -33,14 +33,6 @@ def test_the_whole_catalog_appears_before_anything_happened() -> None:
                 assert values["headrace_" + spec.name, labels] == 0
 
 
-def test_names_in_the_catalog_are_unique_and_follow_the_conventions() -> None:
-    assert len({spec.name for spec in CATALOG}) == len(CATALOG)
-    for spec in CATALOG:
-        assert spec.name.endswith("_total") == (spec.kind == "counter"), spec.name
-        assert spec.help.endswith("."), spec.name
-        assert "_ms" not in spec.name
-
-
 def test_values_of_several_processes_are_added_up() -> None:
     values = samples(Stats((Sample("bytes_sent_total", 3),)), Stats((Sample("bytes_sent_total", 4),)))
     assert values["headrace_bytes_sent_total", ()] == 7

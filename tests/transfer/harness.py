@@ -183,6 +183,7 @@ class Pair:
         self.loop.apply(
             self.sender,
             Send(
+                after=0,
                 seq=0,
                 request=request,
                 session=self.session,

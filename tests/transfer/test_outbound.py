@@ -45,6 +45,7 @@ class OutboundMachine(RuleBasedStateMachine):
     def send(self, request: int, size: int) -> None:
         session = self.sessions[request == 3]
         order = Send(
+            after=0,
             seq=0, request=request, session=session.session, ticket=str(request), generation=1,
             chunk=self.next_chunk[request], start=0, count=0, pages=b"", dst_pages=b"", row=0, dst_row=0,
         )  # fmt: skip
