@@ -27,6 +27,7 @@ CATALOG = (
     MetricSpec("preemptions_total", "counter", "Requests sent back to the queue for want of pages.", (), ((),)),
     MetricSpec("dropped_messages_total", "counter", "Stale, duplicate or unknown messages, by reason.", ("reason",)),
     MetricSpec("reservations_waiting", "gauge", "Peers' reservations whose prompt has not come."),
+    MetricSpec("peers", "gauge", "Decode peers whose session is open."),
     MetricSpec("prefill_servers", "gauge", "Prefill servers that are up."),
     MetricSpec("integrity_errors", "gauge", "Problems found by the last integrity check."),
     MetricSpec("metadata_rows_in_use", "gauge", "Metadata rows held by requests."),

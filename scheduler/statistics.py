@@ -23,6 +23,7 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("kv_pages", state.cache.leased, ("leased",))
     yield Sample("plans_in_flight", len(state.plans))
     yield Sample("reservations_waiting", len(state.tickets.early))
+    yield Sample("peers", len(state.peers))
     yield Sample("prefill_servers", sum(server.session is not None for server in state.prefills.values()))
     yield Sample("integrity_errors", integrity_errors)
     yield Sample("metadata_rows_in_use", state.metadata_rows.total - state.metadata_rows.free)

@@ -1,8 +1,8 @@
 """The command `headrace`: serve, check, demo, bench."""
 
 import argparse
-import importlib
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -100,11 +100,13 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _bench(name: str | None, arguments: Sequence[str]) -> int:
+    """The same as `python -m benchmarks.NAME ARGUMENTS` (or `python -m benchmarks` for all of them)."""
     module = "benchmarks.__main__" if name is None else f"benchmarks.{name}"
     if find_spec("benchmarks") is None or find_spec(module) is None:
         raise ConfigError(f"there is no {module.replace('.', '/')}.py here; run from a checkout of the repository")
-    status: int | None = importlib.import_module(module).main(list(arguments))
-    return status or 0
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
 
 
 if __name__ == "__main__":

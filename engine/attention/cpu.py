@@ -16,7 +16,7 @@ from engine.attention.base import Span
 from engine.attention.slots import SlotWriter
 from engine.pool import KVPool
 
-QUERY_TILE = 256  # the kernel computes the masked half of its causal blocks too: small ones waste less
+QUERY_TILE = 128  # the kernel computes the masked half of its causal blocks too: small ones waste less
 GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
@@ -45,7 +45,7 @@ class CpuPass:
             else:
                 self._chunks.append(_Chunk(pool, compute_dtype, span, offset))
             offset += span.count
-        self._groups = [_Group(pool, compute_dtype, members) for members in _grouped(pool, singles)]
+        self._groups = [_Group(pool, compute_dtype, members) for members in grouped(pool, singles)]
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         self._writer.write(layer, keys_values)
@@ -127,7 +127,7 @@ class _Group:
         output[self._rows] = attended.reshape(rows, -1, geometry.head_dim).to(output.dtype)
 
 
-def _grouped(pool: KVPool, singles: list[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
+def grouped(pool: KVPool, singles: list[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
     """Rows in groups of similar length, each within GROUP_BYTES."""
     token_bytes = pool.geometry.token_bytes // pool.geometry.layers
     groups: list[list[tuple[int, Span]]] = []

@@ -21,7 +21,7 @@ from tests.scheduler.bench import Bench, geometry, ids, none, only
 
 
 def connected(**changes: float) -> Bench:
-    bench = Bench(**changes)
+    bench = Bench(True, **changes)
     bench.prefill_up()
     return bench
 

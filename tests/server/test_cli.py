@@ -78,3 +78,10 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(arguments)
     assert ended.value.code == 0
     assert "headrace" in capsys.readouterr().out
+
+
+def test_bench_runs_a_module_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "transfer", "--help"])
+    assert ended.value.code == 0

@@ -174,7 +174,9 @@ def test_keys_are_never_printed() -> None:
     pages=st.integers(0, 10**6),
     cache=st.booleans(),
     timeout=st.floats(0.001, 1e6),
-    model=st.text(alphabet=st.characters(exclude_categories=("C",)), min_size=1).filter(lambda text: text.strip()),
+    model=st.text(alphabet=st.characters(categories=("L", "N", "P", "S", "Z")), min_size=1).filter(
+        lambda text: text.strip()
+    ),
 )
 def test_what_check_prints_loads_to_the_same(
     tmp_path_factory: pytest.TempPathFactory,

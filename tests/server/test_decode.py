@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from core.errors import ErrorInfo
-from core.intake import Abort, AddPrefill, OutputMessage, PrefillState, Progress, RemovePrefill, Submit, Tokens
+from core.intake import Abort, AddPrefill, OutputMessage, PrefillState, RemovePrefill, Submit, Tokens
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
 
@@ -125,7 +125,6 @@ async def test_a_prefill_server_takes_exactly_what_a_decode_server_sends(tokeniz
             running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Relay()) as service,
             client(service) as http,
         ):
-            welcoming(link, ONE)
             await link.wait_for(AddPrefill)
             welcoming(link, ONE)
             await until_ready(http)
@@ -152,7 +151,6 @@ async def test_progress_is_relayed(tokenizer: Tokenizer) -> None:
 
     link = FakeLink(reserving)
     prefills = Prefills(lambda body: httpx.Response(200, stream=Events()) if body["stream"] else httpx.Response(500))
-    seen: list[Progress] = []
     async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
         await link.wait_for(AddPrefill)
         welcoming(link, ONE)
@@ -170,7 +168,6 @@ async def test_progress_is_relayed(tokenizer: Tokenizer) -> None:
     seen_progress = [chunk for chunk in chunks if "phase" in chunk]
     assert {"choice": 0, "phase": "computing", "done": 2, "total": 3} in seen_progress
     assert chunks[-1]["timing_ms"]["forward"] == 30
-    assert seen == []
 
 
 REFUSALS = [
@@ -334,7 +331,7 @@ async def test_no_fallback_once_a_token_was_given_out_or_for_the_clients_mistake
         return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello"))), *reserving(link, submit)]
 
     for status, before in ((500, script), (400, reserving)):
-        link = FakeLink(before)  # type: ignore[arg-type]
+        link = FakeLink(before)
         prefills = Prefills(lambda _body, status=status: httpx.Response(status, json={}))  # type: ignore[misc]
         async with (
             running(

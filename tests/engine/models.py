@@ -1,0 +1,152 @@
+"""Small random models of every family, and transformers' own results for them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from core import arrays
+from core.config import EngineConfig, ModelConfig
+from core.orders import PromptLogprobs, Row, Sampled
+from core.request import SamplingParams
+from engine.runner import ModelRunner
+
+VOCABULARY = 199
+GREEDY = SamplingParams(temperature=0.0, logprobs=VOCABULARY)
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # large enough that positions and heads matter to the logits
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "llama-bias": LlamaConfig(**_SIZES, attention_bias=True),
+    "llama-llama3": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3),
+    "llama-linear": LlamaConfig(**_SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "mistral": MistralConfig(**_SIZES, sliding_window=None, head_dim=16),
+    "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen2-yarn": Qwen2Config(**_SIZES, rope_parameters=_YARN),
+    "qwen3": Qwen3Config(**_SIZES, head_dim=24),
+}
+
+
+class Saved(NamedTuple):
+    folder: Path
+    model: PreTrainedModel
+
+
+def save_model(config: PreTrainedConfig, folder: Path, shard_size: str = "1GB") -> Saved:
+    """A random model in float32; biases and norms are random too, since zeros and ones would hide mistakes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return Saved(folder, model)
+
+
+def make_runner(
+    folder: Path | str,
+    *,
+    page_size: int = 16,
+    kv_pages: int = 64,
+    layers: range | None = None,
+    dtype: Any = "float32",
+    max_model_len: int = 256,
+) -> ModelRunner:
+    """A runner whose pool is full of NaN: what was not written must not be read."""
+    runner = ModelRunner(
+        ModelConfig(model=str(folder), dtype=dtype, device="cpu"),
+        EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1),
+        max_model_len,
+        layers,
+    )
+    runner.pool.tensor.fill_(float("nan"))
+    return runner
+
+
+class Prompt:
+    """One request's tokens and pages; makes the rows that compute it."""
+
+    def __init__(self, request: int, tokens: list[int], pages: list[int], page_size: int) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.pages = pages
+        self._page_size = page_size
+
+    def row(self, start: int, count: int, **fields: Any) -> Row:
+        end = start + count
+        fields.setdefault("tokens", arrays.pack(self.tokens[start:end]))
+        if end == len(self.tokens):
+            fields.setdefault("sample", GREEDY)
+        pages = self.pages[: -(-end // self._page_size)]
+        return Row(self.request, start, count, arrays.pack(pages), **fields)
+
+    def chunks(self, size: int) -> list[Row]:
+        return [self.row(start, min(size, len(self.tokens) - start)) for start in range(0, len(self.tokens), size)]
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
+    return ids
+
+
+def shuffled_pages(count: int, pool: int, seed: int = 0) -> list[int]:
+    ids: list[int] = torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    return ids
+
+
+def run_chunks(runner: ModelRunner, rows: list[Row]) -> Sampled:
+    """Execute rows one plan each; the sample of the last one."""
+    results: tuple[list[Sampled], list[PromptLogprobs]] = ([], [])
+    for row in rows:
+        results = runner.execute([row])
+    return results[0][0]
+
+
+def reported_logprobs(sampled: Sampled) -> torch.Tensor:
+    """All log-probabilities of a sample that asked for the whole vocabulary, by token id."""
+    assert sampled.logprob is not None
+    logprobs = torch.empty(VOCABULARY)
+    logprobs[list(sampled.logprob.top_ids)] = torch.tensor(sampled.logprob.top_logprobs)
+    return logprobs
+
+
+def pool_tokens(runner: ModelRunner, pages: list[int], count: int) -> torch.Tensor:
+    """Keys and values of a request, out of its pages: [layers, 2, kv_heads, count, head_dim]."""
+    gathered = runner.pool.tensor[pages].permute(1, 2, 3, 0, 4, 5)
+    return gathered.flatten(3, 4)[:, :, :, :count]
+
+
+def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers: log-probabilities [tokens, vocabulary] and KV [layers, 2, kv_heads, tokens, head_dim]."""
+    with torch.inference_mode():
+        output = model(torch.tensor([tokens]), use_cache=True)
+    layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in output.past_key_values.layers]
+    return torch.log_softmax(output.logits[0].float(), -1), torch.stack(layers)

@@ -1,0 +1,100 @@
+"""The CPU attention against the plain one, over random batches."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.attention.cpu as cpu
+from core.geometry import Geometry
+from engine.attention import choose_attention
+from engine.attention.base import Attention, Span
+from engine.attention.cpu import CpuAttention
+from engine.attention.sdpa import SdpaAttention
+from engine.pool import KVPool
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGES = 6, 2, 16, 2, 64
+
+
+def make_pool(page_size: int, dtype: str = "float32") -> KVPool:
+    """Random where a request may have been, and the same every time."""
+    pool = KVPool(Geometry(dtype, LAYERS, KV_HEADS, HEAD_DIM, page_size), PAGES)
+    pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
+
+
+def poison_unused(pool: KVPool, spans: list[Span]) -> None:
+    """NaN everywhere but in the positions before each span."""
+    clean = pool.tensor.clone()
+    pool.tensor.fill_(float("nan"))
+    size = pool.geometry.page_size
+    for span in spans:
+        for position in range(span.start):
+            page, slot = int(span.pages[position // size]), position % size
+            pool.tensor[page, :, :, :, slot] = clean[page, :, :, :, slot]
+
+
+def run(attention: Attention, spans: list[Span], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    tokens = sum(span.count for span in spans)
+    generator = torch.Generator().manual_seed(2)
+    running = attention.begin(spans)
+    outputs = []
+    for layer in range(LAYERS):
+        query = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        keys_values = torch.randn(tokens, 2 * KV_HEADS, HEAD_DIM, generator=generator).to(dtype)
+        outputs.append(running.attend(layer, query, keys_values))
+    return outputs
+
+
+spans_of = st.lists(st.tuples(st.integers(0, 60), st.one_of(st.just(1), st.integers(2, 50))), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=spans_of, page_size=st.sampled_from([4, 16]), tile=st.sampled_from([8, 128]), seed=st.integers(0, 9))
+def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_size: int, tile: int, seed: int) -> None:
+    """Any mix of chunks and single tokens, any pages in any order, NaN in every other slot."""
+    order = torch.randperm(PAGES * (16 // page_size), generator=torch.Generator().manual_seed(seed))
+    spans = []
+    for start, count in shapes:
+        needed = -(-(start + count) // page_size)
+        pages, order = order[:needed], order[needed:]
+        if len(pages) < needed or int(pages.max()) >= PAGES:
+            pages = torch.arange(needed) + sum(len(span.pages) for span in spans)
+        spans.append(Span(start, count, pages))
+    taken = torch.cat([span.pages for span in spans])
+    if len(taken.unique()) < len(taken) or int(taken.max()) >= PAGES:
+        return
+    pools = [make_pool(page_size) for _ in range(2)]
+    for pool in pools:
+        poison_unused(pool, spans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "QUERY_TILE", tile)
+        fast = run(CpuAttention(pools[0], torch.float32), spans)
+    plain = run(SdpaAttention(pools[1]), spans)
+    for one, other in zip(fast, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(pools[0].tensor, pools[1].tensor, equal_nan=True, atol=0, rtol=0)
+
+
+def test_sixteen_bit_keys_are_attended_in_float32() -> None:
+    spans = [Span(20, 9, torch.tensor([3, 1])), Span(40, 1, torch.tensor([0, 7, 5]))]
+    low, high = make_pool(16, "bfloat16"), make_pool(16)
+    high.tensor.copy_(low.tensor)
+    attention = choose_attention(low, native_units=False)
+    for one, other in zip(
+        run(attention, spans, torch.bfloat16), run(SdpaAttention(high), spans, torch.bfloat16), strict=False
+    ):
+        torch.testing.assert_close(one.float(), other.float(), atol=0.02, rtol=0.02)
+
+
+def test_long_rows_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group never gathers more than its bound, and rows of very different length do not pad each other."""
+    pool = make_pool(4)
+    monkeypatch.setattr(cpu, "GROUP_BYTES", 40 * pool.geometry.token_bytes // LAYERS)
+    lengths = [(row, Span(start, 1, torch.arange(16))) for row, start in enumerate((9, 60, 9, 9, 2, 14, 9))]
+    groups = cpu.grouped(pool, lengths)
+    assert sorted(row for group in groups for row, _ in group) == list(range(7))
+    for group in groups:
+        longest = max(span.start + 1 for _, span in group)
+        assert len(group) == 1 or len(group) * longest <= 40
+        assert longest <= cpu.GROUP_SPREAD * (min(span.start + 1 for _, span in group) + 4)

@@ -1,0 +1,52 @@
+"""Pages in and out of the KV pool."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.geometry import Geometry
+from engine.pool import KVPool
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_pool(dtype: str = "float32", pages: int = 5) -> KVPool:
+    pool = KVPool(Geometry(dtype, layers=3, kv_heads=2, head_dim=4, page_size=8), pages)
+    pool.tensor.copy_(torch.arange(pool.tensor.numel()).view(pool.tensor.shape) % 251)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(page=st.integers(0, 4), first=st.integers(0, 7), data=st.data())
+def test_slots_travel_between_pools(dtype: str, page: int, first: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 8 - first))
+    source, target = make_pool(dtype), make_pool(dtype)
+    target.tensor.fill_(-1)
+    payload = source.read(page, first, count)
+    assert payload.dtype == np.uint8
+    assert payload.shape == (3, 2, 2, count, 4 * source.geometry.item_bytes)
+    assert payload.flags.c_contiguous
+    assert payload.nbytes == count * source.geometry.token_bytes
+    target.write(2, 8 - count, count, np.frombuffer(payload.tobytes(), np.uint8).reshape(payload.shape))
+    moved = target.tensor[2, :, :, :, 8 - count :]
+    assert torch.equal(moved, source.tensor[page, :, :, :, first : first + count])
+    target.tensor[2, :, :, :, 8 - count :] = -1
+    assert bool((target.tensor == -1).all())
+
+
+def test_a_full_page_is_not_copied() -> None:
+    pool = make_pool()
+    assert np.shares_memory(pool.read(1, 0, 8), pool.tensor.numpy())
+    assert pool.read(1, 0, 8).nbytes == pool.geometry.page_bytes
+    assert not np.shares_memory(pool.read(1, 0, 7), pool.tensor.numpy())
+
+
+@pytest.mark.parametrize(("page", "first", "count"), [(-1, 0, 1), (5, 0, 1), (0, -1, 2), (0, 0, 0), (0, 4, 5)])
+def test_nothing_outside_a_page_is_touched(page: int, first: int, count: int) -> None:
+    pool = make_pool()
+    with pytest.raises(IndexError, match="outside"):
+        pool.read(page, first, count)
+    with pytest.raises(IndexError, match="outside"):
+        pool.write(page, first, count, np.zeros((3, 2, 2, max(count, 0), 16), np.uint8))
