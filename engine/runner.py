@@ -27,6 +27,7 @@ from engine.pool import KVPool
 from engine.sampling import Sampler, SampleRow
 
 WARM_UP_REQUEST = -1
+WARM_UP_TOKENS = 32
 
 
 class Runner(Protocol):
@@ -93,7 +94,7 @@ class ModelRunner:
         checkpoint = open_checkpoint(source, spec)
         native = has_matrix_units(dtype, device)
         self._device = device
-        self._last_stage = layers.stop == spec.layers
+        self._max_model_len = length
         self._decoder = Decoder(
             spec,
             checkpoint,
@@ -112,13 +113,12 @@ class ModelRunner:
         self._sampled: dict[int, int] = {}  # request → the token sampled last for it
 
     def warm_up(self) -> None:
-        """A chunk, a continued chunk and a decoding row, so that kernels and threads exist before the first plan."""
-        size = self.geometry.page_size
-        pages = arrays.pack([0])
+        """A chunk and a decoding row, so that kernels and threads exist before the first plan."""
+        count = min(WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
+        pages = arrays.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
-        chunk = Row(WARM_UP_REQUEST, 0, size - 1, pages, arrays.pack([0] * (size - 1)), sample=greedy)
-        for row in (chunk, Row(WARM_UP_REQUEST, size - 1, 1, pages, sample=greedy)):
-            self.execute([row])
+        self.execute([Row(WARM_UP_REQUEST, 0, count, pages, arrays.pack([0] * count), sample=greedy)])
+        self.execute([Row(WARM_UP_REQUEST, count - 1, 1, pages, sample=greedy)])
         self.release(WARM_UP_REQUEST)
 
     def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:

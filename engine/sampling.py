@@ -68,7 +68,8 @@ def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         return logits
     logits = logits.clone()
     for index in early:
-        logits[index, list(rows[index].params.stop_token_ids)] = -torch.inf
+        stops = [token for token in rows[index].params.stop_token_ids if 0 <= token < logits.shape[-1]]
+        logits[index, stops] = -torch.inf
     return logits
 
 
@@ -86,8 +87,8 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> 
 
 def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
     # Stable, so that equal logits keep the order of their ids.
-    ordered, ids = _scaled(logits, params).sort(dim=-1, descending=True, stable=True)
-    probabilities = torch.softmax(ordered, dim=-1)
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(_scaled(ordered, params), dim=-1)
     keep = probabilities >= _column([entry.min_p for entry in params], logits) * probabilities[:, :1]
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     keep &= ranks < _column([entry.top_k or logits.shape[-1] for entry in params], logits)

@@ -133,6 +133,7 @@ class Generate:
         request.serial = state.new_serial()
         state.records[request.serial] = request
         request.planned = request.computed = 0
+        request.sampled_here = False
         request.target = request.length
         state.unplanned += request.unplanned
         state.enter(request, Phase.WAITING, now)

@@ -95,8 +95,9 @@ class Planner:
                 return
             if request.arrival not in decoding or not self._generate.make_room(request, now):
                 continue
-            # Empty while the token is not reported: the pipeline that samples it has it by then.
-            self._add(draft, request, 1, request.packed(request.planned, request.planned + 1))
+            # A token that came by wire is given; one that this pipeline samples it has, reported or not.
+            token = b"" if request.sampled_here else request.packed(request.planned, request.planned + 1)
+            self._add(draft, request, 1, token)
             if request.planned + 1 < request.token_limit:
                 decoding.move_to_end(request.arrival)
             else:
@@ -150,12 +151,14 @@ class Planner:
             pages=pack(lease.pages[: self._state.cache.pages_for(end)]),
             tokens=tokens,
             sample=sampling if sampled else None,
+            feeds=sampled and request.submit.exit == "here" and end + 1 < request.token_limit,
             prompt_logprobs=logprobs,
             generated=max(0, end - request.prompt_tokens),
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         draft.add(row, PlannedRow(request, request.serial, end, sampled))
         request.planned = end
+        request.sampled_here = sampled
         request.in_flight += 1
         request.ordered = True
 

@@ -94,8 +94,9 @@ class Request:
     arrival: its number in order of arrival, kept for life. serial: the number stages know it by; a preempted request
     gets a new one, so nothing late can land on it. tokens: packed ids of the prompt and of what was generated.
     target: tokens to prefill (all there were when it was last started). planned: positions [0, planned) are in some
-    plan; computed: their plan is done. in_flight: plans in flight that contain it. token_limit: prompt and generated
-    tokens together. awaiting: stages that still have to answer Cancel or Forget.
+    plan; computed: their plan is done. in_flight: plans in flight that contain it. sampled_here: the token at position
+    planned is sampled by this pipeline. token_limit: prompt and generated tokens together. awaiting: stages that still
+    have to answer Cancel or Forget.
     """
 
     submit: Submit
@@ -112,6 +113,7 @@ class Request:
     planned: int = 0
     computed: int = 0
     in_flight: int = 0
+    sampled_here: bool = False
     lease: Lease | None = None
     cached_tokens: int = 0
     row: int | None = None

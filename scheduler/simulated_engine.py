@@ -174,7 +174,7 @@ class Pipeline:
 
 
 class Stage:
-    """One stage: a compute queue in stream order, a sender, a receiver."""
+    """One stage: Forwards in stream order, a sender, a receiver."""
 
     def __init__(self, pipeline: Pipeline, index: int, pages: int, page_size: int) -> None:
         self.pipeline = pipeline
@@ -184,7 +184,8 @@ class Stage:
         self.log: list[Order] = []
         self.inbox = Channel(pipeline.world, 0.001)
         self._outbox = Channel(pipeline.world, 0.001)
-        self._queue: deque[Order] = deque()
+        self._queue: deque[Forward] = deque()
+        self._held: list[Send] = []  # until the Forward that computes their pages is done
         self._busy = False
         self._cancelled: set[int] = set()
         self._quiet_asked: set[int] = set()
@@ -200,9 +201,16 @@ class Stage:
             return
         self.log.append(order)
         match order:
-            case Forward() | Send() | Release():
+            case Forward():
                 self._queue.append(order)
                 self.compute()
+            case Send() if order.after not in self.pipeline.computed[self.index]:
+                self._held.append(order)
+            case Send():
+                self._start_sending(order)
+            case Release():
+                self._cancelled.discard(order.request)
+                self._forget(order.request)
             case Cancel():
                 self._cancelled.add(order.request)
                 self._quiet_asked.add(order.request)
@@ -217,19 +225,13 @@ class Stage:
                 pass
 
     def compute(self) -> None:
-        """Go on with the stream until a Forward takes time, or has to wait for its input."""
-        while self._queue and not self._busy:
-            order = self._queue[0]
-            if isinstance(order, Forward):
-                if self._can_start(order):
-                    self._start(order)
-                return
-            self._queue.popleft()
-            if isinstance(order, Send):
-                self._start_sending(order)
-            elif isinstance(order, Release):
-                self._cancelled.discard(order.request)
-                self._forget(order.request)
+        """Start the next Forward, unless one is running or its input is not there yet."""
+        if not self._queue or self._busy or not self._can_start(self._queue[0]):
+            return
+        self._busy = True
+        order = self._queue.popleft()
+        seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
+        self.pipeline.world.after(seconds, lambda: self._computed(order, seconds))
 
     def receive(self, chunk: Chunk) -> None:
         """A chunk from a prefill stage. Written and acknowledged only while it is expected."""
@@ -269,22 +271,20 @@ class Stage:
         upstream = self.index == 0 or order.seq in self.pipeline.computed[self.index - 1]
         return upstream and all(self.pipeline.token_of(row) is not None for row in order.rows)
 
-    def _start(self, order: Forward) -> None:
-        self._busy = True
-        seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
-        self.pipeline.world.after(seconds, lambda: self._computed(order, seconds))
-
     def _computed(self, order: Forward, seconds: float) -> None:
         if self.pipeline.dead:
             return
         self._busy = False
-        self._queue.popleft()
         samples = tuple(sampled for row in order.rows if (sampled := self._run(row)) is not None)
         if self.index != self.pipeline.last:
             samples = ()
         for sampled, row in zip(samples, [row for row in order.rows if row.sample], strict=True) if samples else ():
-            self.pipeline.sampled[(row.request, row.start + row.count)] = sampled.token
+            if row.feeds:
+                self.pipeline.sampled[(row.request, row.start + row.count)] = sampled.token
         self.pipeline.computed[self.index].add(order.seq)
+        for send in [send for send in self._held if send.after == order.seq]:
+            self._held.remove(send)
+            self._start_sending(send)
         self.say(PlanDone(stage=self.index, seq=order.seq, duration_s=seconds, samples=samples))
         self.pipeline.poke()
 

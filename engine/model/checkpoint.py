@@ -1,6 +1,5 @@
 """Reading named weights: safetensors (one file or shards) and GGUF, both under Hugging Face names."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from torch import Tensor
 from core.errors import ConfigError
 from engine.model.config import ModelSpec
 from engine.model.gguf_file import GgufFile
-from engine.model.source import ModelSource
+from engine.model.source import ModelSource, read_json
 
 INDEX = "model.safetensors.index.json"
 _GGUF_TOP = {
@@ -64,7 +63,10 @@ class SafetensorsCheckpoint:
         self._files: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ConfigError(f"{index} must hold a weight_map")
+            self._file_of: dict[str, str] = weight_map
             return
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:

@@ -52,8 +52,8 @@ class Decoder:
         """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
         cos, sin = self._cos[positions], self._sin[positions]
         for index, weights in enumerate(self._layers):
-            hidden = hidden + self._attend(index, weights, hidden, cos, sin, attention)
-            hidden = hidden + self._mlp(weights, hidden)
+            hidden = self._attend(index, weights, hidden, cos, sin, attention).add_(hidden)
+            hidden = self._mlp(weights, hidden).add_(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -31,6 +31,16 @@ class TensorInfo(NamedTuple):
     kind: GGMLQuantizationType
     offset: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the last axis."""
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // int(block) * int(block_bytes)
+
+    @property
+    def byte_count(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
 
 class GgufFile:
     """An open GGUF file. metadata: key → value; an array of strings is kept as its length only."""
@@ -41,16 +51,16 @@ class GgufFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self.metadata, self.tensors = _Header(self._data).parse()
+            for name, info in self.tensors.items():
+                if info.offset + info.byte_count > len(self._data):
+                    raise ValueError(f"it ends before tensor {name} does")
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
     def read(self, name: str, rows: NDArray[np.intp] | None = None) -> NDArray[np.float32]:
         """A new float32 array in torch order, or the given rows of its first axis. Raises KeyError."""
         info = self.tensors[name]
-        block, block_bytes = GGML_QUANT_SIZES[info.kind]
-        row_bytes = info.shape[-1] // block * block_bytes
-        count = prod(info.shape[:-1])
-        raw = np.frombuffer(self._data, np.uint8, count * row_bytes, info.offset).reshape(count, row_bytes)
+        raw = np.frombuffer(self._data, np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
         if rows is None:
             return _floats(raw, info.kind).reshape(info.shape)
         if len(info.shape) == 1:
@@ -62,7 +72,9 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     """Raises ConfigError for an architecture the engine cannot run or a missing key."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported are {ARCHITECTURES}")
+        raise ConfigError(
+            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     keys = _Keys(file.metadata, str(architecture))
     if keys.get("expert_count", 0):
         raise ConfigError("GGUF models with experts are not supported; supported are dense models")
@@ -119,13 +131,15 @@ class _Keys:
         self._prefix = prefix
 
     def get(self, key: str, default: Any) -> Any:
-        return self._metadata.get(f"{self._prefix}.{key}", default)
+        value = self._metadata.get(f"{self._prefix}.{key}", default)
+        if isinstance(value, list):
+            raise ConfigError(f"{self._prefix}.{key} differs from layer to layer, which is not supported")
+        return value
 
     def __getitem__(self, key: str) -> Any:
-        try:
-            return self._metadata[f"{self._prefix}.{key}"]
-        except KeyError:
-            raise ConfigError(f"the GGUF file must say {self._prefix}.{key}") from None
+        if (value := self.get(key, None)) is None:
+            raise ConfigError(f"the GGUF file must say {self._prefix}.{key}")
+        return value
 
 
 class _Header:

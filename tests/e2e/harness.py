@@ -65,7 +65,8 @@ class Server:
         raise AssertionError(f"server not ready within {timeout_s} s:\n{self.log}")
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return self.http.post(path, json=body)
+        with httpx.Client(base_url=self.url, timeout=300, verify=False) as client:  # any thread may call
+            return client.post(path, json=body)
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
@@ -79,18 +80,31 @@ class Server:
         """The child process that runs this module."""
         return next(child for child in self.children() if module in child.cmdline())
 
-    def stop(self, sig: int = signal.SIGTERM, timeout_s: float = 40) -> int:
-        """End it and return its exit status; no process may stay behind."""
+    def kill(self) -> None:
+        """End it as a crash would, and wait until its children have died with it."""
+        children = self.children()
+        self.process.kill()
+        self.process.wait()
+        self.http.close()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"processes left behind: {alive}\n{self.log}"
+        self._reader.join(5)
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        """Have it end and return its exit status; no process may stay behind."""
         children = self.children() if self.process.poll() is None else []
-        if self.process.poll() is None:
+        if children:
             self.process.send_signal(sig)
+        return self.ended(children)
+
+    def ended(self, children: list[psutil.Process], timeout_s: float = 40) -> int:
+        """The exit status of a server that was told to end, with these children."""
+        self.http.close()
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"server did not end within {timeout_s} s of signal {sig}:\n{self.log}") from None
-        finally:
-            self.http.close()
+            raise AssertionError(f"server did not end within {timeout_s} s:\n{self.log}") from None
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"processes left behind: {alive}\n{self.log}"
         self._reader.join(5)
@@ -105,7 +119,9 @@ def serving(*flags: str) -> Iterator[Server]:
         server.wait_ready()
         yield server
     except BaseException:
-        server.process.kill()
+        if server.process.poll() is None:
+            server.kill()
+        print(server.log)
         raise
     status = server.stop()
     assert status == 0, f"exit status {status}:\n{server.log}"

@@ -81,10 +81,7 @@ def test_decode_killed(moment: str) -> None:
             wait_until(lambda: pages_in_use(prefill) > 0, 20, "the prefill has begun")
         if moment == "late":
             wait_until(lambda: prefill.metrics()["headrace_bytes_sent_total"] > 0, 20, "pages are on their way")
-        children = decode.children()
-        decode.process.kill()
-        for child in children:  # they die with their parent
-            child.wait(5)
+        decode.kill()
         client.join(10)
         assert errors, "the client of a killed server sees its connection end"
         wait_until(lambda: settled(prefill), 10, f"pages back\n{prefill.log}")
@@ -104,7 +101,7 @@ def test_prefill_killed_and_replaced() -> None:
         client = threading.Thread(target=lambda: results.append(decode.post("/v1/completions", body(prompt))))
         client.start()
         wait_until(lambda: pages_in_use(prefill) > 0, 20, "the prefill has begun")
-        prefill.process.kill()
+        prefill.kill()
         killed = time.monotonic()
         client.join(20)
         assert results[0].status_code in (502, 503), results[0].text
@@ -157,15 +154,13 @@ def test_signal_drains(sig: int) -> None:
     wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
     children = server.children()
     server.process.send_signal(sig)
-    time.sleep(0.2)
-    assert httpx.get(f"{server.url}/ready").status_code == 503
-    assert httpx.post(f"{server.url}/v1/completions", json=body(prompt[:5])).status_code == 503
+    wait_until(lambda: server.http.get("/ready").status_code == 503, 1, "not ready at once")
+    assert server.http.get("/health").status_code == 200
+    assert server.post("/v1/completions", body(prompt[:5])).status_code == 503
     client.join(30)
+    assert server.ended(children) == 0, server.log
     assert results[0].status_code == 200
     assert results[0].json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
-    assert server.process.wait(15) == 0, server.log
-    for child in children:
-        child.wait(5)
     assert "Traceback" not in server.log
 
 

@@ -23,7 +23,11 @@ from tests.engine.models import (
 )
 
 Models = Callable[[str], Saved]
-CLOSE = {"atol": 2e-4, "rtol": 2e-4}
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of additions in float32."""
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
 def check(saved: Saved, length: int, chunk: int, page_size: int) -> None:
@@ -31,9 +35,9 @@ def check(saved: Saved, length: int, chunk: int, page_size: int) -> None:
     prompt = Prompt(1, random_tokens(length, seed=length), shuffled_pages(-(-length // page_size), 64), page_size)
     logprobs, keys_values = reference(saved.model, prompt.tokens)
     sampled = run_chunks(runner, prompt.chunks(chunk))
-    torch.testing.assert_close(reported_logprobs(sampled), logprobs[-1], **CLOSE)
+    assert_close(reported_logprobs(sampled), logprobs[-1])
     assert sampled.token == int(logprobs[-1].argmax())
-    torch.testing.assert_close(pool_tokens(runner, prompt.pages, length), keys_values, **CLOSE)
+    assert_close(pool_tokens(runner, prompt.pages, length), keys_values)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -78,9 +82,9 @@ def test_mixed_batches_equal_separate_runs(saved: Models, name: str) -> None:
     sampled = {sample.request: sample for plan in plans for sample in runner.execute(plan)[0]}
     for prompt in prompts:
         logprobs, keys_values = reference(model.model, prompt.tokens)
-        torch.testing.assert_close(reported_logprobs(sampled[prompt.request]), logprobs[-1], **CLOSE)
+        assert_close(reported_logprobs(sampled[prompt.request]), logprobs[-1])
         written = pool_tokens(runner, prompt.pages, len(prompt.tokens))
-        torch.testing.assert_close(written, keys_values, **CLOSE)
+        assert_close(written, keys_values)
 
 
 def test_decoding_feeds_on_its_own_samples(saved: Models) -> None:
@@ -126,9 +130,9 @@ def test_stages_in_a_row_equal_one(saved: Models, name: str) -> None:
     prompt = Prompt(1, random_tokens(30), [9, 3], 16)
     rows = [prompt.row(0, 30)]
     hidden = last.forward(rows, first.forward(rows))
-    torch.testing.assert_close(hidden, whole.forward(rows))
+    assert_close(hidden, whole.forward(rows))
     pools = torch.cat([pool_tokens(first, prompt.pages, 30), pool_tokens(last, prompt.pages, 30)])
-    torch.testing.assert_close(pools, pool_tokens(whole, prompt.pages, 30))
+    assert_close(pools, pool_tokens(whole, prompt.pages, 30))
 
 
 @pytest.mark.parametrize("length", [5, 70])
@@ -154,7 +158,7 @@ def test_warm_up_leaves_no_trace(saved: Models) -> None:
     prompt = Prompt(1, random_tokens(20), [0, 1], 16)
     logprobs, _ = reference(model.model, prompt.tokens)
     sampled = run_chunks(runner, prompt.chunks(64))
-    torch.testing.assert_close(reported_logprobs(sampled), logprobs[-1], **CLOSE)
+    assert_close(reported_logprobs(sampled), logprobs[-1])
 
 
 def test_bad_rows_are_refused(saved: Models) -> None:

@@ -36,7 +36,8 @@ def reference(logits: list[float], params: SamplingParams, uniform: float) -> in
     if params.top_k:
         order = order[: params.top_k]
     total = sum(weights[token] for token in order)
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for token in order:
         if kept and mass / total >= params.top_p:
             break
@@ -93,7 +94,7 @@ def test_equal_logits_keep_the_order_of_ids() -> None:
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0, 5.0]])
-    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1, 3))
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1, 3, 99))
     assert [sample(logits, [SampleRow(params, 0, generated)])[0] for generated in (0, 1, 2)] == [2, 2, 1]
     assert logits[0, 1] == 9.0  # the caller's logits stay
 

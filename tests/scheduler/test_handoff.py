@@ -31,7 +31,7 @@ def test_chunks_leave_behind_their_forward_and_the_last_with_the_first_token() -
     bench = started(38, bench=Bench(chunk_tokens=15), progress=True)
     first = next_forward(bench)
     send = bench.one(Send)
-    assert send.seq == first.seq + 1
+    assert (send.seq, send.after) == (first.seq + 1, first.seq)
     second = next_forward(bench)
     assert spans(bench.all(Send)) == [(0, 0, 12, False), (1, 12, 28, False)]
     bench.done(first)
@@ -41,6 +41,7 @@ def test_chunks_leave_behind_their_forward_and_the_last_with_the_first_token() -
     effects = bench.done(third, 77)
     send = only(effects, Send)
     assert spans([send]) == [(2, 28, 38, True)]
+    assert send.after == third.seq
     assert send.last is not None
     assert (send.last.token, send.last.prompt_tokens, send.last.finish_reason) == (77, 38, "")
     assert ids(send.dst_pages) == [507, 508, 509]

@@ -100,6 +100,16 @@ def test_decode_rows_run_ahead_of_their_tokens() -> None:
     bench.assert_empty()
 
 
+def test_a_row_feeds_the_one_behind_it_unless_it_is_the_last() -> None:
+    bench = Bench(pipeline_depth=4)
+    bench.submit("a", 20, max_tokens=3)
+    bench.submit("b", 4, exit="fake", max_tokens=3, cache_salt="b")
+    rows = [row for _ in range(4) if (forward := bench.plan()) is not None for row in forward.rows]
+    mine = [(row.start, row.tokens == b"", row.feeds) for row in rows if row.request == rows[0].request]
+    assert mine == [(0, False, False), (16, False, True), (20, True, True), (21, True, False)]
+    assert not any(row.feeds for row in rows if row.request != rows[0].request), "it decodes elsewhere"
+
+
 def test_exactly_max_tokens_are_planned() -> None:
     bench = Bench(pipeline_depth=3)
     bench.submit("a", 4, max_tokens=3)

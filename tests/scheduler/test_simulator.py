@@ -49,3 +49,9 @@ def test_a_seed_is_a_schedule() -> None:
 def test_without_cancels_and_faults_every_request_that_is_let_in_succeeds() -> None:
     outcomes = run("colocated", 0, cancel=0.0, crash=0.0)
     assert not {"colocated:cancelled", "colocated:stage_failed"} & set(outcomes)
+
+
+def test_without_faults_nobody_is_called_silent() -> None:
+    outcomes = run("pair", 30_000, cancel=0.1, crash=0.0, lost_peer=0.0, abandon=0.0)
+    assert outcomes["decode:stop"] > 0
+    assert not [reason for reason in outcomes if reason.endswith(("peer_gone", "stage_failed", "no_request"))]

@@ -1,0 +1,71 @@
+"""The bundled GGUF model against transformers' own reading of it, and against its export."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from core.request import SamplingParams
+from engine.model.checkpoint import open_checkpoint
+from engine.model.fingerprint import fingerprint
+from engine.model.source import eos_token_ids, load_spec, load_tokenizer, resolve_source
+from engine.runner import ModelRunner
+from tests.engine.models import Prompt, make_runner, pool_tokens, reference
+
+TEXT = "The water of the headrace turns the wheel, and the wheel turns the stone. " * 4
+LOGPROBS = SamplingParams(temperature=0.0, logprobs=20)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedModel:
+    path = resolve_source("smollm2").path
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    return model
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return make_runner("smollm2")
+
+
+def test_logits_and_pages_equal_transformers(oracle: PreTrainedModel, runner: ModelRunner) -> None:
+    tokenizer = load_tokenizer(resolve_source("smollm2"))
+    tokens = tokenizer(TEXT)["input_ids"]
+    prompt = Prompt(1, tokens, list(range(20, 0, -1)), 16)
+    logprobs, keys_values = reference(oracle, tokens)
+    samples = [runner.execute([row])[0] for row in prompt.chunks(48)]
+    chosen = samples[-1][0].logprob
+    sampled = runner.execute([prompt.row(len(tokens) - 1, 1, sample=LOGPROBS)])[0][0]
+    assert chosen is not None
+    assert sampled.token == chosen.token == int(logprobs[-1].argmax())
+    assert sampled.logprob is not None
+    expected = logprobs[-1][list(sampled.logprob.top_ids)]
+    torch.testing.assert_close(torch.tensor(sampled.logprob.top_logprobs), expected, atol=1e-3, rtol=1e-3)
+    written = pool_tokens(runner, prompt.pages, len(tokens))
+    torch.testing.assert_close(written, keys_values, atol=2e-3, rtol=2e-3)
+
+
+def test_an_export_has_the_same_fingerprint(oracle: PreTrainedModel, runner: ModelRunner, tmp_path: Path) -> None:
+    config = copy.deepcopy(oracle.config)
+    del config.quantization_config  # transformers saves no model that it read from a GGUF file
+    export = AutoModelForCausalLM.from_config(config)
+    export.load_state_dict(oracle.state_dict())
+    export.save_pretrained(tmp_path)
+    source = resolve_source(str(tmp_path))
+    spec = load_spec(source)
+    assert fingerprint(spec, open_checkpoint(source, spec)) == runner.fingerprint
+
+
+def test_tokenizer_and_end_of_text() -> None:
+    source = resolve_source("smollm2")
+    tokenizer = load_tokenizer(source)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert eos_token_ids(source) == (tokenizer.eos_token_id,)
+    assert load_spec(source).vocab_size == len(tokenizer)
