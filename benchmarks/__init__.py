@@ -1,0 +1,1 @@
+"""Figures that the README quotes, one command each: `python -m benchmarks.NAME`."""

@@ -8,6 +8,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import zmq
@@ -151,19 +152,20 @@ def _order(sender: Sender, request: int, pages: int, chunk_pages: int) -> None:
         sender.apply(order, CLOCK.now())
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="KV transfer between two processes beside a memory copy")
     parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--no-checksum", action="store_true")
     parser.add_argument("--send", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.send:
         pages, chunk_pages = map(int, arguments.send.split(","))
         send(pages, chunk_pages, checksum=not arguments.no_checksum)
-        return
+        return 0
     moved, copied = measure(arguments.pages, checksum=not arguments.no_checksum)
     print(f"zmq transfer  {moved:6.2f} GB/s\nmemory copy   {copied:6.2f} GB/s\nratio         {moved / copied:6.2f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

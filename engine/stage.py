@@ -78,7 +78,7 @@ def run(config: StageConfig) -> int:
             geometry=runner.geometry,
             fingerprint=runner.fingerprint,
             data_port=sender.port,
-            kv_pages=config.engine.kv_pages,
+            kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,
         )
     )

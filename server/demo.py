@@ -7,30 +7,27 @@ the prefill's progress and the texts as they come, then runs the same prompts on
 import argparse
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from core.errors import ConfigError
+from server.local import LocalServer, ServerFailed
 
-READY_TIMEOUT_S = 300.0
 MAX_TOKENS = 48
 LONG_TEXT = "adventure.txt"
+
+
+class DemoFailed(Exception):
+    """A server answered with an error."""
 
 
 @dataclass
@@ -62,6 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console()
     try:
         return asyncio.run(_demo(console, arguments.model, arguments.dtype))
+    except (ServerFailed, DemoFailed) as error:
+        console.print(f"[red]failed:[/] {error}")
+        return 1
     except KeyboardInterrupt:
         console.print("interrupted; servers stopped")
         return 130
@@ -69,66 +69,34 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def _demo(console: Console, model: str, dtype: str) -> int:
     flags = ["--model", model, "--dtype", dtype]
-    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
-        console.print("[bold]1.[/] a prefill server and a decode server")
-        async with (
-            _server(console, Path(folder), "prefill", flags) as prefill,
-            _server(console, Path(folder), "decode", [*flags, "--threads", "1", "--prefill", prefill]) as decode,
-        ):
-            handed = conversations()
-            console.print(
-                "[bold]2.[/] four prompts at once to the decode server; each text is decoded from KV pages handed over"
-            )
-            await _run_all(console, decode, handed)
-            failures = await _checksum_failures(decode)
-        console.print("[bold]3.[/] the same prompts on one colocated server")
-        async with _server(console, Path(folder), "colocated", flags) as colocated:
-            alone = conversations()
-            await _run_all(console, colocated, alone)
+    console.print("[bold]1.[/] a prefill server and a decode server")
+    async with (
+        _server(console, "prefill", flags) as prefill,
+        _server(console, "decode", [*flags, "--threads", "1", "--prefill", prefill]) as decode,
+    ):
+        handed = conversations()
+        console.print("[bold]2.[/] four prompts at once; the decode server gets their KV pages from the prefill server")
+        await _run_all(console, decode, handed)
+        failures = await _checksum_failures(decode)
+    console.print("[bold]3.[/] the same prompts on one colocated server")
+    async with _server(console, "colocated", flags) as colocated:
+        alone = conversations()
+        await _run_all(console, colocated, alone)
     return _verdict(console, handed, alone, failures)
 
 
 @asynccontextmanager
-async def _server(console: Console, folder: Path, role: str, flags: Sequence[str]) -> AsyncIterator[str]:
+async def _server(console: Console, role: str, flags: Sequence[str]) -> AsyncIterator[str]:
     """A ready server of this role; yields its URL and drains it at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder / f"{role}.log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--role", role, "--port", str(port), *flags]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ.copy())
-    url = f"http://127.0.0.1:{port}"
+    server = LocalServer("--role", role, *flags)
     try:
-        with console.status(f"starting the {role} server at {url}"):
-            seconds = await _until_ready(url, process, log)
-        console.print(f"   {role:<10} {url}  ready in {seconds:.1f} s")
-        yield url
+        with console.status(f"starting the {role} server at {server.url}"):
+            seconds = await asyncio.to_thread(server.wait_ready)
+        console.print(f"   {role:<10} {server.url}  ready in {seconds:.1f} s")
+        yield server.url
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.to_thread(process.wait, 40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-async def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> float:
-    started = time.monotonic()
-    async with httpx.AsyncClient(base_url=url) as client:
-        while time.monotonic() - started < READY_TIMEOUT_S:
-            if process.poll() is not None:
-                raise ConfigError(f"the server at {url} ended before it was ready:\n{_tail(log)}")
-            try:
-                if (await client.get("/ready")).status_code == 200:
-                    return time.monotonic() - started
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.1)
-    raise ConfigError(f"the server at {url} was not ready within {READY_TIMEOUT_S:.0f} s:\n{_tail(log)}")
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        await asyncio.to_thread(server.end)
+        server.close()
 
 
 async def _run_all(console: Console, url: str, talks: Sequence[Conversation]) -> None:
@@ -152,7 +120,7 @@ async def _run_one(client: httpx.AsyncClient, talk: Conversation) -> None:
     talk.started_s = time.monotonic()
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise ConfigError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
+            raise DemoFailed(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 _take(talk, json.loads(line.removeprefix("data: ")))
@@ -161,7 +129,7 @@ async def _run_one(client: httpx.AsyncClient, talk: Conversation) -> None:
 def _take(talk: Conversation, event: dict[str, Any]) -> None:
     """Note what one streamed event says."""
     if "error" in event:
-        raise ConfigError(f"{talk.name}: {event['error']['message']}")
+        raise DemoFailed(f"{talk.name}: {event['error']['message']}")
     for choice in event.get("choices", ()):
         if content := choice["delta"].get("content"):
             talk.first_token_s = talk.first_token_s or time.monotonic() - talk.started_s
@@ -178,11 +146,11 @@ def _take(talk: Conversation, event: dict[str, Any]) -> None:
 
 def _board(talks: Sequence[Conversation]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(width=10, style="bold")
-    table.add_column(width=24, style="cyan")
+    table.add_column(width=8, style="bold", no_wrap=True)
+    table.add_column(width=20, style="cyan", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for talk in talks:
-        table.add_row(talk.name, talk.phase, " ".join(talk.text.split())[-160:])
+        table.add_row(talk.name, talk.phase, " ".join(talk.text.split())[-120:])
     return table
 
 
@@ -193,7 +161,7 @@ async def _checksum_failures(url: str) -> int:
 
 
 def _verdict(console: Console, handed: Sequence[Conversation], alone: Sequence[Conversation], failures: int) -> int:
-    table = Table(title="prefill → decode, against one colocated server")
+    table = Table(title="prefill → decode, against one colocated server (times in ms)", box=SIMPLE)
     columns = (
         "prompt",
         "tokens",
@@ -206,7 +174,7 @@ def _verdict(console: Console, handed: Sequence[Conversation], alone: Sequence[C
         "same text",
     )
     for column in columns:
-        table.add_column(column, justify="left" if column == "prompt" else "right")
+        table.add_column(column, justify="left" if column == "prompt" else "right", no_wrap=True)
     equal = 0
     for talk, other in zip(handed, alone, strict=True):
         timing, moved = talk.report["timing_ms"], talk.report["handoff"]

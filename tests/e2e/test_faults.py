@@ -1,6 +1,7 @@
 """Killed processes, cancelled clients, bad frames, signals: every request ends, nothing leaks, the next one works."""
 
 import random
+import re
 import signal
 import threading
 import time
@@ -11,8 +12,9 @@ import httpx
 import pytest
 import zmq
 
+from server.local import free_port
 from tests.e2e import gold
-from tests.e2e.harness import Server, free_port, pages_in_use, pair, serving, wait_until
+from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "256")
 TOKENS = 6
@@ -66,7 +68,7 @@ def test_decode_killed(moment: str) -> None:
     """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
     prompt = gold.story_ids()[:3000]
     with serving("--role", "prefill", *FLAGS) as prefill:
-        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).wait_ready()
+        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).started()
         errors: list[Exception] = []
 
         def ask() -> None:
@@ -85,7 +87,7 @@ def test_decode_killed(moment: str) -> None:
         client.join(10)
         assert errors, "the client of a killed server sees its connection end"
         wait_until(lambda: settled(prefill), 10, f"pages back\n{prefill.log}")
-        assert prefill.http.get("/ready").status_code == 200
+        assert prefill.get("/ready").status_code == 200
         with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as successor:
             answer = successor.post("/v1/completions", body(prompt[:500]))
             assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:500], TOKENS)
@@ -95,7 +97,7 @@ def test_prefill_killed_and_replaced() -> None:
     """The decode request fails in seconds with 502 or 503; a new prefill server at the same address is found."""
     prompt = gold.story_ids()[:3000]
     port = free_port()
-    prefill = Server("--role", "prefill", *FLAGS, port=port).wait_ready()
+    prefill = Server("--role", "prefill", *FLAGS, port=port).started()
     with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as decode:
         results: list[httpx.Response] = []
         client = threading.Thread(target=lambda: results.append(decode.post("/v1/completions", body(prompt))))
@@ -108,13 +110,14 @@ def test_prefill_killed_and_replaced() -> None:
         assert "error" in results[0].json()
         assert time.monotonic() - killed < 8
         wait_until(lambda: settled(decode), 10, f"pages back\n{decode.log}")
-        wait_until(lambda: decode.http.get("/ready").status_code == 503, 10, "not ready without a prefill server")
+        wait_until(lambda: decode.get("/ready").status_code == 503, 10, "not ready without a prefill server")
         assert decode.post("/v1/completions", body(prompt[:20])).status_code == 503
-        replacement = Server("--role", "prefill", *FLAGS, port=port).wait_ready()
-        wait_until(lambda: decode.http.get("/ready").status_code == 200, 20, "the replacement is found")
+        replacement = Server("--role", "prefill", *FLAGS, port=port).started()
+        wait_until(lambda: decode.get("/ready").status_code == 200, 20, "the replacement is found")
         answer = decode.post("/v1/completions", body(prompt[:500]))
         assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:500], TOKENS)
-        assert replacement.stop() == 0
+        assert replacement.end() == 0
+        replacement.close()
 
 
 def test_fallback_local_computes_when_no_prefill_answers() -> None:
@@ -137,8 +140,8 @@ def test_stage_killed_fails_requests_and_comes_back() -> None:
         client.join(10)
         assert results[0].status_code == 503
         assert "stage 0" in results[0].json()["error"]["message"]
-        assert server.http.get("/health").status_code == 200
-        wait_until(lambda: server.http.get("/ready").status_code == 200, 60, "the stage is back")
+        assert server.get("/health").status_code == 200
+        wait_until(lambda: server.get("/ready").status_code == 200, 60, "the stage is back")
         answer = server.post("/v1/completions", body(prompt[:100]))
         assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:100], TOKENS)
 
@@ -147,40 +150,39 @@ def test_stage_killed_fails_requests_and_comes_back() -> None:
 def test_signal_drains(sig: int) -> None:
     """Not ready at once, work in flight finishes, exit 0, nothing left behind."""
     prompt = gold.story_ids()[:1500]
-    server = Server("--role", "colocated", *FLAGS).wait_ready()
+    server = Server("--role", "colocated", *FLAGS).started()
     results: list[httpx.Response] = []
     client = threading.Thread(target=lambda: results.append(server.post("/v1/completions", body(prompt))))
     client.start()
     wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
-    children = server.children()
     server.process.send_signal(sig)
-    wait_until(lambda: server.http.get("/ready").status_code == 503, 1, "not ready at once")
-    assert server.http.get("/health").status_code == 200
+    wait_until(lambda: server.get("/ready").status_code == 503, 1, "not ready at once")
+    assert server.get("/health").status_code == 200
     assert server.post("/v1/completions", body(prompt[:5])).status_code == 503
     client.join(30)
-    assert server.ended(children) == 0, server.log
+    assert server.ended() == 0, server.log
     assert results[0].status_code == 200
     assert results[0].json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
     assert "Traceback" not in server.log
+    server.close()
 
 
 def test_garbage_at_the_desk_and_data_sockets_disturbs_nobody() -> None:
     random.seed(2)
     prompt = gold.story_ids()[:600]
     with pair(FLAGS, FLAGS) as (prefill, decode):
-        desk = prefill.http.get("/v1/handoff").json()
-        context = zmq.Context()
-        for port in (desk["desk_port"], *desk["data_ports"]):
-            raw = context.socket(zmq.DEALER)
-            raw.linger = 0
-            raw.connect(f"tcp://127.0.0.1:{port}")
-            for size in (0, 1, 7, 300, 70_000):
-                raw.send_multipart([random.randbytes(size), random.randbytes(size)])
-                raw.send(random.randbytes(size))
-            answer = decode.post("/v1/completions", body(prompt))
-            assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
-            raw.close()
-        context.term()
+        ports = re.findall(r"(?:desk|data)\s+tcp://127.0.0.1:(\d+)", prefill.log)
+        assert len(ports) == 2
+        with zmq.Context() as context:
+            for port in ports:
+                with context.socket(zmq.DEALER) as raw:
+                    raw.linger = 0
+                    raw.connect(f"tcp://127.0.0.1:{port}")
+                    for size in (0, 1, 7, 300, 70_000):
+                        raw.send_multipart([random.randbytes(size), random.randbytes(size)])
+                        raw.send(random.randbytes(size))
+                    answer = decode.post("/v1/completions", body(prompt))
+                    assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
         malformed = sum(v for k, v in prefill.metrics().items() if k.startswith("headrace_malformed_frames_total"))
         assert malformed > 0
         wait_until(lambda: settled(prefill), 10, "pools empty")
