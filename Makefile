@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
-FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment)
+FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench clean distclean
+.PHONY: help venv demo test full check format bench clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,6 +32,9 @@ demo: venv ## Hand four prompts from a prefill server to a decode server, and co
 
 test: check ## Run every check and every test.
 	$(BIN)/python -m pytest $(FAST_TESTS) $(OTHER_TESTS)
+
+full: venv ## Run the tests that take minutes each, too.
+	$(BIN)/python -m pytest -m full tests
 
 check: venv ## Lint, formatting, types and import directions.
 	$(BIN)/ruff check .

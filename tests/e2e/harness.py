@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -58,9 +58,8 @@ class Server(LocalServer):
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
+def running(server: Server) -> Iterator[Server]:
     """A ready server for the length of a with block; it must end cleanly."""
-    server = Server(*flags)
     try:
         yield server.started()
         status = server.end()
@@ -72,13 +71,17 @@ def serving(*flags: str) -> Iterator[Server]:
         server.close()
 
 
+def serving(*flags: str) -> AbstractContextManager[Server]:
+    """A server with these flags, as running() has it."""
+    return running(Server(*flags))
+
+
 @contextmanager
 def pair(prefill_flags: tuple[str, ...] = (), decode_flags: tuple[str, ...] = ()) -> Iterator[tuple[Server, Server]]:
-    """A prefill server and a decode server that takes its prefill from it."""
-    with (
-        serving("--role", "prefill", *prefill_flags) as prefill,
-        serving("--role", "decode", "--prefill", prefill.url, *decode_flags) as decode,
-    ):
+    """A prefill server and a decode server that takes its prefill from it; they start at the same time."""
+    prefill = Server("--role", "prefill", *prefill_flags)
+    decode = Server("--role", "decode", "--prefill", prefill.url, *decode_flags)
+    with running(prefill), running(decode):
         yield prefill, decode
 
 

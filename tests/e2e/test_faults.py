@@ -14,7 +14,7 @@ import zmq
 
 from server.local import free_port
 from tests.e2e import gold
-from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "256")
 TOKENS = 6
@@ -67,8 +67,10 @@ def test_storm_of_cancelled_requests() -> None:
 def test_decode_killed(moment: str) -> None:
     """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
     prompt = gold.story_ids()[:3000]
-    with serving("--role", "prefill", *FLAGS) as prefill:
-        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).started()
+    prefill = Server("--role", "prefill", *FLAGS)
+    decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS)
+    with running(prefill):
+        decode.started()
         errors: list[Exception] = []
 
         def ask() -> None:
@@ -97,8 +99,9 @@ def test_prefill_killed_and_replaced() -> None:
     """The decode request fails in seconds with 502 or 503; a new prefill server at the same address is found."""
     prompt = gold.story_ids()[:3000]
     port = free_port()
-    prefill = Server("--role", "prefill", *FLAGS, port=port).started()
+    prefill = Server("--role", "prefill", *FLAGS, port=port)
     with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as decode:
+        prefill.started()
         results: list[httpx.Response] = []
         client = threading.Thread(target=lambda: results.append(decode.post("/v1/completions", body(prompt))))
         client.start()
