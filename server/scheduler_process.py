@@ -15,6 +15,7 @@ import zmq
 
 from core.clock import SystemClock
 from core.config import Role, SchedulerConfig, TransferConfig
+from core.errors import ConfigError
 from core.orders import StageReady
 from core.process import die_with_parent
 from scheduler.loop import SchedulerLoop
@@ -113,7 +114,11 @@ def main() -> int:
     die_with_parent()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
-    run(config)
+    try:
+        run(config)
+    except ConfigError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -20,7 +20,7 @@ QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is g
 
 
 class Desk:
-    """A Port of PeerEvents and DeskEffects. port: where it listens. Raises zmq.ZMQError when it cannot bind."""
+    """A Port of PeerEvents and DeskEffects. port: where it listens. Raises ConfigError when it cannot bind."""
 
     def __init__(
         self,

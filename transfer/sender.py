@@ -28,7 +28,7 @@ LAST_RECHECK_S = 0.02
 
 
 class Sender:
-    """A Port of StageEvents and SenderOrders. port: where peers attach. Raises zmq.ZMQError when it cannot bind."""
+    """A Port of StageEvents and SenderOrders. port: where peers attach. Raises ConfigError when it cannot bind."""
 
     def __init__(
         self, config: TransferConfig, *, stage: int, geometry: Geometry, store: PageStore, context: Context

@@ -1,9 +1,12 @@
 """ZMQ sockets with the options that the protocol relies on. Nothing here blocks."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
+
+from core.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -16,7 +19,7 @@ def bind(
     context: Context, host: str, port: int, *, max_frame: int, queue: int, silence_s: float = 0.0
 ) -> tuple[Socket, int]:
     """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
-    silence_s: see _watch. Raises zmq.ZMQError when the address is taken or not ours."""
+    silence_s: see _watch. Raises ConfigError when the address is taken or not ours."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
     socket.setsockopt(zmq.SNDHWM, queue)
@@ -24,9 +27,11 @@ def bind(
     _watch(socket, silence_s)
     try:
         return socket, socket.bind_to_random_port(_address(host)) if port == 0 else _bind(socket, host, port)
-    except BaseException:
+    except zmq.ZMQError as error:
         socket.close()
-        raise
+        raise ConfigError(
+            f"cannot listen on tcp://{host}:{port}: {os.strerror(error.errno or 0)}; write another address"
+        ) from error
 
 
 def dial(context: Context, endpoint: str, *, max_frame: int, silence_s: float = 0.0) -> Socket:
