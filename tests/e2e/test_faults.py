@@ -57,7 +57,7 @@ def test_storm_of_cancelled_requests() -> None:
         with ThreadPoolExecutor(200) as pool:
             list(pool.map(lambda index: run(index, decode.url), range(200)))
         for server in (prefill, decode):
-            wait_until(lambda server=server: settled(server), 20, f"pools empty\n{server.log}")
+            wait_until(lambda server=server: settled(server), 60, f"pools empty\n{server.log}")
     assert set(range(200)) - cancelled <= set(answers)
     for index, text in answers.items():
         assert text == gold.greedy_text(prompts[index], TOKENS), index
@@ -86,9 +86,9 @@ def test_decode_killed(moment: str) -> None:
         if moment == "late":
             wait_until(lambda: prefill.metrics()["headrace_bytes_sent_total"] > 0, 20, "pages are on their way")
         decode.kill()
-        client.join(10)
+        client.join(30)
         assert errors, "the client of a killed server sees its connection end"
-        wait_until(lambda: settled(prefill), 10, f"pages back\n{prefill.log}")
+        wait_until(lambda: settled(prefill), 30, f"pages back\n{prefill.log}")
         assert prefill.get("/ready").status_code == 200
         with serving("--role", "decode", "--prefill", prefill.url, *FLAGS) as successor:
             answer = successor.post("/v1/completions", body(prompt[:500]))
@@ -112,7 +112,7 @@ def test_prefill_killed_and_replaced() -> None:
         assert results[0].status_code in (502, 503), results[0].text
         assert "error" in results[0].json()
         assert time.monotonic() - killed < 8
-        wait_until(lambda: settled(decode), 10, f"pages back\n{decode.log}")
+        wait_until(lambda: settled(decode), 30, f"pages back\n{decode.log}")
         wait_until(lambda: decode.get("/ready").status_code == 503, 10, "not ready without a prefill server")
         assert decode.post("/v1/completions", body(prompt[:20])).status_code == 503
         replacement = Server("--role", "prefill", *FLAGS, port=port).started()
@@ -140,7 +140,7 @@ def test_stage_killed_fails_requests_and_comes_back() -> None:
         client.start()
         wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
         server.child("engine.stage").kill()
-        client.join(10)
+        client.join(30)
         assert results[0].status_code == 503
         assert "stage 0" in results[0].json()["error"]["message"]
         assert server.get("/health").status_code == 200
@@ -188,7 +188,7 @@ def test_garbage_at_the_desk_and_data_sockets_disturbs_nobody() -> None:
                     assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
         malformed = sum(v for k, v in prefill.metrics().items() if k.startswith("headrace_malformed_frames_total"))
         assert malformed > 0
-        wait_until(lambda: settled(prefill), 10, "pools empty")
+        wait_until(lambda: settled(prefill), 30, "pools empty")
 
 
 def test_first_token_that_ends_the_request_moves_no_pages() -> None:
@@ -203,4 +203,4 @@ def test_first_token_that_ends_the_request_moves_no_pages() -> None:
         values = prefill.metrics()
         assert values["headrace_bytes_sent_total"] == 0
         for server in (prefill, decode):
-            wait_until(lambda server=server: settled(server), 10, "pools empty")
+            wait_until(lambda server=server: settled(server), 30, "pools empty")
