@@ -86,11 +86,13 @@ class Release(Order, frozen=True, kw_only=True):
 
 
 class AdmitPeer(Order, frozen=True, kw_only=True):
-    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged."""
+    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged on
+    each data connection. geometry: of its first stage; geometries: of all of them (empty: it has but one)."""
 
     session: str
     geometry: Geometry
     window_bytes: int
+    geometries: tuple[Geometry, ...] = ()
 
 
 class DropPeer(Order, frozen=True, kw_only=True):
@@ -185,7 +187,8 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
 
 
 class Acked(StageEvent, frozen=True, kw_only=True):
-    """The peer has written a chunk of this stage, checksum right. bytes: of its payload."""
+    """Every stage of the peer that takes layers of this one has written a chunk, checksum right. bytes: of its
+    payload, over all of them."""
 
     request: int
     chunk: int
@@ -213,7 +216,8 @@ class Expecting(StageEvent, frozen=True, kw_only=True):
 
 
 class Arrived(StageEvent, frozen=True, kw_only=True):
-    """Every chunk of a request from every stage of the prefill server has been written, and the metadata row."""
+    """Every chunk of a request from every stage of the prefill server that has layers of this one has been written,
+    and the metadata row."""
 
     request: int
     first: FirstToken

@@ -20,12 +20,14 @@ RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A decode peer that was welcomed. requests: live ones that leave to it, by arrival."""
+    """A decode peer that was welcomed. geometry: of its first stage; geometries: of all. requests: live ones that
+    leave to it, by arrival."""
 
     name: str
     geometry: Geometry
     window_bytes: int
     last_ack: float
+    geometries: tuple[Geometry, ...] = ()
     requests: dict[int, Request] = field(default_factory=dict)
 
 
