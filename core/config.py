@@ -19,11 +19,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages."""
+    """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages.
+    pp_layers: layers of each stage; () splits them so that stages take equal time (resolved before a stage sees it)."""
 
     page_size: int = 16
     kv_pages: int = 0
     threads: int = 0
+    pp_layers: tuple[int, ...] = ()
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +99,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage process is told at its start. endpoint: the scheduler's order socket."""
+    """What a stage process is told at its start. endpoint: the scheduler's order socket.
+
+    stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
+    behind is not taken for the new one's. stage_timeout_s: longest wait for another stage.
+    """
 
     stage: int
     endpoint: str
@@ -105,3 +111,6 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     transfer: TransferConfig
     log_level: str = "info"
+    stages: int = 1
+    epoch: int = 0
+    stage_timeout_s: float = 120.0

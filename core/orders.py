@@ -152,13 +152,15 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
-    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach."""
+    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach.
+    epoch: counts the starts of the group of stages."""
 
     geometry: Geometry
     fingerprint: str
     data_port: int
     kv_pages: int
     vocab_size: int
+    epoch: int = 0
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -274,6 +276,6 @@ StageMessage = (
 )
 
 
-def stage_identity(stage: int) -> bytes:
-    """The routing id under which a stage connects to the scheduler's order socket."""
-    return b"stage-%d" % stage
+def stage_identity(stage: int, epoch: int = 0) -> bytes:
+    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start."""
+    return b"stage-%d-%d" % (epoch, stage)

@@ -43,6 +43,7 @@ from core.orders import (
 )
 from core.ports import Port
 from core.stats import Stats
+from engine.meter import Meter
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
@@ -96,21 +97,24 @@ class StageWire(threading.Thread):
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         stage: int,
+        epoch: int,
         sender: Sender,
         receiver: Receiver,
+        meter: Meter,
         inbox: "queue.Queue[OrderMessage]",
         outbox: Outbox,
         clock: Clock,
     ) -> None:
         super().__init__(name="stage-wire", daemon=True)
         self._control = context.socket(zmq.DEALER)
-        self._control.routing_id = stage_identity(stage)
+        self._control.routing_id = stage_identity(stage, epoch)
         self._control.set_hwm(0)
         self._control.linger = 1000
         self._control.connect(endpoint)
         self._stage = stage
         self._sender = sender
         self._receiver = receiver
+        self._meter = meter
         self._ports: tuple[WirePort, ...] = (sender, receiver)
         self._inbox = inbox
         self._outbox = outbox
@@ -204,7 +208,7 @@ class StageWire(threading.Thread):
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        parts = (self._sender.statistics(), self._receiver.statistics())
+        parts = (self._sender.statistics(), self._receiver.statistics(), self._meter.statistics())
         return Stats(
             samples=tuple(sample for part in parts for sample in part.samples),
             histograms=tuple(histogram for part in parts for histogram in part.histograms),
