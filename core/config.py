@@ -102,7 +102,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage process is told at its start. endpoint: the scheduler's order socket.
 
     stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
-    behind is not taken for the new one's. stage_timeout_s: longest wait for another stage.
+    behind is not taken for the new one's. rendezvous: HOST:PORT where the stages of one start meet ("": as the
+    environment says). stage_timeout_s: longest wait for another stage.
     """
 
     stage: int
@@ -113,4 +114,5 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     stages: int = 1
     epoch: int = 0
+    rendezvous: str = ""
     stage_timeout_s: float = 120.0

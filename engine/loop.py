@@ -14,10 +14,12 @@ Receives of all plans that have come in are posted before the wait and before th
 the next plan travel while this one is computed. Nobody waits for a send.
 """
 
+import contextlib
 import queue
+import time
 from collections import deque
 
-from core.orders import Forward, OrderMessage, PlanDone, PromptLogprobs, Release, Sampled
+from core.orders import Forward, Halt, OrderMessage, PlanDone, PromptLogprobs, Release, Sampled
 from engine.meter import Meter
 from engine.pipeline import PipelineLinks
 from engine.runner import Runner
@@ -55,6 +57,15 @@ class StageLoop:
                 case _:
                     self._links.close()
                     return
+
+    def halts_within(self, timeout_s: float) -> bool:
+        """After a failure: drop what is left to do, and see whether a Halt is among it or comes in this time."""
+        deadline = time.monotonic() + timeout_s
+        halted = any(isinstance(order, Halt) for order in self._ahead)
+        while not halted and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                halted = isinstance(self._inbox.get(timeout=left), Halt)
+        return halted
 
     def _next(self) -> OrderMessage:
         if not self._ahead:

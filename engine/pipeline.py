@@ -10,6 +10,7 @@ queue behind hidden states; its result is waited for only when a later plan feed
 later). A plan whose rows feed no later one causes no broadcast.
 """
 
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.TCPStore, but typed here only
 
 from core.orders import Forward, Row, Sampled
 from engine.runner import Hidden
@@ -41,15 +43,29 @@ class LinkBroken(Exception):
     """A neighbour is gone. The group cannot go on, and all of it is started again."""
 
 
-def join_group(stage: int, stages: int, device: torch.device, timeout_s: float) -> None:
-    """Meet the other stages where the environment says (MASTER_ADDR, MASTER_PORT). Raises LinkBroken."""
+def join_group(stage: int, stages: int, device: torch.device, rendezvous: str, timeout_s: float) -> None:
+    """Meet the other stages at HOST:PORT, which stage 0 opens on that address alone; "" takes what the environment
+    says (MASTER_ADDR, MASTER_PORT). Raises LinkBroken when they do not come together."""
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            backend, init_method="env://", rank=stage, world_size=stages, timeout=timedelta(seconds=timeout_s)
-        )
-    except RuntimeError as error:
+        store = _store(rendezvous, stage, stages, timeout) if rendezvous else None
+        where = None if rendezvous else "env://"
+        dist.init_process_group(backend, init_method=where, store=store, rank=stage, world_size=stages, timeout=timeout)
+    except (RuntimeError, OSError) as error:
         raise LinkBroken(f"the stages did not find together: {error}") from error
+
+
+def _store(rendezvous: str, stage: int, stages: int, timeout: timedelta) -> TCPStore:
+    """Left to itself, a TCPStore listens on every interface: it is given a socket that does not."""
+    host, _, port = rendezvous.rpartition(":")
+    if stage:
+        return TCPStore(host, int(port), stages, timeout=timeout)
+    listener = socket.create_server((host, int(port)))
+    return TCPStore(
+        host, int(port), stages, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 class PipelineLinks:

@@ -6,7 +6,7 @@ The main thread computes (engine/loop.py); the I/O thread (engine/wire.py) owns 
 import logging
 import queue
 import sys
-import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,8 +20,10 @@ from core.process import die_with_parent
 from engine.layers import ranges
 from engine.loop import StageLoop
 from engine.meter import Meter
+from engine.model.standin import is_stand_in
 from engine.pipeline import LinkBroken, PipelineLinks, join_group
 from engine.runner import ModelRunner, Runner
+from engine.standin import StandInRunner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
 from transfer.receiver import Receiver
 from transfer.sender import Sender
@@ -34,7 +36,8 @@ LAST_WORDS_S = 2.0  # for whoever ends a broken group, before a stage complains 
 def run(config: StageConfig) -> int:
     """Load, announce readiness, compute. Returns the exit status."""
     if config.stages > 1:
-        join_group(config.stage, config.stages, torch.device(config.model.device), config.stage_timeout_s)
+        device = torch.device(config.model.device)
+        join_group(config.stage, config.stages, device, config.rendezvous, config.stage_timeout_s)
     runner = _runner(config)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,7 +72,7 @@ def run(config: StageConfig) -> int:
         )
     )
     wire.start()
-    status = _compute(StageLoop(config.stage, runner, links, meter, inbox, outbox), config.stage, inbox, outbox)
+    status = _compute(StageLoop(config.stage, runner, links, meter, inbox, outbox), config.stage, outbox)
     wire.join(timeout=5)
     outbox.close_writer()
     return status
@@ -78,18 +81,19 @@ def run(config: StageConfig) -> int:
 def _runner(config: StageConfig) -> Runner:
     """With the layers of this stage, warmed up."""
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
-    runner = ModelRunner(config.model, config.engine, layer_range=layers)
+    make: Callable[..., Runner] = StandInRunner if is_stand_in(config.model.model) else ModelRunner
+    runner = make(config.model, config.engine, layer_range=layers)
     runner.warm_up()
     return runner
 
 
-def _compute(loop: StageLoop, stage: int, inbox: "queue.Queue[OrderMessage]", outbox: Outbox) -> int:
+def _compute(loop: StageLoop, stage: int, outbox: Outbox) -> int:
     """Run the loop to its end, and say why when that is no Halt. Returns the exit status."""
     try:
         loop.run()
         return 0
     except LinkBroken as error:
-        if _halted(inbox):
+        if loop.halts_within(LAST_WORDS_S):  # whoever watches the group knows better which stage was the first
             return 0
         log.error("stage %d: a link to another stage has broken: %s", stage, error)
         outbox.post(StageFailed(stage=stage, message=f"a link to another stage has broken: {error}"))
@@ -98,18 +102,6 @@ def _compute(loop: StageLoop, stage: int, inbox: "queue.Queue[OrderMessage]", ou
         outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
     outbox.post(Halt(seq=0))
     return 1
-
-
-def _halted(inbox: "queue.Queue[OrderMessage]") -> bool:
-    """Whether a broken link is part of an end that comes anyway: whoever watches sees which stage was the first."""
-    deadline = time.monotonic() + LAST_WORDS_S
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            if isinstance(inbox.get(timeout=left), Halt):
-                return True
-        except queue.Empty:
-            break
-    return False
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ The thread owns every socket of the stage. The compute thread owns the model and
 queues. A Send is held here until the Forward that computes its pages is done, and goes out while the next one runs.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -63,14 +64,17 @@ class Outbox:
         self._items: queue.Queue[StageMessage | Halt] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
         self.reader = context.socket(zmq.PAIR)  # the I/O thread's
+        self.reader.set_hwm(0)  # the queue is what is bounded
         self.reader.bind(endpoint)
         self._writer = context.socket(zmq.PAIR)  # the compute thread's
+        self._writer.set_hwm(0)
         self._writer.connect(endpoint)
 
     def post(self, item: StageMessage | Halt) -> None:
         """Compute thread only."""
         self._items.put_nowait(item)
-        self._writer.send(b"")
+        with contextlib.suppress(zmq.Again):  # the I/O thread has ended, and nobody listens any more
+            self._writer.send(b"", zmq.NOBLOCK)
 
     def drain(self) -> list[StageMessage | Halt]:
         """I/O thread only. One wake-up frame is taken per item, so none is left behind."""

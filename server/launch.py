@@ -137,21 +137,22 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
     """The stages of one start of the group, which meet at a port of their own."""
     stages = config.scheduler.stages
-    rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(stages)}
+    rendezvous = f"{LOOPBACK}:{free_port()}"
+    environment = {"WORLD_SIZE": str(stages)}
     if sys.platform == "linux":
-        rendezvous["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
     return [
         Child(
             "engine.stage",
-            _stage(config, stage_endpoint, stage, epoch),
+            _stage(config, stage_endpoint, rendezvous, stage, epoch),
             threads=config.engine.threads,
-            environment={**rendezvous, "RANK": str(stage)} if stages > 1 else {},
+            environment={**environment, "RANK": str(stage)} if stages > 1 else {},
         )
         for stage in range(stages)
     ]
 
 
-def _stage(config: Config, endpoint: str, stage: int, epoch: int) -> StageConfig:
+def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
     transfer, model = config.transfer, config.model
     stages = config.scheduler.stages
     if transfer.data_port:
@@ -162,6 +163,7 @@ def _stage(config: Config, endpoint: str, stage: int, epoch: int) -> StageConfig
         stage=stage,
         stages=stages,
         epoch=epoch,
+        rendezvous=rendezvous,
         endpoint=endpoint,
         model=model,
         engine=config.engine,
