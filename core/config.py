@@ -31,8 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and deadlines of the scheduler. Deadlines measure the silence of somebody, in seconds.
 
-    chunk_tokens: token budget of one plan. max_running: rows in one plan. metadata_rows: requests that may hold a
-    metadata row at once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
+    chunk_tokens: token budget of one plan. chunking "dynamic": chunks shrink as the prefix grows, so that all plans
+    take about the same time. max_running: rows in one plan. metadata_rows: requests that may hold a metadata row at
+    once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
     not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
     transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
     """
@@ -44,6 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: int = 1
     pipeline_depth: int = 1
     chunk_tokens: int = 512
+    chunking: Literal["fixed", "dynamic"] = "fixed"
     max_running: int = 64
     metadata_rows: int = 256
     max_queued_tokens: int = 262144

@@ -153,7 +153,8 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
     """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach.
-    epoch: counts the starts of the group of stages."""
+    epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens take
+    here, where they were measured."""
 
     geometry: Geometry
     fingerprint: str
@@ -161,6 +162,7 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     kv_pages: int
     vocab_size: int
     epoch: int = 0
+    cost: tuple[float, float, float] | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -46,6 +46,8 @@ class Stages:
         sizes = [stage.kv_pages for stage in self._up.values()]
         state.new_cache(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
         state.vocab_size = state.config.vocab_size or min(stage.vocab_size for stage in self._up.values())
+        costs = [stage.cost for stage in self._up.values() if stage.cost is not None]
+        state.costs = tuple(costs) if state.config.chunking == "dynamic" else ()
         state.ready = True
         self.announce("draining" if state.draining else "")
         return True

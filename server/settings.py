@@ -101,6 +101,14 @@ SETTINGS: tuple[Setting, ...] = (
         "layers of each stage, such as 8,8,7,7 (default: so that stages take equal time)",
     ),
     Setting("chunk-tokens", "scheduler", "chunk_tokens", "integer", "token budget of one forward pass", low=1),
+    Setting(
+        "chunking",
+        "scheduler",
+        "chunking",
+        "choice",
+        "fixed: chunks of one length; dynamic: shorter as the prompt goes on, so that all take the same time",
+        choices=("fixed", "dynamic"),
+    ),
     Setting("max-running", "scheduler", "max_running", "integer", "requests in one forward pass", low=1),
     Setting(
         "pipeline-depth",
