@@ -19,18 +19,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages."""
+    """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages.
+    pp_layers: layers of each stage; () splits them so that stages take equal time (resolved before a stage sees it)."""
 
     page_size: int = 16
     kv_pages: int = 0
     threads: int = 0
+    pp_layers: tuple[int, ...] = ()
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and deadlines of the scheduler. Deadlines measure the silence of somebody, in seconds.
 
-    chunk_tokens: token budget of one plan. max_running: rows in one plan. metadata_rows: requests that may hold a
-    metadata row at once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
+    chunk_tokens: token budget of one plan. chunking "dynamic": chunks shrink as the prefix grows, so that all plans
+    take about the same time. max_running: rows in one plan. metadata_rows: requests that may hold a metadata row at
+    once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
     not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
     transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
     """
@@ -42,6 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: int = 1
     pipeline_depth: int = 1
     chunk_tokens: int = 512
+    chunking: Literal["fixed", "dynamic"] = "fixed"
     max_running: int = 64
     metadata_rows: int = 256
     max_queued_tokens: int = 262144
@@ -97,7 +101,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage process is told at its start. endpoint: the scheduler's order socket."""
+    """What a stage process is told at its start. endpoint: the scheduler's order socket.
+
+    stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
+    behind is not taken for the new one's. rendezvous: HOST:PORT where the stages of one start meet ("": as the
+    environment says). stage_timeout_s: longest wait for another stage.
+    """
 
     stage: int
     endpoint: str
@@ -105,3 +114,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     transfer: TransferConfig
     log_level: str = "info"
+    stages: int = 1
+    epoch: int = 0
+    rendezvous: str = ""
+    stage_timeout_s: float = 120.0

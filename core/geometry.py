@@ -18,6 +18,11 @@ class Geometry(msgspec.Struct, frozen=True):
     head_start: int = 0
 
     @property
+    def layer_end(self) -> int:
+        """The layer after the last one."""
+        return self.layer_start + self.layers
+
+    @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
 

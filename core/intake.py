@@ -86,6 +86,14 @@ class EngineState(Output, frozen=True, kw_only=True):
     fingerprint: str = ""
 
 
+class StageDown(Output, frozen=True, kw_only=True):
+    """A stage has failed or fell silent: its group, whose start was the epoch-th, is of no use any more."""
+
+    stage: int
+    message: str
+    epoch: int
+
+
 class PrefillState(Output, frozen=True, kw_only=True):
     """A prefill server's desk was reached, refused us, or fell silent."""
 
@@ -147,4 +155,6 @@ class StatsReply(Output, frozen=True, kw_only=True):
 
 
 IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StageLost | Shutdown
-OutputMessage = EngineState | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply
+OutputMessage = (
+    EngineState | StageDown | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply
+)

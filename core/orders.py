@@ -86,11 +86,13 @@ class Release(Order, frozen=True, kw_only=True):
 
 
 class AdmitPeer(Order, frozen=True, kw_only=True):
-    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged."""
+    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged on
+    each data connection. geometry: of its first stage; geometries: of all of them (empty: it has but one)."""
 
     session: str
     geometry: Geometry
     window_bytes: int
+    geometries: tuple[Geometry, ...] = ()
 
 
 class DropPeer(Order, frozen=True, kw_only=True):
@@ -150,13 +152,17 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
-    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach."""
+    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach.
+    epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens take
+    here, where they were measured."""
 
     geometry: Geometry
     fingerprint: str
     data_port: int
     kv_pages: int
     vocab_size: int
+    epoch: int = 0
+    cost: tuple[float, float, float] | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -185,7 +191,8 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
 
 
 class Acked(StageEvent, frozen=True, kw_only=True):
-    """The peer has written a chunk of this stage, checksum right. bytes: of its payload."""
+    """Every stage of the peer that takes layers of this one has written a chunk, checksum right. bytes: of its
+    payload, over all of them."""
 
     request: int
     chunk: int
@@ -213,7 +220,8 @@ class Expecting(StageEvent, frozen=True, kw_only=True):
 
 
 class Arrived(StageEvent, frozen=True, kw_only=True):
-    """Every chunk of a request from every stage of the prefill server has been written, and the metadata row."""
+    """Every chunk of a request from every stage of the prefill server that has layers of this one has been written,
+    and the metadata row."""
 
     request: int
     first: FirstToken
@@ -270,6 +278,6 @@ StageMessage = (
 )
 
 
-def stage_identity(stage: int) -> bytes:
-    """The routing id under which a stage connects to the scheduler's order socket."""
-    return b"stage-%d" % stage
+def stage_identity(stage: int, epoch: int = 0) -> bytes:
+    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start."""
+    return b"stage-%d-%d" % (epoch, stage)

@@ -16,12 +16,14 @@ class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
-    """Desk: a decode peer was welcomed. name is what it calls itself, for logs."""
+    """Desk: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first stage;
+    geometries: of all of them (empty: it has but one)."""
 
     session: str
     name: str
     geometry: Geometry
     window_bytes: int
+    geometries: tuple[Geometry, ...] = ()
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):

@@ -10,123 +10,167 @@ queue behind hidden states; its result is waited for only when a later plan feed
 later). A plan whose rows feed no later one causes no broadcast.
 """
 
+import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.TCPStore, but typed here only
 
-from core.orders import Row, Sampled
+from core.orders import Forward, Row, Sampled
+from engine.runner import Hidden
+
+RELEASED = -1
+TAGS = 1 << 31
 
 
 class _Posted(NamedTuple):
-    seq: int
     tensor: torch.Tensor
     work: dist.Work
 
 
 class _PendingTokens(NamedTuple):
-    requests: tuple[int, ...]
+    requests: list[int]  # RELEASED in the place of those that are
     tokens: torch.Tensor  # [feeding rows] int64
     work: dist.Work
 
 
-class PipelineLinks:
-    """One stage's ends of the links. Used by the compute thread alone.
+class LinkBroken(Exception):
+    """A neighbour is gone. The group cannot go on, and all of it is started again."""
 
-    hidden_size: elements per token position. Raises RuntimeError from any call when a neighbour is gone; a group
-    that lost a member cannot go on, and all of it is started again.
+
+def join_group(stage: int, stages: int, device: torch.device, rendezvous: str, timeout_s: float) -> None:
+    """Meet the other stages at HOST:PORT, which stage 0 opens on that address alone; "" takes what the environment
+    says (MASTER_ADDR, MASTER_PORT). Raises LinkBroken when they do not come together."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = _store(rendezvous, stage, stages, timeout) if rendezvous else None
+        where = None if rendezvous else "env://"
+        dist.init_process_group(backend, init_method=where, store=store, rank=stage, world_size=stages, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        raise LinkBroken(f"the stages did not find together: {error}") from error
+
+
+def _store(rendezvous: str, stage: int, stages: int, timeout: timedelta) -> TCPStore:
+    """Left to itself, a TCPStore listens on every interface: it is given a socket that does not."""
+    host, _, port = rendezvous.rpartition(":")
+    if stage:
+        return TCPStore(host, int(port), stages, timeout=timeout)
+    listener = socket.create_server((host, int(port)))
+    return TCPStore(
+        host, int(port), stages, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+class PipelineLinks:
+    """One stage's ends of the links, in a group of stages that has come together. Used by the compute thread alone.
+
+    Any call raises LinkBroken when a neighbour is gone. With a single stage there is nothing to link.
     """
 
-    def __init__(
-        self, *, stage: int, stages: int, hidden_size: int, dtype: torch.dtype, device: torch.device, timeout_s: float
-    ) -> None:
-        self.stage = stage
-        self.stages = stages
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._device = device
-        self._receives: deque[_Posted] = deque()
+    def __init__(self, stage: int, stages: int, hidden: Hidden, timeout_s: float) -> None:
+        self.first = stage == 0
+        self.last = stage == stages - 1
+        self._stage = stage
+        self._stages = stages
+        self._hidden = hidden
+        self._receives: dict[int, _Posted] = {}
         self._sends: deque[_Posted] = deque()
         self._tokens: deque[_PendingTokens] = deque()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, init_method="env://", rank=stage, world_size=stages, timeout=timeout)
-        self._token_group = dist.new_group(backend=backend, timeout=timeout)
-        self.hidden_bytes = 0
+        self._token_group: dist.ProcessGroup | None = None
+        if stages > 1:
+            with _breakable():
+                self._token_group = dist.new_group(timeout=timedelta(seconds=timeout_s))
 
-    @property
-    def first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        return self.stage == self.stages - 1
-
-    def expect(self, seq: int, rows: Sequence[Row]) -> None:
-        """Post the receive of a plan's hidden states; called once per plan, in plan order, ahead of take()."""
+    def expect(self, plan: Forward) -> None:
+        """Post the receive of a plan's hidden states; once per plan, in plan order, ahead of take()."""
         if self.first:
             return
-        hidden = torch.empty(
-            (sum(row.count for row in rows), self._hidden_size), dtype=self._dtype, device=self._device
-        )
-        work = dist.irecv(hidden, src=self.stage - 1)
-        assert work is not None  # this process is in the group
-        self._receives.append(_Posted(seq, hidden, work))
+        positions = sum(row.count for row in plan.rows)
+        hidden = torch.empty((positions, self._hidden.size), dtype=self._hidden.dtype, device=self._hidden.device)
+        with _breakable():
+            self._receives[plan.seq] = _Posted(hidden, _work(dist.irecv(hidden, self._stage - 1, tag=plan.seq % TAGS)))
 
-    def expected(self, seq: int) -> bool:
-        """Whether expect() was called for this plan."""
-        return self.first or any(posted.seq == seq for posted in self._receives)
-
-    def take(self, seq: int) -> torch.Tensor | None:
-        """Hidden states [positions, hidden_size] of a plan from the stage before; None at the first stage."""
+    def take(self, plan: Forward) -> torch.Tensor | None:
+        """Wait for a plan's hidden states [positions, hidden] from the stage before; None at the first stage."""
         if self.first:
             return None
-        posted = self._receives.popleft()
-        assert posted.seq == seq, f"plan {seq} is due, hidden states of plan {posted.seq} come next"
-        posted.work.wait()
+        posted = self._receives.pop(plan.seq)
+        with _breakable():
+            posted.work.wait()
         return posted.tensor
 
-    def pass_on(self, seq: int, hidden: torch.Tensor) -> None:
-        """Send hidden states to the next stage without waiting; the buffer is kept until they have left."""
+    def pass_on(self, plan: Forward, hidden: torch.Tensor) -> int:
+        """Send hidden states to the next stage without waiting; the buffer is kept until they have left.
+        Returns their bytes."""
         hidden = hidden.contiguous()
-        work = dist.isend(hidden, dst=self.stage + 1)
-        assert work is not None
-        self._sends.append(_Posted(seq, hidden, work))
-        self.hidden_bytes += hidden.numel() * hidden.element_size()
-        while self._sends and self._sends[0].work.is_completed():
-            self._sends.popleft()
+        with _breakable():
+            self._sends.append(_Posted(hidden, _work(dist.isend(hidden, self._stage + 1, tag=plan.seq % TAGS))))
+            while self._sends and self._sends[0].work.is_completed():
+                self._sends.popleft()
+        return hidden.numel() * hidden.element_size()
 
-    def share(self, rows: Sequence[Row], samples: Sequence[Sampled]) -> None:
+    def share(self, plan: Forward, samples: Sequence[Sampled]) -> None:
         """Take part in the broadcast of a plan's sampled tokens, without waiting for it.
 
-        The last stage gives samples (one per sampling row, in row order); the others give none.
+        The last stage gives the samples; the others give none. Rows that feed no later one take no part.
         """
-        feeding = tuple(row.request for row in rows if row.feeds)
-        if not feeding or self.stages == 1:
+        feeding = [row.request for row in plan.rows if row.feeds]
+        if not feeding or self._stages == 1:
             return
         by_request = {sample.request: sample.token for sample in samples}
-        values = [by_request[request] for request in feeding] if self.last else [0] * len(feeding)
-        tokens = torch.tensor(values, dtype=torch.int64, device=self._device)
-        work = dist.broadcast(tokens, src=self.stages - 1, group=self._token_group, async_op=True)
-        assert work is not None
-        self._tokens.append(_PendingTokens(feeding, tokens, work))
+        values = [by_request[request] if self.last else 0 for request in feeding]
+        tokens = torch.tensor(values, dtype=torch.int64, device=self._hidden.device)
+        with _breakable():
+            work = _work(dist.broadcast(tokens, src=self._stages - 1, group=self._token_group, async_op=True))
+            self._tokens.append(_PendingTokens(feeding, tokens, work))
+            while not self.first and self._tokens and self._tokens[0].work.is_completed():
+                self._tokens.popleft()  # only the first stage embeds tokens
 
-    def tokens_for(self, requests: set[int]) -> list[tuple[int, int]]:
-        """(request, token) of every broadcast up to the newest one that names any of these requests, oldest first.
+    def tokens_for(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
+        """(request, token) of every broadcast up to the newest one that these rows go on with, oldest first.
 
-        Waits only for those. Tokens of requests that were released meanwhile are the caller's to drop: request
-        numbers are never used twice, so a stale one finds no row.
+        Waits for those. Only the first stage embeds tokens, so the others get none.
         """
-        newest = max((i for i, pending in enumerate(self._tokens) if requests & set(pending.requests)), default=-1)
+        wanted = {row.request for row in rows if not row.tokens}
+        if not wanted or not self.first:
+            return []
+        newest = max((i for i, pending in enumerate(self._tokens) if wanted.intersection(pending.requests)), default=-1)
         found: list[tuple[int, int]] = []
         for _ in range(newest + 1):
             pending = self._tokens.popleft()
-            pending.work.wait()
+            with _breakable():
+                pending.work.wait()
             found.extend(zip(pending.requests, pending.tokens.tolist(), strict=True))
-        return found
+        return [(request, token) for request, token in found if request != RELEASED]
+
+    def release(self, request: int) -> None:
+        """Drop the tokens of a request that nobody will ask for. Its number is never used again."""
+        for pending in self._tokens:
+            pending.requests[:] = [RELEASED if each == request else each for each in pending.requests]
+        while self._tokens and set(self._tokens[0].requests) == {RELEASED}:
+            self._tokens.popleft()
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._stages > 1:
+            dist.destroy_process_group()
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is in the group"
+    return work
+
+
+@contextmanager
+def _breakable() -> Iterator[None]:
+    """torch.distributed raises RuntimeError, in words that differ by backend, when the other end is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LinkBroken(str(error)) from error

@@ -1,7 +1,7 @@
 """One stage's forward pass: rows of a plan in, sampled tokens and prompt logprobs out."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,8 +30,16 @@ WARM_UP_REQUEST = -1
 WARM_UP_TOKENS = 32
 
 
+class Hidden(NamedTuple):
+    """What passes from stage to stage: `size` elements of dtype per token, on this device."""
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Runner(Protocol):
-    """What a stage runs its plans on."""
+    """What a stage runs its plans on. A plan is forward(), and on the last stage sample() after it."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -41,27 +49,29 @@ class Runner(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def hidden(self) -> Hidden: ...
 
     def warm_up(self) -> None:
         """Run once before the first plan, over whatever the pool holds."""
         ...
 
-    def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:
-        """One forward pass; results in the order of the rows that asked for them."""
+    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """(request, token) sampled elsewhere, which rows without tokens go on with."""
+        ...
+
+    def forward(self, rows: Sequence[Row], hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [tokens, hidden] after this stage's layers. Those of the stage before come in; the first
+        stage is given none. KV of the rows is in the pool afterwards."""
+        ...
+
+    def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
+        """What the rows ask for, from the last stage's hidden states; in the order of the rows that asked for it."""
         ...
 
     def release(self, request: int) -> None:
         """Forget what is kept for a request; unknown ones are fine."""
         ...
-
-
-class _Batch(NamedTuple):
-    """Rows of a plan, flattened: token i is ids[i] at positions[i]; row r ends before ends[r]."""
-
-    ids: Tensor
-    positions: Tensor
-    spans: list[Span]
-    ends: list[int]
 
 
 class ModelRunner:
@@ -94,6 +104,7 @@ class ModelRunner:
         checkpoint = open_checkpoint(source, spec)
         native = has_matrix_units(dtype, device)
         self._device = device
+        self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
         self._decoder = Decoder(
             spec,
@@ -106,6 +117,7 @@ class ModelRunner:
         )
         self.fingerprint = fingerprint(spec, checkpoint)
         self.vocab_size = spec.vocab_size
+        self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device)
         self._attention = choose_attention(self.pool, native_units=native)
@@ -117,36 +129,42 @@ class ModelRunner:
         count = min(WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = arrays.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
-        self.execute([Row(WARM_UP_REQUEST, 0, count, pages, arrays.pack([0] * count), sample=greedy)])
-        self.execute([Row(WARM_UP_REQUEST, count - 1, 1, pages, sample=greedy)])
+        for row in (
+            Row(WARM_UP_REQUEST, 0, count, pages, arrays.pack([0] * count), sample=greedy),
+            Row(WARM_UP_REQUEST, count - 1, 1, pages, arrays.pack([0]), sample=greedy),
+        ):
+            incoming = None
+            if not self._first:
+                incoming = torch.zeros(row.count, self.hidden.size, dtype=self.hidden.dtype, device=self.hidden.device)
+            hidden = self.forward([row], incoming)
+            if self._last:
+                self.sample([row], hidden)
         self.release(WARM_UP_REQUEST)
 
     def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:
-        """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
-        with torch.inference_mode():
-            batch = self._batch(rows)
-            hidden = self._forward(batch)
-            return self._sample(rows, batch, hidden), self._prompt_logprobs(rows, batch, hidden)
+        """A whole forward pass, where this stage is the only one. Raises what forward() raises."""
+        return self.sample(rows, self.forward(rows))
+
+    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        self._sampled.update(tokens)
 
     def forward(self, rows: Sequence[Row], hidden: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, hidden] after this stage's layers; those of the stage before come in."""
+        """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
         with torch.inference_mode():
-            return self._forward(self._batch(rows), hidden)
+            positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
+            spans = [Span(row.start, row.count, self._page_ids(row)) for row in rows]
+            if hidden is None:
+                ids = np.concatenate([self._ids(row) for row in rows])
+                hidden = self._decoder.embed(self._place(ids.astype(np.int64)))
+            return self._decoder.forward(hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans))
+
+    def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        with torch.inference_mode():
+            return self._sample(rows, ends, hidden), self._prompt_logprobs(rows, ends, hidden)
 
     def release(self, request: int) -> None:
         self._sampled.pop(request, None)
-
-    def _forward(self, batch: _Batch, hidden: Tensor | None = None) -> Tensor:
-        if hidden is None:
-            hidden = self._decoder.embed(batch.ids)
-        return self._decoder.forward(hidden, batch.positions, self._attention.begin(batch.spans))
-
-    def _batch(self, rows: Sequence[Row]) -> _Batch:
-        ids = np.concatenate([self._ids(row) for row in rows])
-        positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-        spans = [Span(row.start, row.count, self._page_ids(row)) for row in rows]
-        ends = np.cumsum([row.count for row in rows]).tolist()
-        return _Batch(self._place(ids.astype(np.int64)), self._place(positions.astype(np.int64)), spans, ends)
 
     def _ids(self, row: Row) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         if not row.tokens:
@@ -169,8 +187,8 @@ class ModelRunner:
     def _place(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _sample(self, rows: Sequence[Row], batch: _Batch, hidden: Tensor) -> list[Sampled]:
-        asked = [(row, end, row.sample) for row, end in zip(rows, batch.ends, strict=True) if row.sample is not None]
+    def _sample(self, rows: Sequence[Row], ends: list[int], hidden: Tensor) -> list[Sampled]:
+        asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         if not asked:
             return []
         logits = self._decoder.logits(hidden[[end - 1 for _, end, _ in asked]])
@@ -182,9 +200,9 @@ class ModelRunner:
         logprobs = _wanted_logprobs(logits, tokens, [params.logprobs for _, _, params in asked])
         return [Sampled(*entry) for entry in zip(requests, tokens, logprobs, strict=True)]
 
-    def _prompt_logprobs(self, rows: Sequence[Row], batch: _Batch, hidden: Tensor) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, rows: Sequence[Row], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
         results = []
-        for row, end in zip(rows, batch.ends, strict=True):
+        for row, end in zip(rows, ends, strict=True):
             if row.prompt_logprobs is None:
                 continue
             targets = arrays.unpack(row.tokens)[1:].tolist()

@@ -1,63 +1,49 @@
 """A stage process: `python -m engine.stage`, configuration as JSON on standard input.
 
-The main thread computes; the I/O thread (engine/wire.py) owns the sockets.
-
-    inbox ──► Forward: run the model, report PlanDone
-              Release: forget the request
-              Halt:    end
+The main thread computes (engine/loop.py); the I/O thread (engine/wire.py) owns the sockets.
 """
 
 import logging
 import queue
 import sys
-import time
+from collections.abc import Callable
 
 import msgspec
+import torch
 import zmq
 
 from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
-from core.orders import Forward, Halt, OrderMessage, PlanDone, Release, StageFailed, StageReady
+from core.orders import Halt, OrderMessage, StageFailed, StageReady
 from core.process import die_with_parent
+from engine.layers import ranges
+from engine.loop import StageLoop
+from engine.meter import Meter
+from engine.model.standin import is_stand_in
+from engine.pipeline import LinkBroken, PipelineLinks, join_group
 from engine.runner import ModelRunner, Runner
+from engine.standin import StandInRunner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
-
-def compute(runner: Runner, stage: int, inbox: "queue.Queue[OrderMessage]", outbox: Outbox) -> None:
-    """Execute the stream until Halt."""
-    while True:
-        order = inbox.get()
-        match order:
-            case Forward():
-                started = time.perf_counter()
-                samples, prompt_logprobs = runner.execute(order.rows)
-                outbox.post(
-                    PlanDone(
-                        stage=stage,
-                        seq=order.seq,
-                        duration_s=time.perf_counter() - started,
-                        samples=tuple(samples),
-                        prompt_logprobs=tuple(prompt_logprobs),
-                    )
-                )
-            case Release():
-                runner.release(order.request)
-            case _:
-                return
+LAST_WORDS_S = 2.0  # for whoever ends a broken group, before a stage complains of it
 
 
 def run(config: StageConfig) -> int:
     """Load, announce readiness, compute. Returns the exit status."""
-    runner = ModelRunner(config.model, config.engine)
-    runner.warm_up()
+    if config.stages > 1:
+        device = torch.device(config.model.device)
+        join_group(config.stage, config.stages, device, config.rendezvous, config.stage_timeout_s)
+    runner = _runner(config)
+    links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
     outbox = Outbox(context)
+    meter = Meter(config.stage)
     sender = Sender(config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context)
     receiver = Receiver(
         config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context
@@ -66,8 +52,10 @@ def run(config: StageConfig) -> int:
         context=context,
         endpoint=config.endpoint,
         stage=config.stage,
+        epoch=config.epoch,
         sender=sender,
         receiver=receiver,
+        meter=meter,
         inbox=inbox,
         outbox=outbox,
         clock=SystemClock(),
@@ -80,20 +68,40 @@ def run(config: StageConfig) -> int:
             data_port=sender.port,
             kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,
+            epoch=config.epoch,
         )
     )
     wire.start()
-    status = 0
-    try:
-        compute(runner, config.stage, inbox, outbox)
-    except Exception as error:
-        log.exception("stage %d cannot go on", config.stage)
-        outbox.post(StageFailed(stage=config.stage, message=f"{type(error).__name__}: {error}"))
-        outbox.post(Halt(seq=0))
-        status = 1
+    status = _compute(StageLoop(config.stage, runner, links, meter, inbox, outbox), config.stage, outbox)
     wire.join(timeout=5)
     outbox.close_writer()
     return status
+
+
+def _runner(config: StageConfig) -> Runner:
+    """With the layers of this stage, warmed up."""
+    layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
+    make: Callable[..., Runner] = StandInRunner if is_stand_in(config.model.model) else ModelRunner
+    runner = make(config.model, config.engine, layer_range=layers)
+    runner.warm_up()
+    return runner
+
+
+def _compute(loop: StageLoop, stage: int, outbox: Outbox) -> int:
+    """Run the loop to its end, and say why when that is no Halt. Returns the exit status."""
+    try:
+        loop.run()
+        return 0
+    except LinkBroken as error:
+        if loop.halts_within(LAST_WORDS_S):  # whoever watches the group knows better which stage was the first
+            return 0
+        log.error("stage %d: a link to another stage has broken: %s", stage, error)
+        outbox.post(StageFailed(stage=stage, message=f"a link to another stage has broken: {error}"))
+    except Exception as error:
+        log.exception("stage %d cannot go on", stage)
+        outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
+    outbox.post(Halt(seq=0))
+    return 1
 
 
 def main() -> int:
@@ -104,6 +112,9 @@ def main() -> int:
     )
     try:
         return run(config)
+    except LinkBroken as error:
+        log.error("%s", error)
+        return 1
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ The thread owns every socket of the stage. The compute thread owns the model and
 queues. A Send is held here until the Forward that computes its pages is done, and goes out while the next one runs.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -43,6 +44,7 @@ from core.orders import (
 )
 from core.ports import Port
 from core.stats import Stats
+from engine.meter import Meter
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
@@ -62,14 +64,17 @@ class Outbox:
         self._items: queue.Queue[StageMessage | Halt] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
         self.reader = context.socket(zmq.PAIR)  # the I/O thread's
+        self.reader.set_hwm(0)  # the queue is what is bounded
         self.reader.bind(endpoint)
         self._writer = context.socket(zmq.PAIR)  # the compute thread's
+        self._writer.set_hwm(0)
         self._writer.connect(endpoint)
 
     def post(self, item: StageMessage | Halt) -> None:
         """Compute thread only."""
         self._items.put_nowait(item)
-        self._writer.send(b"")
+        with contextlib.suppress(zmq.Again):  # the I/O thread has ended, and nobody listens any more
+            self._writer.send(b"", zmq.NOBLOCK)
 
     def drain(self) -> list[StageMessage | Halt]:
         """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
@@ -96,21 +101,24 @@ class StageWire(threading.Thread):
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         stage: int,
+        epoch: int,
         sender: Sender,
         receiver: Receiver,
+        meter: Meter,
         inbox: "queue.Queue[OrderMessage]",
         outbox: Outbox,
         clock: Clock,
     ) -> None:
         super().__init__(name="stage-wire", daemon=True)
         self._control = context.socket(zmq.DEALER)
-        self._control.routing_id = stage_identity(stage)
+        self._control.routing_id = stage_identity(stage, epoch)
         self._control.set_hwm(0)
         self._control.linger = 1000
         self._control.connect(endpoint)
         self._stage = stage
         self._sender = sender
         self._receiver = receiver
+        self._meter = meter
         self._ports: tuple[WirePort, ...] = (sender, receiver)
         self._inbox = inbox
         self._outbox = outbox
@@ -204,7 +212,7 @@ class StageWire(threading.Thread):
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        parts = (self._sender.statistics(), self._receiver.statistics())
+        parts = (self._sender.statistics(), self._receiver.statistics(), self._meter.statistics())
         return Stats(
             samples=tuple(sample for part in parts for sample in part.samples),
             histograms=tuple(histogram for part in parts for histogram in part.histograms),

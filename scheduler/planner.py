@@ -6,6 +6,7 @@ budget (chunk_tokens)  ├ decode rows, 1 each ┤ running prefills, in order �
 from core.arrays import pack
 from core.orders import Forward, Row
 from core.stats import TOKENS
+from scheduler.chunking import chunk_length
 from scheduler.deadlines import Timer
 from scheduler.fetch import Fetch
 from scheduler.generate import Generate
@@ -125,10 +126,14 @@ class Planner:
         return True
 
     def _chunk(self, draft: Draft, request: Request) -> None:
-        """The next chunk of a prefill, as large as the budget allows."""
-        state = self._state
-        count = min(draft.budget, request.target - request.planned)
+        """The next chunk of a prefill, as large as the budget allows. One that is short because it takes long, after a
+        long prefix, uses the budget up like a full one."""
+        state, config = self._state, self._state.config
         start = request.planned
+        length = chunk_length(state.costs, start, config.chunk_tokens, config.page_size)
+        full = max(1, draft.budget * length // config.chunk_tokens)
+        count = min(full, request.target - start)
+        draft.budget -= draft.budget * count // full - count
         state.unplanned -= count
         self._add(draft, request, count, request.packed(start, start + count))
         if request.planned < request.target:

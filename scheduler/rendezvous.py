@@ -19,7 +19,7 @@ class Rendezvous:
         self._endings = endings
 
     def joined(self, event: PeerJoined, now: float) -> None:
-        peer = Peer(event.name, event.geometry, event.window_bytes, now)
+        peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries)
         self._state.peers[event.session] = peer
         if self._state.ready:
             self._admit(event.session, peer)
@@ -157,7 +157,15 @@ class Rendezvous:
 
     def _admit(self, session: str, peer: Peer) -> None:
         out = self._state.out
-        out.add(AdmitPeer(seq=out.next_seq(), session=session, geometry=peer.geometry, window_bytes=peer.window_bytes))
+        out.add(
+            AdmitPeer(
+                seq=out.next_seq(),
+                session=session,
+                geometry=peer.geometry,
+                window_bytes=peer.window_bytes,
+                geometries=peer.geometries,
+            )
+        )
 
     def _fail_early(self, early: PeerReserved, error: ErrorInfo) -> None:
         """The ticket has failed for this peer, for good: a later use needs a later generation."""

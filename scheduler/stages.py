@@ -1,7 +1,7 @@
 """The engine as the scheduler sees it: stages that come up, plans that come back, a watchdog for those that do not."""
 
 from core.errors import STAGE_FAILED, ErrorInfo
-from core.intake import EngineState
+from core.intake import EngineState, StageDown
 from core.orders import PlanDone, StageReady
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
@@ -11,20 +11,30 @@ from scheduler.state import State
 
 
 class Stages:
-    """Ready when every stage is. A stage that fails takes the whole engine with it: all stages have to come up anew."""
+    """Ready when every stage is. A stage that fails takes the whole engine with it: all stages have to come up anew.
+
+    Every start of the group has its epoch, so that stages of different starts are never taken for one engine.
+    """
 
     def __init__(self, state: State, endings: Endings, generate: Generate) -> None:
         self._state = state
         self._endings = endings
         self._generate = generate
         self._up: dict[int, StageReady] = {}
+        self._epoch = 0
         self._told = EngineState(ready=False)
 
     def ready(self, event: StageReady, now: float) -> bool:
         """A stage is up; True when it was the last one."""
         state = self._state
+        if event.epoch < self._epoch:
+            state.drop("old_stage")
+            return False
         if state.ready:  # it has restarted on its own, and its pool is empty
             self.failed(event.stage, f"stage {event.stage} has restarted", now)
+        if event.epoch > self._epoch:
+            self._epoch = event.epoch
+            self._up.clear()
         page_size = event.geometry.page_size
         if event.stage not in state.stages or page_size != state.config.page_size:
             expected = f"{state.config.stages} stages with pages of {state.config.page_size} tokens"
@@ -36,6 +46,8 @@ class Stages:
         sizes = [stage.kv_pages for stage in self._up.values()]
         state.new_cache(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
         state.vocab_size = state.config.vocab_size or min(stage.vocab_size for stage in self._up.values())
+        costs = [stage.cost for stage in self._up.values() if stage.cost is not None]
+        state.costs = tuple(costs) if state.config.chunking == "dynamic" else ()
         state.ready = True
         self.announce("draining" if state.draining else "")
         return True
@@ -79,6 +91,7 @@ class Stages:
         error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
         self.stop(error, now)
         self.announce(error.message)
+        self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch))
 
     def stop(self, error: ErrorInfo, now: float) -> None:
         """End every request with this error, without waiting for the stages."""

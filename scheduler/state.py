@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.stats import Counters, Histograms
+from scheduler.chunking import Cost
 from scheduler.deadlines import Deadlines
 from scheduler.events import Outbox
 from scheduler.lease import KvCache
@@ -20,12 +21,14 @@ RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A decode peer that was welcomed. requests: live ones that leave to it, by arrival."""
+    """A decode peer that was welcomed. geometry: of its first stage; geometries: of all. requests: live ones that
+    leave to it, by arrival."""
 
     name: str
     geometry: Geometry
     window_bytes: int
     last_ack: float
+    geometries: tuple[Geometry, ...] = ()
     requests: dict[int, Request] = field(default_factory=dict)
 
 
@@ -87,7 +90,8 @@ class State:
     The queues, by arrival number: rowless (BOOTSTRAP, its peer has come, no metadata row yet), waiting (WAITING),
     prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
     in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
-    unplanned: prompt tokens admitted and not yet planned. ready: every stage is up.
+    unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
+    stage; empty when chunks are to have one length.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -98,6 +102,7 @@ class State:
         self.histograms = Histograms()
         self.rate = PlanRate()
         self.ready = False
+        self.costs: tuple[Cost, ...] = ()
         self.draining = False
         self.vocab_size = config.vocab_size
         self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache)

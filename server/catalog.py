@@ -26,6 +26,18 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec("expected_requests", "gauge", "Requests whose KV is expected by wire."),
 )
 
+STAGES: tuple[MetricSpec, ...] = (
+    MetricSpec("stage_busy_seconds_total", "counter", "Time a stage spent computing.", ("stage",)),
+    MetricSpec(
+        "stage_waiting_seconds_total",
+        "counter",
+        "Time a stage waited for another one's hidden states or tokens.",
+        ("stage",),
+    ),
+    MetricSpec("stage_idle_seconds_total", "counter", "Time a stage had no plan.", ("stage",)),
+    MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states passed on to the next stage.", ("stage",)),
+)
+
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; what this server is.", ("version", "role", "model")),
     MetricSpec("ready", "gauge", "1 while the server would serve a request."),
@@ -37,4 +49,4 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("open_requests", "gauge", "Requests between submission and their end."),
 )
 
-CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *TRANSFER, *FRONT)
+CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *FRONT)

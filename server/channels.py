@@ -90,7 +90,8 @@ class StageChannel:
     """ROUTER socket to the stage processes: every order to every stage, and a heartbeat.
 
     A stage that has said nothing for silence_s is reported as StageFailed; its compute thread may be busy for much
-    longer, since the heartbeat is answered by the stage's I/O thread.
+    longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
+    next epoch in their names; once one of a group has been heard, its predecessors are not listened to any more.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class StageChannel:
         self._socket.router_handover = True  # a restarted stage takes its predecessor's place
         self._socket.bind(endpoint)
         self._stages = stages
+        self._epoch = 0
         self._beat_s = beat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
@@ -119,10 +121,14 @@ class StageChannel:
         events: list[StageMessage] = []
         for _ in range(BATCH):
             try:
-                _identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             event = self._in.decode(frame)
+            if isinstance(event, StageReady) and event.epoch > self._epoch:
+                self._begin(event.epoch)
+            if identity != stage_identity(event.stage, self._epoch):
+                continue  # of a group that has ended
             self._note(event, now)
             if not isinstance(event, StageBeat):
                 events.append(event)
@@ -157,6 +163,13 @@ class StageChannel:
     def close(self) -> None:
         self._socket.close()
 
+    def _begin(self, epoch: int) -> None:
+        """A new group of stages is coming up."""
+        self._epoch = epoch
+        self._ready.clear()
+        self._heard.clear()
+        self._stats.clear()
+
     def _note(self, event: StageMessage, now: float) -> None:
         if isinstance(event, StageReady):
             self._ready[event.stage] = event
@@ -173,7 +186,7 @@ class StageChannel:
         if stage not in self._heard:
             return ()
         try:
-            self._socket.send_multipart((stage_identity(stage), frame), zmq.NOBLOCK)
+            self._socket.send_multipart((stage_identity(stage, self._epoch), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if isinstance(command, Halt):
                 return ()

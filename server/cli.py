@@ -95,7 +95,10 @@ def _check(given: argparse.Namespace) -> int:
 
     resolved = resolve(config)
     print(to_toml(resolved.config), end="")
-    print(f"\n# memory: {resolved.memory.explanation}")
+    print()
+    for stage, memory in enumerate(resolved.memory):
+        where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
+        print(f"# memory{where}: {memory.explanation}")
     return 0
 
 

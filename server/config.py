@@ -54,6 +54,7 @@ _METAVARS: dict[Kind, str] = {
     "size": "BYTES",
     "number": "SECONDS",
     "list": "TEXT",
+    "integers": "N,N,...",
 }
 
 
@@ -135,6 +136,7 @@ def _expected(setting: Setting) -> str:
         "number": "a number of seconds",
         "switch": "true or false",
         "list": "a text or a list of texts",
+        "integers": "whole numbers separated by commas",
         "choice": "a text",
     }[setting.kind]
     if setting.low is not None and setting.high is not None:
@@ -186,6 +188,14 @@ def _list(given: object) -> tuple[str, ...]:
     return tuple(_text(item) for item in given)
 
 
+def _integers(given: object) -> tuple[int, ...]:
+    if isinstance(given, str):
+        given = given.split(",")
+    if not isinstance(given, list | tuple):
+        raise ValueError(given)
+    return tuple(_integer(item) for item in given)
+
+
 _PARSERS: dict[Kind, Callable[[object], Any]] = {
     "text": _text,
     "choice": _text,
@@ -194,6 +204,7 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
     "size": _size,
     "switch": _switch,
     "list": _list,
+    "integers": _integers,
 }
 
 

@@ -13,6 +13,7 @@ def check(config: Config) -> None:
     _check_binds(config)
     _check_ports(config)
     _check_engine(config)
+    _check_stages(config)
 
 
 def is_loopback(host: str) -> bool:
@@ -74,10 +75,11 @@ def _check_binds(config: Config) -> None:
 
 
 def _check_ports(config: Config) -> None:
+    data_port, stages = config.transfer.data_port, config.scheduler.stages
     ports = (
         ("port", config.server.port),
         ("desk-port", config.transfer.desk_port),
-        ("data-port", config.transfer.data_port),
+        *(("data-port", data_port + stage) for stage in range(stages if data_port else 0)),
     )
     for index, (key, port) in enumerate(ports):
         for other, other_port in ports[:index]:
@@ -94,3 +96,14 @@ def _check_engine(config: Config) -> None:
         )
     if model.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
+
+
+def _check_stages(config: Config) -> None:
+    stages, layers, first = config.scheduler.stages, config.engine.pp_layers, config.transfer.data_port
+    if layers and len(layers) != stages:
+        shown = ",".join(map(str, layers))
+        raise ConfigError(f"--pp-layers {shown} is for {len(layers)} stages and --pp is {stages}: make them agree")
+    if layers and min(layers) < 1:
+        raise ConfigError("--pp-layers has a stage without a layer: give every stage 1 or more")
+    if first and first + stages - 1 > 65535:
+        raise ConfigError(f"--data-port {first} leaves no port for {stages} stages: write {65536 - stages} or less")

@@ -1,10 +1,10 @@
 """`headrace serve`: one server from start to exit status.
 
     this process            children
-    ┌────────────────┐      ┌───────────┐      ┌─────────┐
-    │ uvicorn + app  │ ZMQ  │ scheduler │ ZMQ  │ stage 0 │
-    │ supervisor     │◄────►│ desk      │◄────►│ pool    │
-    └────────────────┘      └───────────┘      └─────────┘
+    ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
+    │ uvicorn + app  │ ZMQ  │ scheduler │ ZMQ  │ stage 0 │──►│ stage 1 │ …
+    │ supervisor     │◄────►│ desk      │◄────►│ pool    │   │ pool    │
+    └────────────────┘      └───────────┘      └─────────┘   └─────────┘
 
 Order of the end, on SIGTERM or Ctrl-C: not ready at once; work in flight finishes, or is failed at the deadline; the
 HTTP server closes; scheduler and stages are told to end, and are killed if they do not. A second signal cuts the wait.
@@ -14,23 +14,29 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from core.config import Config, StageConfig
 from server.app import create_app
 from server.link import ZmqSchedulerLink
+from server.local import free_port
 from server.scheduler_process import SchedulerProcessConfig
 from server.service import Service
 from server.supervisor import Child, Supervisor
 from server.version import headrace_version
 
 log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 
 class HttpServer(uvicorn.Server):
@@ -56,7 +62,12 @@ async def _serve(config: Config, folder: Path) -> int:
     stop = StopSignals()
     front_endpoint, stage_endpoint = f"ipc://{folder}/front", f"ipc://{folder}/stages"
     service = Service(ZmqSchedulerLink(front_endpoint), config)
-    supervisor = Supervisor(*_children(config, front_endpoint, stage_endpoint), on_stage_lost=service.stage_lost)
+    supervisor = Supervisor(
+        _scheduler(config, front_endpoint, stage_endpoint),
+        partial(_stages, config, stage_endpoint),
+        on_stage_lost=service.stage_lost,
+    )
+    service.on_stage_down(supervisor.stage_down)
     server = HttpServer(_uvicorn_config(config, service))
     started = time.monotonic()
     http: asyncio.Future[None] | None = None
@@ -110,7 +121,7 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
                 future.cancel()
 
 
-def _children(config: Config, front_endpoint: str, stage_endpoint: str) -> tuple[Child, list[Child]]:
+def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Child:
     scheduler = SchedulerProcessConfig(
         role=config.server.role,
         http_port=config.server.port,
@@ -120,20 +131,45 @@ def _children(config: Config, front_endpoint: str, stage_endpoint: str) -> tuple
         transfer=config.transfer,
         log_level=config.server.log_level,
     )
-    stages = [
-        StageConfig(
-            stage=stage,
-            endpoint=stage_endpoint,
-            model=config.model,
-            engine=config.engine,
-            transfer=config.transfer,
-            log_level=config.server.log_level,
+    return Child("server.scheduler_process", scheduler, threads=1)
+
+
+def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
+    """The stages of one start of the group, which meet at a port of their own."""
+    stages = config.scheduler.stages
+    rendezvous = f"{LOOPBACK}:{free_port()}"
+    environment = {"WORLD_SIZE": str(stages)}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
+    return [
+        Child(
+            "engine.stage",
+            _stage(config, stage_endpoint, rendezvous, stage, epoch),
+            threads=config.engine.threads,
+            environment={**environment, "RANK": str(stage)} if stages > 1 else {},
         )
-        for stage in range(config.scheduler.stages)
+        for stage in range(stages)
     ]
-    return (
-        Child("server.scheduler_process", scheduler, threads=1),
-        [Child("engine.stage", stage, threads=config.engine.threads) for stage in stages],
+
+
+def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
+    transfer, model = config.transfer, config.model
+    stages = config.scheduler.stages
+    if transfer.data_port:
+        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + stage)
+    if model.device == "cuda" and stages > 1:
+        model = msgspec.structs.replace(model, device=f"cuda:{stage}")
+    return StageConfig(
+        stage=stage,
+        stages=stages,
+        epoch=epoch,
+        rendezvous=rendezvous,
+        endpoint=endpoint,
+        model=model,
+        engine=config.engine,
+        transfer=transfer,
+        stage_timeout_s=config.scheduler.stage_timeout_s,
+        log_level=config.server.log_level,
     )
 
 

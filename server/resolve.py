@@ -1,21 +1,25 @@
 """What a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
 import os
+from functools import partial
 
 import msgspec
 
 from core.config import Config
+from core.errors import ConfigError
 from engine.device import available_memory, resolve_device, resolve_dtype
+from engine.layers import ranges, stage_layers
 from engine.memory import MemoryPlan, plan_memory
+from engine.model.config import ModelSpec
 from engine.model.source import load_spec, resolve_source
 from server.config import share
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A configuration without anything left open, and the memory it takes."""
+    """A configuration without anything left open, and the memory that each stage takes."""
 
     config: Config
-    memory: MemoryPlan
+    memory: tuple[MemoryPlan, ...]
 
 
 def resolve(config: Config) -> Resolved:
@@ -24,19 +28,32 @@ def resolve(config: Config) -> Resolved:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     length = spec.resolve_length(config.model.max_model_len)
-    memory = plan_memory(
-        spec,
-        dtype,
-        config.engine.page_size,
-        config.engine.kv_pages,
-        available_memory(device),
-        max_model_len=length,
-    )
+    layers = _layers(config, spec)
+    plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length)
+    available = available_memory(device)
+    # Stages of one machine's CPU share its memory: what fits is what fits the whole model.
+    whole = plan(config.engine.kv_pages, available)
+    memory: tuple[MemoryPlan, ...] = (whole,)
+    if len(layers) > 1:
+        memory = tuple(plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
     threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
+    engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
     resolved = msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
-        engine=msgspec.structs.replace(config.engine, kv_pages=memory.kv_pages, threads=threads),
+        engine=engine,
         scheduler=msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size),
     )
     return Resolved(share(resolved), memory)
+
+
+def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:
+    """Layers of each stage. A server that decodes only needs the head for every token, others once a chunk or so."""
+    given = config.engine.pp_layers
+    if not given:
+        sampled_share = 1.0 if config.server.role == "decode" else 1 / config.scheduler.chunk_tokens
+        return stage_layers(spec, config.scheduler.stages, sampled_share)
+    if sum(given) != spec.layers:
+        shown = ",".join(map(str, given))
+        raise ConfigError(f"--pp-layers {shown} is {sum(given)} layers in all and the model has {spec.layers}")
+    return given

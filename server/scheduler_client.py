@@ -25,6 +25,7 @@ from core.intake import (
     Progress,
     QueryStats,
     Reserved,
+    StageDown,
     StatsReply,
     Submit,
     Tokens,
@@ -106,6 +107,7 @@ class SchedulerClient:
         self.engine: EngineState | None = None
         self.stats = Stats()
         self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
+        self.on_stage_down: Callable[[StageDown], None] = lambda _down: None
 
     def start(self) -> None:
         self._heard = self._clock.now()
@@ -233,6 +235,8 @@ class SchedulerClient:
             case EngineState():
                 self.engine = message
                 self._notify()
+            case StageDown():
+                self.on_stage_down(message)
             case PrefillState():
                 self.on_prefill(message)
                 self._notify()

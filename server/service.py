@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 import httpx
 
 from core.clock import Clock, SystemClock
 from core.config import Config
 from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
-from core.intake import Drain, EngineState, Progress, Shutdown, StageLost, Tokens
+from core.intake import Drain, EngineState, Progress, Shutdown, StageDown, StageLost, Tokens
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
 from server.link import SchedulerLink
@@ -73,6 +74,10 @@ class Service:
     async def stage_lost(self, stage: int, message: str) -> None:
         """The supervisor saw a stage process end."""
         self._client.post(StageLost(stage=stage, message=message))
+
+    def on_stage_down(self, listener: Callable[[StageDown], None]) -> None:
+        """Whom to tell when the scheduler finds a stage silent or failed."""
+        self._client.on_stage_down = listener
 
     def shut_down(self) -> None:
         """Have the scheduler and its stages end; unfinished requests fail, peers are told."""

@@ -8,7 +8,7 @@ from core.config import Config
 from scheduler.policy import POLICIES
 
 SliceName = Literal["model", "engine", "scheduler", "transfer", "server"]
-Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list"]
+Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers"]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -89,8 +89,26 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("insecure", "server", "insecure", "switch", "allow a bind beyond loopback without API keys"),
     Setting("page-size", "engine", "page_size", "integer", "tokens per KV page, a power of two", low=1, high=4096),
     Setting("kv-pages", "engine", "kv_pages", "integer", "pages in the KV pool; 0: as many as memory allows", low=0),
-    Setting("threads", "engine", "threads", "integer", "CPU threads of one stage; 0: all cores", low=0),
+    Setting("threads", "engine", "threads", "integer", "CPU threads of one stage; 0: all cores over stages", low=0),
+    Setting(
+        "pp", "scheduler", "stages", "integer", "pipeline stages, a process with a share of the layers each", low=1
+    ),
+    Setting(
+        "pp-layers",
+        "engine",
+        "pp_layers",
+        "integers",
+        "layers of each stage, such as 8,8,7,7 (default: so that stages take equal time)",
+    ),
     Setting("chunk-tokens", "scheduler", "chunk_tokens", "integer", "token budget of one forward pass", low=1),
+    Setting(
+        "chunking",
+        "scheduler",
+        "chunking",
+        "choice",
+        "fixed: chunks of one length; dynamic: shorter as the prompt goes on, so that all take the same time",
+        choices=("fixed", "dynamic"),
+    ),
     Setting("max-running", "scheduler", "max_running", "integer", "requests in one forward pass", low=1),
     Setting(
         "pipeline-depth",
@@ -168,7 +186,15 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("transfer-host", "transfer", "host", "text", "address the desk and the data sockets bind to"),
     Setting("desk-port", "transfer", "desk_port", "integer", "port of the desk; 0: a free one", low=0, high=PORT),
-    Setting("data-port", "transfer", "data_port", "integer", "data port of the stage; 0: a free one", low=0, high=PORT),
+    Setting(
+        "data-port",
+        "transfer",
+        "data_port",
+        "integer",
+        "data port of stage 0, the others follow; 0: free ones",
+        low=0,
+        high=PORT,
+    ),
     Setting(
         "window-bytes",
         "transfer",

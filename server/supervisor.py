@@ -1,16 +1,24 @@
 """Child processes of a server: started with their configuration on standard input, watched, restarted, ended.
 
-A stage that dies is started again, a bounded number of times with growing pauses; the scheduler is told at once and
-fails what was in flight. A scheduler that dies ends the server: it held the only truth.
+    a stage ends            ─► the scheduler is told, and fails what was in flight ─┐
+    a stage is silent       ─► the scheduler fails what was in flight, and tells us ├─► all stages are killed, and
+    or does not finish                                                              ┘   started again after a pause
+
+Stages hold parts of the same KV pages and are linked to each other, so they come and go as a group: each start has its
+epoch. Restarts are bounded, with growing pauses. A scheduler that dies ends the server: it held the only truth.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
+
+from core.intake import StageDown
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +31,15 @@ CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot use what it was 
 class Child:
     """One child process of ours."""
 
-    def __init__(self, module: str, config: msgspec.Struct, *, threads: int) -> None:
+    def __init__(
+        self, module: str, config: msgspec.Struct, *, threads: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """environment: variables besides those of this process."""
         self._module = module
         self._config = msgspec.json.encode(config)
         # One thread pool size for every library that brings its own; the tokenizer's is of no use here.
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -50,6 +62,13 @@ class Child:
         assert self._process is not None
         return await self._process.wait()
 
+    async def kill(self) -> None:
+        """End it at once, whatever it is doing (a stopped process, too)."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._process.kill()
+            await self._process.wait()
+
     async def end(self) -> None:
         """Wait for its orderly end, then insist."""
         if self._process is None or self._process.returncode is not None:
@@ -58,27 +77,34 @@ class Child:
             await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
         except TimeoutError:
             log.warning("%s did not end within %.0f s; killing it", self._module, END_TIMEOUT_S)
-            self._process.kill()
-            await self._process.wait()
+            await self.kill()
 
 
 class Supervisor:
-    """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good."""
+    """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good.
+
+    make_stages: the children of the group's epoch-th start, in stage order.
+    """
 
     def __init__(
-        self, scheduler: Child, stages: list[Child], on_stage_lost: Callable[[int, str], Awaitable[None]]
+        self,
+        scheduler: Child,
+        make_stages: Callable[[int], list[Child]],
+        on_stage_lost: Callable[[int, str], Awaitable[None]],
     ) -> None:
         self._scheduler = scheduler
-        self._stages = stages
+        self._make_stages = make_stages
         self._on_stage_lost = on_stage_lost
+        self._epoch = 0
+        self._stages = make_stages(0)
+        self._down: asyncio.Future[StageDown] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
         self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         await asyncio.gather(self._scheduler.start(), *(stage.start() for stage in self._stages))
-        self._tasks = [asyncio.create_task(self._watch_scheduler())]
-        self._tasks += [asyncio.create_task(self._watch_stage(index)) for index in range(len(self._stages))]
+        self._tasks = [asyncio.create_task(self._watch_scheduler()), asyncio.create_task(self._watch_stages())]
 
     async def end(self) -> None:
         """The children have been told to end; make sure that they do."""
@@ -88,36 +114,68 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._stages))
 
+    def stage_down(self, down: StageDown) -> None:
+        """The scheduler has given a stage up. Words about a group that has already ended are ignored."""
+        if down.epoch == self._epoch and not self._down.done():
+            self._down.set_result(down)
+
     async def _watch_scheduler(self) -> None:
         status = await self._scheduler.wait()
         if not self._ending:
             log.error("the scheduler has ended with status %d", status)
             self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
-    async def _watch_stage(self, index: int) -> None:
-        """Restart a stage while that can help."""
+    async def _watch_stages(self) -> None:
+        """Restart the group of stages while that can help."""
         loop = asyncio.get_running_loop()
         restarts = 0
         while True:
             started = loop.time()
-            status = await self._stages[index].wait()
-            if self._ending:
+            message = await self._first_loss()
+            if self._ending or self.fatal.done():
                 return
-            if status == CONFIGURATION_MISTAKE:
-                self._give_up(status)
-                return
+            await asyncio.gather(*(stage.kill() for stage in self._stages))
             restarts = 0 if loop.time() - started > HEALTHY_S else restarts
-            message = f"stage {index} ended with status {status}"
-            await self._on_stage_lost(index, message)
             if restarts == MAX_RESTARTS:
                 log.error("%s, for the %dth time in a row", message, restarts + 1)
                 self._give_up(1)
                 return
             pause_s = 0.25 * 2**restarts
-            log.error("%s; starting it again in %.2f s", message, pause_s)
+            log.error("%s; starting %s again in %.2f s", message, self._group, pause_s)
             await asyncio.sleep(pause_s)
             restarts += 1
-            await self._stages[index].start()
+            self._epoch += 1
+            self._stages = self._make_stages(self._epoch)
+            self._down = loop.create_future()
+            await asyncio.gather(*(stage.start() for stage in self._stages))
+
+    async def _first_loss(self) -> str:
+        """Until a stage ends or is given up by the scheduler; says which one and how."""
+        ends = [asyncio.create_task(stage.wait()) for stage in self._stages]
+        try:
+            waits: set[asyncio.Future[Any]] = {*ends, self._down}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        ended = [index for index, end in enumerate(ends) if end.done() and not end.cancelled()]
+        if not ended:
+            down = self._down.result()
+            return f"stage {down.stage} was given up: {down.message}"
+        statuses = [ends[index].result() for index in ended]
+        # A stage that lost its neighbour ends by itself; a killed one was the first.
+        stage, status = min(zip(ended, statuses, strict=True), key=lambda pair: pair[1])
+        message = f"stage {stage} ended with status {status}"
+        if not self._ending:
+            if CONFIGURATION_MISTAKE in statuses:
+                self._give_up(CONFIGURATION_MISTAKE)
+            else:
+                await self._on_stage_lost(stage, message)
+        return message
+
+    @property
+    def _group(self) -> str:
+        return "it" if len(self._stages) == 1 else f"all {len(self._stages)} stages"
 
     def _give_up(self, status: int) -> None:
         if not self.fatal.done():

@@ -24,7 +24,8 @@ ARRIVED_KEPT = 4096  # tickets remembered after they arrived, so that chunks sen
 
 @dataclass(slots=True)
 class Source:
-    """One prefill stage's part of a ticket. chunks: written ones, by number, as (start, count)."""
+    """One prefill stage's part of a ticket. geometry: that stage's, cut to the layers that come here. chunks: written
+    ones, by number, as (start, count)."""
 
     geometry: Geometry
     chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -87,11 +88,13 @@ class InboundTable:
         return len(self._requests)
 
     def expect(self, order: Expect, sources: Mapping[int, Geometry]) -> str:
-        """Open a request for KV of these prefill stages. Returns what is wrong with the order, or ""."""
+        """Open a request for KV of these prefill stages, which together have all layers. Returns what is wrong with
+        the order, or ""."""
         key = order.session, order.ticket, order.generation
         needed = pages_for(self._geometry.page_size, order.start, order.count)
-        if not sources:
-            return "no stage of the prefill server has this stage's layers"
+        layers = sum(source.layers for source in sources.values())
+        if layers != self._geometry.layers:
+            return f"the stages of the prefill server have {layers} of this stage's {self._geometry.layers} layers"
         if packed_length(order.pages) != needed:
             return f"{packed_length(order.pages)} pages given, {needed} needed"
         if key in self._by_key or order.request in self._requests:

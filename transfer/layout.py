@@ -1,7 +1,8 @@
 """Where token positions lie in pages, on both sides. Pure arithmetic, and the seam to the pools' memory.
 
 The canonical payload of tokens [start, start + count) is one frame per source page that they touch, each the
-C-contiguous bytes of [layers, 2, kv_heads, tokens in that page, head_dim]. A full page is the page itself.
+C-contiguous bytes of [layers, 2, kv_heads, tokens in that page, head_dim]; a full page is the page itself. Stages may
+own other layers on the two sides: a payload then holds the layers that both stages own, as a run of the page.
 """
 
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from core.geometry import Geometry
 
 Bytes = npt.NDArray[np.uint8]
+ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,12 @@ class Copy:
 class PageStore(Protocol):
     """A KV pool as the transfer sees it: pages of shape [layers, 2, kv_heads, page_size, head_dim * item_bytes]."""
 
-    def read(self, page: int, first_slot: int, count: int) -> Bytes:
-        """C-contiguous bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes]. A whole page may be
-        a view, which is then read until the peer has acknowledged it; anything less is a copy."""
+    def read(self, page: int, first_slot: int, count: int, layers: slice = ALL_LAYERS) -> Bytes:
+        """C-contiguous bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes]. Layers of a whole page
+        may be a view, which is then read until the peer has acknowledged it; anything less is a copy."""
         ...
 
-    def write(self, page: int, first_slot: int, count: int, data: Bytes) -> None:
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, layers: slice = ALL_LAYERS) -> None:
         """Copy data, of the same shape, into the slots. data may be read-only and strided; it is not kept."""
         ...
 
@@ -90,11 +93,17 @@ def frame_shape(source: Geometry, count: int) -> tuple[int, int, int, int, int]:
     return source.layers, 2, source.kv_heads, count, source.head_dim * source.item_bytes
 
 
-def counterpart(source: Geometry, destinations: tuple[Geometry, ...]) -> int | None:
-    """Which destination stage takes a source stage's KV: the one with the same layers and heads; None if none is."""
-    for stage, destination in enumerate(destinations):
-        same_layers = (destination.layer_start, destination.layers) == (source.layer_start, source.layers)
-        same_heads = (destination.head_start, destination.kv_heads) == (source.head_start, source.kv_heads)
-        if same_layers and same_heads:
-            return stage
-    return None
+def overlap(source: Geometry, destination: Geometry) -> Geometry | None:
+    """The part of a source stage's KV that a destination stage takes: the source's geometry, cut to the layers that
+    both own. None when they share no layer, or hold different heads."""
+    if (source.head_start, source.kv_heads) != (destination.head_start, destination.kv_heads):
+        return None
+    start = max(source.layer_start, destination.layer_start)
+    end = min(source.layer_end, destination.layer_end)
+    return replace(source, layer_start=start, layers=end - start) if start < end else None
+
+
+def layers_in(pool: Geometry, part: Geometry) -> slice:
+    """Where the layers of a part lie in a pool that holds them all."""
+    first = part.layer_start - pool.layer_start
+    return slice(first, first + part.layers)

@@ -89,16 +89,24 @@ def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
 
 
 def check_geometries(ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...]) -> Refuse | None:
-    """Page sizes may differ. Everything else must be equal, stage by stage: layers and heads are not split yet."""
-    if len(ours) != len(theirs):
-        return _refuse("stages", len(ours), len(theirs))
-    for rank, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        for field, value in asdict(our).items():
-            other = asdict(their)[field]
-            if field != "page_size" and value != other:
-                return _refuse(field, value, other, where=f" of stage {rank}")
+    """Page sizes and the split of the layers over stages may differ; the model's layers as a whole, the heads and the
+    dtype must be equal. Ours are taken to be in order; theirs must follow each other without gap or overlap."""
+    our, end = ours[0], ours[0].layer_start
+    for rank, their in enumerate(theirs):
+        where = f" of stage {rank}"
+        for field in ("dtype", "kv_heads", "head_start", "head_dim"):
+            here, there = asdict(our)[field], asdict(their)[field]
+            if here != there:
+                return _refuse(field, here, there, where)
+        if their.layer_start != end:
+            return _refuse("layer_start", end, their.layer_start, where)
+        if their.layers < 1:
+            return _refuse("layers", "1 or more", their.layers, where)
+        end = their.layer_end
         if not 1 <= their.page_size <= MAX_PAGE_SIZE:
-            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, where=f" of stage {rank}")
+            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, where)
+    if end != ours[-1].layer_end:
+        return _refuse("layers", ours[-1].layer_end - our.layer_start, end - our.layer_start)
     if len({their.page_size for their in theirs}) != 1:
         return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
     return None

@@ -176,11 +176,13 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """Peer to stage, first on a data connection. checksum: the kind the peer insists on ("none" if it does not)."""
+    """Peer to stage, first on a data connection. checksum: the kind the peer insists on ("none" if it does not).
+    peer_stage: which of the geometries of its hello the connection is for."""
 
     session: Id
     stage: Size
     checksum: Code
+    peer_stage: Size = 0
 
 
 class Attached(Message, frozen=True, kw_only=True):

@@ -2,12 +2,15 @@
 
              ┌────────── connection lost: back to the front ─────────┐
              ▼                                                       │
-    Send ─► queue ──window open──► in flight ──Ack──► settling ──no frame of it is held──► Acked
+    Send ─► queue ──window open──► in flight ──Ack──► settling ──no frame of it is held──► Acked, after the last part
              │                         │
              └──────── Cancel ─────────┴──────────► cancelling ──no frame of it is held──► Quiet
 
-The window bounds the bytes in flight of one session. A chunk larger than the window goes when nothing else is in
-flight, so a small window slows a peer down but cannot stop it. A cancelled chunk that was sent counts until the
+A peer whose stages split the layers otherwise has several lanes here, one for each of its stages that shares layers
+with this one. A chunk goes out in parts, each lane's own layers on its own connection; it is acknowledged when all are.
+
+The window bounds the bytes in flight of one lane. A part larger than the window goes when nothing else is in
+flight, so a small window slows a peer down but cannot stop it. A cancelled part that was sent counts until the
 peer answers it or its connection ends: a peer that does not read gains nothing by cancelling.
 """
 
@@ -15,7 +18,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from core.geometry import Geometry
 from core.orders import AdmitPeer, Send
+from transfer.layout import overlap
 
 Key = tuple[str, int, int]  # ticket, generation, chunk
 
@@ -29,35 +34,49 @@ class Handle(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One request on its way out, queued for one session. Only while it is open are its chunks sent. sent: chunks
+    """One request on its way out, queued for one session. Only while it is open are its parts sent. sent: parts
     that libzmq has seen and that are neither acknowledged nor known to be free."""
 
     request: int
     session: "OutSession | None" = None
     open: bool = True
     released: bool = False
-    sent: list["OutChunk"] = field(default_factory=list)
+    sent: list["OutPart"] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class OutChunk:
-    """One Send order. row: its metadata row, b"" but in the last chunk. handles: of the frames of all its
-    transmissions."""
+    """One Send order. row: its metadata row, b"" but in the last chunk; every part carries it. bytes: of the payload,
+    over all parts. unsettled: parts that are not acknowledged or that libzmq still holds."""
 
     order: Send
     owner: Outgoing
-    payload_bytes: int
     row: bytes
+    bytes: int
+    unsettled: int
+
+
+@dataclass(slots=True, eq=False)
+class OutPart:
+    """What one lane gets of a chunk. handles: of the frames of all its transmissions."""
+
+    chunk: OutChunk
+    payload_bytes: int
     handles: list[Handle] = field(default_factory=list)
 
     @property
+    def owner(self) -> Outgoing:
+        return self.chunk.owner
+
+    @property
     def key(self) -> Key:
-        return self.order.ticket, self.order.generation, self.order.chunk
+        order = self.chunk.order
+        return order.ticket, order.generation, order.chunk
 
     @property
     def wire_bytes(self) -> int:
         """What counts against the window."""
-        return self.payload_bytes + len(self.row)
+        return self.payload_bytes + len(self.chunk.row)
 
     @property
     def free(self) -> bool:
@@ -67,17 +86,26 @@ class OutChunk:
 
 
 @dataclass(slots=True, eq=False)
-class OutSession:
-    """A peer that may attach. route: its connection of the moment. checksum: whether chunks carry one."""
+class Lane:
+    """One stage of a peer. part: the layers of this stage that it takes. route: its connection of the moment.
+    checksum: whether chunks carry one."""
 
-    session: str
-    page_size: int
+    part: Geometry
     window_bytes: int
     route: bytes | None = None
     checksum: bool = True
     unacked_bytes: int = 0
-    queue: deque[OutChunk] = field(default_factory=deque)
-    in_flight: dict[Key, OutChunk] = field(default_factory=dict)
+    queue: deque[OutPart] = field(default_factory=deque)
+    in_flight: dict[Key, OutPart] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class OutSession:
+    """A peer that may attach. lanes: by its stage."""
+
+    session: str
+    page_size: int
+    lanes: dict[int, Lane]
 
 
 class Settled(NamedTuple):
@@ -88,22 +116,23 @@ class Settled(NamedTuple):
 
 
 class Outbound:
-    """The sessions and requests of one stage."""
+    """The sessions and requests of one stage. geometry: of its pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
         self._sessions: dict[str, OutSession] = {}
-        self._by_route: dict[bytes, OutSession] = {}
+        self._by_route: dict[bytes, Lane] = {}
         self._requests: dict[int, Outgoing] = {}
-        self._settling: list[OutChunk] = []
+        self._settling: list[OutPart] = []
         self._cancelling: list[Outgoing] = []
 
     @property
     def unacked_bytes(self) -> int:
-        return sum(session.unacked_bytes for session in self._sessions.values())
+        return sum(lane.unacked_bytes for session in self._sessions.values() for lane in session.lanes.values())
 
     @property
     def queued_chunks(self) -> int:
-        return sum(len(session.queue) for session in self._sessions.values())
+        return sum(len(lane.queue) for session in self._sessions.values() for lane in session.lanes.values())
 
     @property
     def unsettled(self) -> bool:
@@ -111,79 +140,89 @@ class Outbound:
         return bool(self._settling or self._cancelling)
 
     def admit(self, order: AdmitPeer) -> None:
-        self._sessions.setdefault(
-            order.session, OutSession(order.session, order.geometry.page_size, order.window_bytes)
-        )
+        if order.session in self._sessions:
+            return
+        parts = [overlap(self._geometry, theirs) for theirs in order.geometries or (order.geometry,)]
+        lanes = {stage: Lane(part, order.window_bytes) for stage, part in enumerate(parts) if part is not None}
+        self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, lanes)
 
     def drop(self, session: str) -> None:
         """The session has ended. Its requests stay known until they are cancelled or released."""
         ended = self._sessions.pop(session, None)
-        if ended is not None and ended.route is not None:
-            del self._by_route[ended.route]
+        for lane in ended.lanes.values() if ended is not None else ():
+            if lane.route is not None:
+                del self._by_route[lane.route]
 
     def session(self, session: str) -> OutSession | None:
         return self._sessions.get(session)
 
-    def session_at(self, route: bytes) -> OutSession | None:
+    def lane_at(self, route: bytes) -> Lane | None:
         return self._by_route.get(route)
 
-    def attach(self, session: OutSession, route: bytes) -> None:
+    def attach(self, lane: Lane, route: bytes) -> None:
         """Use this connection from now on; what was in flight on an earlier one is sent again."""
-        if session.route == route:
+        if lane.route == route:
             return
-        self.detach(session)
-        session.route = route
-        self._by_route[route] = session
+        self.detach(lane)
+        other = self._by_route.get(route)
+        if other is not None:  # a connection serves one lane
+            self.detach(other)
+        lane.route = route
+        self._by_route[route] = lane
 
-    def detach(self, session: OutSession) -> None:
-        """The connection is gone: nothing is in flight, and chunks not acknowledged are queued again, in order."""
-        if session.route is not None:
-            del self._by_route[session.route]
-            session.route = None
-        session.queue.extendleft(reversed([chunk for chunk in session.in_flight.values() if chunk.owner.open]))
-        session.in_flight.clear()
-        session.unacked_bytes = 0
+    def detach(self, lane: Lane) -> None:
+        """The connection is gone: nothing is in flight, and parts not acknowledged are queued again, in order."""
+        if lane.route is not None:
+            del self._by_route[lane.route]
+            lane.route = None
+        lane.queue.extendleft(reversed([part for part in lane.in_flight.values() if part.owner.open]))
+        lane.in_flight.clear()
+        lane.unacked_bytes = 0
 
-    def enqueue(self, session: OutSession, order: Send, payload_bytes: int, row: bytes) -> None:
-        """Queue a chunk, unless its request has been cancelled or has failed: Cancel overtakes Sends that wait for
-        their pages to be computed."""
+    def enqueue(self, session: OutSession, order: Send, row: bytes) -> None:
+        """Queue a chunk on every lane, unless its request has been cancelled or has failed: Cancel overtakes Sends that
+        wait for their pages to be computed."""
         owner = self._requests.setdefault(order.request, Outgoing(order.request))
         owner.session = session
-        if owner.open:
-            session.queue.append(OutChunk(order, owner, payload_bytes, row))
+        if not owner.open:
+            return
+        lanes = session.lanes.values()
+        chunk = OutChunk(order, owner, row, order.count * self._geometry.token_bytes, len(lanes))
+        for lane in lanes:
+            lane.queue.append(OutPart(chunk, order.count * lane.part.token_bytes))
 
-    def next_chunk(self, session: OutSession) -> OutChunk | None:
-        """The next chunk to put on the session's connection, now counted as in flight."""
-        if session.route is None or not session.queue:
+    def next_part(self, lane: Lane) -> OutPart | None:
+        """The next part to put on the lane's connection, now counted as in flight."""
+        if lane.route is None or not lane.queue:
             return None
-        chunk = session.queue[0]
-        if session.unacked_bytes and session.unacked_bytes + chunk.wire_bytes > session.window_bytes:
+        part = lane.queue[0]
+        if lane.unacked_bytes and lane.unacked_bytes + part.wire_bytes > lane.window_bytes:
             return None
-        session.queue.popleft()
-        session.in_flight[chunk.key] = chunk
-        session.unacked_bytes += chunk.wire_bytes
-        if chunk not in chunk.owner.sent:
-            chunk.owner.sent.append(chunk)
-        return chunk
+        lane.queue.popleft()
+        lane.in_flight[part.key] = part
+        lane.unacked_bytes += part.wire_bytes
+        if part not in part.owner.sent:
+            part.owner.sent.append(part)
+        return part
 
-    def answered(self, session: OutSession, key: Key) -> OutChunk | None:
-        """The peer has answered a chunk: its bytes leave the window. None when it was not in flight."""
-        chunk = session.in_flight.pop(key, None)
-        if chunk is not None:
-            session.unacked_bytes -= chunk.wire_bytes
-        return chunk
+    def answered(self, lane: Lane, key: Key) -> OutPart | None:
+        """The peer has answered a part: its bytes leave the window. None when it was not in flight."""
+        part = lane.in_flight.pop(key, None)
+        if part is not None:
+            lane.unacked_bytes -= part.wire_bytes
+        return part
 
-    def acked(self, chunk: OutChunk) -> None:
+    def acked(self, part: OutPart) -> None:
         """Acked will be reported by settle(): never before the pages are free of readers, whatever the peer says."""
-        if chunk.owner.open:
-            self._settling.append(chunk)
+        if part.owner.open:
+            self._settling.append(part)
 
     def fail(self, request: int) -> bool:
         """Send nothing more for a request. False when it was closed already."""
         owner = self._requests.setdefault(request, Outgoing(request))
         was_open, owner.open = owner.open, False
-        if owner.session is not None:
-            owner.session.queue = deque(chunk for chunk in owner.session.queue if chunk.owner is not owner)
+        for lane in owner.session.lanes.values() if owner.session is not None else ():
+            lane.queue = deque(part for part in lane.queue if part.owner is not owner)
         return was_open
 
     def cancel(self, request: int) -> None:
@@ -204,11 +243,15 @@ class Outbound:
 
     def settle(self) -> Settled:
         """Take out what libzmq has let go of."""
-        acked = [chunk for chunk in self._settling if chunk.owner.open and chunk.free]
-        self._settling = [chunk for chunk in self._settling if chunk.owner.open and chunk.handles]
-        for chunk in acked:
-            chunk.owner.sent.remove(chunk)
-        quiet = [owner for owner in self._cancelling if all(chunk.free for chunk in owner.sent)]
+        free = [part for part in self._settling if part.owner.open and part.free]
+        self._settling = [part for part in self._settling if part.owner.open and part.handles]
+        acked = []
+        for part in free:
+            part.owner.sent.remove(part)
+            part.chunk.unsettled -= 1
+            if not part.chunk.unsettled:
+                acked.append(part.chunk)
+        quiet = [owner for owner in self._cancelling if all(part.free for part in owner.sent)]
         for owner in quiet:
             owner.sent.clear()
             self._cancelling.remove(owner)

@@ -4,7 +4,7 @@
                  │ no          │ wrong
                  └──► Nack ◄───┘ ──► FetchFailed, if a request is concerned
 
-It owns one DEALER for each prefill stage that has this stage's layers; transfer/inbound.py decides about chunks. All
+It owns one DEALER for each prefill stage that has layers of this stage; transfer/inbound.py decides about chunks. All
 writes happen in receive(), so none is under way when Forget is answered (G2).
 """
 
@@ -35,7 +35,7 @@ from core.stats import Counters, Sample, Stats
 from transfer import checksum, messages, metadata, sockets
 from transfer.attachment import Attachment
 from transfer.inbound import Accept, Inbound, InboundTable, Reject, Repeat
-from transfer.layout import PageStore, counterpart, frame_shape
+from transfer.layout import PageStore, frame_shape, layers_in, overlap
 from transfer.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
 from transfer.metadata import MetadataRows
 from transfer.sockets import Context, Socket
@@ -45,7 +45,7 @@ CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
 
 
 class _Line:
-    """A data connection to one prefill stage."""
+    """A data connection to one prefill stage. source: its geometry, cut to the layers that come here."""
 
     def __init__(self, session: str, stage: int, source: Geometry, socket: Socket, attachment: Attachment) -> None:
         self.session = session
@@ -128,11 +128,12 @@ class Receiver:
         self._hang_up(order.session)
         kind = checksum.kinds(self._config.checksum)[0]
         timeout_s = self._config.peer_timeout_s
-        for stage, (endpoint, source) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
-            if counterpart(source, (self._geometry,)) is None:
+        for stage, (endpoint, whole) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
+            source = overlap(whole, self._geometry)
+            if source is None:
                 continue
             socket = sockets.dial(self._context, endpoint, max_frame=self._config.max_frame_bytes, silence_s=timeout_s)
-            attach = Attach(session=order.session, stage=stage, checksum=kind)
+            attach = Attach(session=order.session, stage=stage, checksum=kind, peer_stage=self._stage)
             line = _Line(order.session, stage, source, socket, Attachment(attach, timeout_s / 3, timeout_s, now))
             self._lines.append(line)
         self.tick(now)
@@ -251,9 +252,10 @@ class Receiver:
         for frame in frames:
             data = np.frombuffer(frame.buffer, np.uint8)
             blocks.append(data.reshape(frame_shape(source, len(data) // source.token_bytes)))
+        layers = layers_in(self._geometry, source)
         for copy in accept.copies:
             part = blocks[copy.frame][:, :, :, copy.offset : copy.offset + copy.count]
-            self._store.write(pages[copy.index], copy.slot, copy.count, part)
+            self._store.write(pages[copy.index], copy.slot, copy.count, part, layers)
 
     def _reject(self, line: _Line, verdict: Reject, header: Chunk) -> list[StageEvent]:
         self._counters.add("chunks_rejected_total", labels=(verdict.code,))

@@ -17,9 +17,9 @@ from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
 from transfer import checksum, messages, metadata, sockets
-from transfer.layout import PageStore, pages_for, segments
+from transfer.layout import PageStore, layers_in, pages_for, segments
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
-from transfer.outbound import Outbound, OutChunk, OutSession
+from transfer.outbound import Lane, Outbound, OutPart
 from transfer.sockets import Context, Socket
 
 SenderOrder = AdmitPeer | DropPeer | Send | Cancel | Release
@@ -37,7 +37,7 @@ class Sender:
         self._stage = stage
         self._geometry = geometry
         self._store = store
-        self._outbound = Outbound()
+        self._outbound = Outbound(geometry)
         self._counters = Counters()
         for name in ("bytes_sent_total", "chunks_sent_total"):
             self._counters.add(name, 0)
@@ -112,15 +112,15 @@ class Sender:
             return self._refuse(route, messages.BAD_MESSAGE, str(error))
         if isinstance(message, Attach):
             return self._attach(route, message)
-        session = self._outbound.session_at(route)
-        if session is None:
+        lane = self._outbound.lane_at(route)
+        if lane is None:
             return self._refuse(route, messages.NO_SESSION, "this connection is not attached to a session")
         match message:
             case Ping():
                 self._say(route, Pong(number=message.number))
                 return []
             case Ack() | Nack():
-                return self._answer(session, message)
+                return self._answer(lane, message)
 
     def _attach(self, route: bytes, attach: Attach) -> list[StageEvent]:
         session = self._outbound.session(attach.session)
@@ -128,23 +128,27 @@ class Sender:
             return self._refuse(route, messages.NO_SESSION, "no session of this name is admitted here")
         if attach.stage != self._stage:
             return self._refuse(route, messages.WRONG_STAGE, f"stage {self._stage} here, {attach.stage} asked for")
-        session.checksum = self._config.checksum or attach.checksum != checksum.NONE
-        self._outbound.attach(session, route)
+        lane = session.lanes.get(attach.peer_stage)
+        if lane is None:
+            text = f"stage {self._stage} shares no layers with stage {attach.peer_stage} of the peer"
+            return self._refuse(route, messages.WRONG_STAGE, text)
+        lane.checksum = self._config.checksum or attach.checksum != checksum.NONE
+        self._outbound.attach(lane, route)
         self._say(route, Attached(stage=self._stage))
-        self._pump(session)
+        self._pump(lane)
         return []
 
-    def _answer(self, session: OutSession, answer: Ack | Nack) -> list[StageEvent]:
-        chunk = self._outbound.answered(session, (answer.ticket, answer.generation, answer.chunk))
+    def _answer(self, lane: Lane, answer: Ack | Nack) -> list[StageEvent]:
+        part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
         events: list[StageEvent] = []
-        if chunk is None:
+        if part is None:
             self._counters.add("stale_messages_total", labels=("ack",))
         elif isinstance(answer, Ack):
-            self._outbound.acked(chunk)
+            self._outbound.acked(part)
         else:
             self._counters.add("nacks_total", labels=(answer.code,))
-            events = self._fail(chunk.order.request, answer.code, answer.message)
-        self._pump(session)
+            events = self._fail(part.owner.request, answer.code, answer.message)
+        self._pump(lane)
         return events
 
     def _send(self, order: Send) -> list[StageEvent]:
@@ -163,8 +167,9 @@ class Sender:
             row = metadata.encode(order.ticket, order.generation, order.last) if order.last else b""
         except ValueError as error:
             return self._fail(order.request, messages.BAD_METADATA, str(error))
-        self._outbound.enqueue(session, order, order.count * self._geometry.token_bytes, row)
-        self._pump(session)
+        self._outbound.enqueue(session, order, row)
+        for lane in session.lanes.values():
+            self._pump(lane)
         return []
 
     def _fail(self, request: int, code: str, message: str) -> list[StageEvent]:
@@ -173,17 +178,18 @@ class Sender:
             return []
         return [SendFailed(stage=self._stage, request=request, code=code, message=message)]
 
-    def _pump(self, session: OutSession) -> None:
-        """Put out what the window allows. One session's pace never holds up another: nothing here waits."""
-        while (chunk := self._outbound.next_chunk(session)) is not None:
-            if not self._transmit(session, chunk):
-                self._outbound.detach(session)
+    def _pump(self, lane: Lane) -> None:
+        """Put out what the window allows. One lane's pace never holds up another: nothing here waits."""
+        while (part := self._outbound.next_part(lane)) is not None:
+            if not self._transmit(lane, part):
+                self._outbound.detach(lane)
 
-    def _transmit(self, session: OutSession, chunk: OutChunk) -> bool:
-        order = chunk.order
+    def _transmit(self, lane: Lane, part: OutPart) -> bool:
+        chunk, order = part.chunk, part.chunk.order
+        layers = layers_in(self._geometry, lane.part)
         pages = unpack(order.pages)
         cuts = segments(self._geometry.page_size, order.start, order.count)
-        payload = [self._store.read(pages[cut.index], cut.slot, cut.count).reshape(-1) for cut in cuts]
+        payload = [self._store.read(pages[cut.index], cut.slot, cut.count, layers).reshape(-1) for cut in cuts]
         row = [chunk.row] if chunk.row else []
         header = Chunk(
             ticket=order.ticket,
@@ -193,15 +199,15 @@ class Sender:
             count=order.count,
             pages=order.dst_pages,
             row=order.dst_row,
-            payload_bytes=chunk.payload_bytes,
-            checksum=checksum.of_frames([*row, *payload]) if session.checksum else None,
+            payload_bytes=part.payload_bytes,
+            checksum=checksum.of_frames([*row, *payload]) if lane.checksum else None,
             total=order.chunk + 1 if order.last else 0,
         )
-        handles = sockets.put_tracked(self._socket, [session.route or b"", self._sent.encode(header), *row], payload)
+        handles = sockets.put_tracked(self._socket, [lane.route or b"", self._sent.encode(header), *row], payload)
         if handles is None:
             return False
-        chunk.handles.extend(handles)
-        self._counters.add("bytes_sent_total", chunk.payload_bytes)
+        part.handles.extend(handles)
+        self._counters.add("bytes_sent_total", part.payload_bytes)
         self._counters.add("chunks_sent_total")
         return True
 
@@ -213,8 +219,8 @@ class Sender:
             self._recheck_at = now + self._recheck_s
         return [
             *(
-                Acked(stage=self._stage, request=c.order.request, chunk=c.order.chunk, bytes=c.payload_bytes)
-                for c in acked
+                Acked(stage=self._stage, request=chunk.order.request, chunk=chunk.order.chunk, bytes=chunk.bytes)
+                for chunk in acked
             ),
             *(Quiet(stage=self._stage, request=request) for request in quiet),
         ]

@@ -185,7 +185,11 @@ class PeerBook:
         peer = Peer(route, hello, welcome, last_heard=now)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
-            session=peer.session, name=hello.name, geometry=hello.geometries[0], window_bytes=welcome.window_bytes
+            session=peer.session,
+            name=hello.name,
+            geometry=hello.geometries[0],
+            window_bytes=welcome.window_bytes,
+            geometries=hello.geometries,
         )
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 

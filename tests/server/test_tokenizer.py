@@ -63,3 +63,12 @@ def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
     assert real.piece(real.eos_ids[0]).startswith("<|")
     assert all("\n\n" in real.piece(token) for token in real.stop_ids(["\n\n"]))
     assert real.stop_ids(["e"]) == (), "too many tokens contain an e: it is looked for in the text"
+
+
+def test_a_stand_in_has_a_tokenizer_of_bytes() -> None:
+    made = load_tokenizer("stand-in:vocab=300")
+    assert made.encode("é\n") == list("é\n".encode())
+    assert (made.vocab_size, made.eos_ids) == (300, (256,))
+    assert [made.piece(token) for token in (97, 256, 257)] == ["a", "<end>", " w257"]
+    assert made.piece_bytes(0xC3) == b"\xc3"
+    assert made.decode(made.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "

@@ -22,12 +22,14 @@ STAGE: Codec[StageMessage] = Codec(StageMessage)
 class RawPeer:
     """A DEALER at a sender's data socket."""
 
-    def __init__(self, context: Any, loop: Loop, port: int, *, session: str = SESSION, stage: int = 0) -> None:
+    def __init__(
+        self, context: Any, loop: Loop, port: int, *, session: str = SESSION, stage: int = 0, peer_stage: int = 0
+    ) -> None:
         self.loop = loop
         self.socket = context.socket(zmq.DEALER)
         loop.raw.append(self.socket)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
-        self.say(Attach(session=session, stage=stage, checksum="xxh3_64"))
+        self.say(Attach(session=session, stage=stage, checksum="xxh3_64", peer_stage=peer_stage))
 
     def say(self, message: AnswerMessage) -> None:
         self.socket.send(ANSWERS.encode(message))

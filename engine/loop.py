@@ -1,0 +1,109 @@
+"""The compute thread's loop: orders in stream order, and hidden states from stage to stage.
+
+Three stages, plans 1 to 4, two of which decode the same request (2 feeds 4):
+
+    stage 0   [1 ][2 ][3 ]···:[4 ]            :  waits for the token of plan 2
+                 ╲   ╲   ╲   ▲    ╲           ╲  hidden states, sent and received asynchronously
+    stage 1       [1 ][2 ][3 ]·····[4 ]       │  tokens, broadcast by the last stage
+                     ╲   ╲   ╲         ╲
+    stage 2           [1 ][2 ]│[3 ]·····[4 ]
+                              └ sampled
+
+One turn: take in what has come │ tokens, hidden states (wait) │ layers │ pass on or sample │ share tokens │ report.
+Receives of all plans that have come in are posted before the wait and before the layers, so that the hidden states of
+the next plan travel while this one is computed. Nobody waits for a send.
+"""
+
+import contextlib
+import queue
+import time
+from collections import deque
+
+from core.orders import Forward, Halt, OrderMessage, PlanDone, PromptLogprobs, Release, Sampled
+from engine.meter import Meter
+from engine.pipeline import PipelineLinks
+from engine.runner import Runner
+from engine.wire import Outbox
+
+
+class StageLoop:
+    """Executes the stream until Halt. Raises LinkBroken, and whatever the runner raises."""
+
+    def __init__(
+        self,
+        stage: int,
+        runner: Runner,
+        links: PipelineLinks,
+        meter: Meter,
+        inbox: "queue.Queue[OrderMessage]",
+        outbox: Outbox,
+    ) -> None:
+        self._stage = stage
+        self._runner = runner
+        self._links = links
+        self._meter = meter
+        self._inbox = inbox
+        self._outbox = outbox
+        self._ahead: deque[OrderMessage] = deque()  # taken in, in order, and not yet executed
+
+    def run(self) -> None:
+        while True:
+            match self._next():
+                case Forward() as plan:
+                    self._execute(plan)
+                case Release(request=request):
+                    self._runner.release(request)
+                    self._links.release(request)
+                case _:
+                    self._links.close()
+                    return
+
+    def halts_within(self, timeout_s: float) -> bool:
+        """After a failure: drop what is left to do, and see whether a Halt is among it or comes in this time."""
+        deadline = time.monotonic() + timeout_s
+        halted = any(isinstance(order, Halt) for order in self._ahead)
+        while not halted and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                halted = isinstance(self._inbox.get(timeout=left), Halt)
+        return halted
+
+    def _next(self) -> OrderMessage:
+        if not self._ahead:
+            self._take_in(self._inbox.get())
+            self._meter.idle()
+        self._look_ahead()
+        return self._ahead.popleft()
+
+    def _look_ahead(self) -> None:
+        while not self._inbox.empty():  # nobody else takes from it
+            self._take_in(self._inbox.get_nowait())
+
+    def _take_in(self, order: OrderMessage) -> None:
+        self._ahead.append(order)
+        if isinstance(order, Forward):
+            self._links.expect(order)
+
+    def _execute(self, plan: Forward) -> None:
+        runner, links, meter = self._runner, self._links, self._meter
+        meter.busy()
+        runner.feed(links.tokens_for(plan.rows))
+        hidden = links.take(plan)
+        meter.waiting()
+        self._look_ahead()
+        hidden = runner.forward(plan.rows, hidden)
+        samples: list[Sampled] = []
+        prompt_logprobs: list[PromptLogprobs] = []
+        if links.last:
+            samples, prompt_logprobs = runner.sample(plan.rows, hidden)
+        else:
+            meter.passed_on(links.pass_on(plan, hidden))
+        links.share(plan, samples)
+        self._outbox.post(
+            PlanDone(
+                stage=self._stage,
+                seq=plan.seq,
+                duration_s=meter.busy(),
+                samples=tuple(samples),
+                prompt_logprobs=tuple(prompt_logprobs),
+            )
+        )

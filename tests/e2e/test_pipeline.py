@@ -1,0 +1,97 @@
+"""Several pipeline stages: the same texts, and a group of stages that dies and comes back."""
+
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e import gold
+from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+
+FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
+TOKENS = 8
+LENGTHS = (1, 17, 64, 300)
+
+
+def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **more}
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def check_texts(server: Server) -> None:
+    """One by one, then all at once."""
+    prompts = [gold.story_ids()[:length] for length in LENGTHS]
+    expected = [gold.greedy_text(prompt, TOKENS) for prompt in prompts]
+    assert [text_of(server.post("/v1/completions", body(prompt))) for prompt in prompts] == expected
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: text_of(server.post("/v1/completions", body(prompt))), prompts))
+    assert together == expected
+
+
+def stages_of(server: Server) -> list[psutil.Process]:
+    """The stage processes, in stage order."""
+    children = [child for child in server.children() if "engine.stage" in child.cmdline()]
+    return sorted(children, key=lambda child: int(child.environ().get("RANK", "0")))
+
+
+@pytest.mark.parametrize("stages", ["2", "3"])
+def test_texts_are_those_of_one_stage(stages: str) -> None:
+    with serving("--role", "colocated", "--pp", stages, *FLAGS) as server:
+        check_texts(server)
+        wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
+        values = server.metrics()
+        for stage in range(int(stages)):
+            assert values[f'headrace_stage_busy_seconds_total{{stage="{stage}"}}'] > 0
+            passed_on = values[f'headrace_hidden_bytes_total{{stage="{stage}"}}']
+            assert (passed_on > 0) == (stage < int(stages) - 1)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("2", "2"), ("2", "1"), ("1", "3")])
+def test_prefill_at_one_degree_and_decode_at_another(prefill: str, decode: str) -> None:
+    with pair((*FLAGS, "--pp", prefill), (*FLAGS, "--pp", decode)) as (_, server):
+        check_texts(server)
+
+
+def test_layers_split_by_hand() -> None:
+    with serving("--role", "colocated", "--pp", "3", "--pp-layers", "1,25,4", *FLAGS) as server:
+        check_texts(server)
+
+
+def test_death_and_silence_of_every_stage() -> None:
+    """All in flight fail within seconds, naming the stage; the whole group comes back by itself, texts are right."""
+    story = gold.story_ids()
+    prompt = story[:100]
+    expected = gold.greedy_text(prompt, TOKENS)
+    random.seed(3)
+    with serving("--role", "colocated", "--pp", "2", "--peer-timeout", "2", *FLAGS) as server:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            for stage in (0, 1):
+                with ThreadPoolExecutor(4) as pool:
+                    load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(4)]
+                    wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
+                    time.sleep(random.uniform(0, 0.3))
+                    old = stages_of(server)
+                    old[stage].send_signal(number)
+                    struck = time.monotonic()
+                    answers = [each.result() for each in load]
+                assert time.monotonic() - struck < 5
+                for answer in answers:
+                    assert answer.status_code == 503
+                    assert f"stage {stage}" in answer.json()["error"]["message"], answer.text
+                assert server.get("/health").status_code == 200
+                assert server.get("/ready").status_code == 503
+                wait_until(lambda: server.get("/ready").status_code == 200, 60, f"back again\n{server.log}")
+                assert not [process for process in old if process.is_running()]
+                assert len(stages_of(server)) == 2
+                assert text_of(server.post("/v1/completions", body(prompt))) == expected
+                wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
+        server.started()

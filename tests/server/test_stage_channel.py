@@ -1,0 +1,80 @@
+"""The scheduler's end of the order socket: stages of different starts are never mixed up."""
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from core.codec import Codec
+from core.geometry import Geometry
+from core.orders import Beat, OrderMessage, PlanDone, StageMessage, StageReady, stage_identity
+from server.channels import StageChannel
+
+ENDPOINT = "inproc://stages"
+GEOMETRY = Geometry("float32", 1, 1, 2, 16)
+Socket = zmq.Socket[bytes]
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Socket]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+def stage_socket(context: "zmq.Context[Socket]", stage: int, epoch: int) -> Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.routing_id = stage_identity(stage, epoch)
+    socket.linger = 0
+    socket.connect(ENDPOINT)
+    return socket
+
+
+def say(socket: Socket, message: StageMessage) -> None:
+    codec: Codec[StageMessage] = Codec(StageMessage)
+    socket.send(codec.encode(message))
+
+
+def ready(stage: int, epoch: int) -> StageReady:
+    return StageReady(
+        stage=stage, geometry=GEOMETRY, fingerprint="", data_port=1, kv_pages=4, vocab_size=9, epoch=epoch
+    )
+
+
+def test_a_new_group_is_heard_and_the_old_one_is_not(context: "zmq.Context[Socket]") -> None:
+    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    old = [stage_socket(context, stage, 0) for stage in (0, 1)]
+    for stage, socket in enumerate(old):
+        say(socket, ready(stage, 0))
+    assert len(channel.receive(0.0)) == 2
+    assert len(channel.all_ready()) == 2
+    new = [stage_socket(context, stage, 1) for stage in (0, 1)]
+    say(new[0], ready(0, 1))
+    say(old[1], PlanDone(stage=1, seq=5, duration_s=1.0))
+    assert channel.receive(1.0) == [ready(0, 1)]
+    assert channel.all_ready() == (), "the old group's stage 1 does not make it complete"
+    say(new[1], ready(1, 1))
+    channel.receive(1.0)
+    assert channel.all_ready() == (ready(0, 1), ready(1, 1))
+    channel.apply(Beat(seq=0), 1.0)
+    orders: Codec[OrderMessage] = Codec(OrderMessage)
+    assert [orders.decode(socket.recv()) for socket in new] == [Beat(seq=0)] * 2
+    for socket in old:
+        with pytest.raises(zmq.Again):
+            socket.recv(zmq.NOBLOCK)
+    for socket in (*old, *new):
+        socket.close()
+    channel.close()
+
+
+def test_a_silent_stage_is_named(context: "zmq.Context[Socket]") -> None:
+    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    sockets = [stage_socket(context, stage, 0) for stage in (0, 1)]
+    for stage, socket in enumerate(sockets):
+        say(socket, ready(stage, 0))
+    channel.receive(0.0)
+    say(sockets[0], PlanDone(stage=0, seq=1, duration_s=1.0))
+    channel.receive(2.0)
+    assert [event.stage for event in channel.tick(3.5)] == [1]
+    for socket in sockets:
+        socket.close()
+    channel.close()

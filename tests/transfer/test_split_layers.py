@@ -1,0 +1,175 @@
+"""Prefill and decode with different pipeline degrees, over real sockets."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.arrays import pack
+from core.geometry import Geometry
+from core.orders import Acked, AdmitPeer, Arrived, Cancel, Dial, DropPeer, Expect, Quiet, Send
+from tests.transfer.harness import CONFIG, FIRST, Loop, part, random_store, value, zmq_context
+from tests.transfer.raw import SESSION, RawPeer
+from transfer.messages import Ack, Attached, Chunk, Refuse
+from transfer.receiver import Receiver
+from transfer.sender import Sender
+
+PAGES = 64
+
+
+def stages(page_size: int, layers: Sequence[int]) -> list[Geometry]:
+    return [
+        Geometry("float16", n, kv_heads=2, head_dim=4, page_size=page_size, layer_start=sum(layers[:i]))
+        for i, n in enumerate(layers)
+    ]
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    with zmq_context() as made:
+        yield made
+
+
+class Group:
+    """All stages of a prefill server and of a decode peer, in one loop."""
+
+    def __init__(self, context: Any, sources: list[Geometry], destinations: list[Geometry]) -> None:
+        self.sources, self.destinations = sources, destinations
+        self.stores = [random_store(geometry, PAGES, seed=i) for i, geometry in enumerate(sources)]
+        self.targets = [random_store(geometry, PAGES, seed=50 + i) for i, geometry in enumerate(destinations)]
+        self.senders = [
+            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context)
+            for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
+        ]
+        self.receivers = [
+            Receiver(CONFIG, stage=i, geometry=geometry, store=store, context=context)
+            for i, (geometry, store) in enumerate(zip(destinations, self.targets, strict=True))
+        ]
+        self.loop = Loop(*self.senders, *self.receivers)
+        for sender in self.senders:
+            self.loop.apply(
+                sender,
+                AdmitPeer(
+                    seq=0, session=SESSION, geometry=destinations[0], window_bytes=4096, geometries=tuple(destinations)
+                ),
+            )
+
+    def dial(self, receiver: Receiver) -> None:
+        endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
+        order = Dial(
+            seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096
+        )  # fmt: skip
+        self.loop.apply(receiver, order)
+
+    def expect(self, pages: Sequence[int], start: int, count: int) -> None:
+        for receiver in self.receivers:
+            self.loop.apply(
+                receiver,
+                Expect(
+                    seq=0, request=1, session=SESSION, ticket="t", generation=1, start=start, count=count,
+                    pages=pack(pages), row=0,
+                ),
+            )  # fmt: skip
+
+    def send(self, sender: Sender, chunk: int, start: int, count: int, *, last: bool, pages: range, dst: range) -> None:
+        self.loop.apply(
+            sender,
+            Send(
+                seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=chunk, start=start,
+                count=count, pages=pack(part(self.sources[0].page_size, pages, 0, start, count)),
+                dst_pages=pack(part(self.destinations[0].page_size, dst, 0, start, count)), row=0, dst_row=0,
+                last=FIRST if last else None,
+            ),
+        )  # fmt: skip
+
+    def positions(self, stores: Sequence[Any], page_size: int, pages: range, start: int, count: int) -> np.ndarray:
+        whole = np.concatenate([store.data for store in stores], axis=1)
+        return np.stack([whole[pages[p // page_size], :, :, :, p % page_size] for p in range(start, start + count)])
+
+
+@pytest.mark.parametrize(
+    ("source_split", "destination_split"),
+    [((4,), (4,)), ((2, 2), (4,)), ((4,), (1, 3)), ((2, 3, 1), (3, 3)), ((1, 1, 1, 1), (2, 2)), ((3, 3), (1, 2, 2, 1))],
+)
+@pytest.mark.parametrize(("source_size", "destination_size", "start"), [(16, 16, 0), (8, 32, 5), (5, 3, 7)])
+def test_every_stage_gets_its_own_layers_and_no_byte_more(
+    context: Any, source_split: tuple[int, ...], destination_split: tuple[int, ...],
+    source_size: int, destination_size: int, start: int,
+) -> None:  # fmt: skip
+    end = 60
+    group = Group(context, stages(source_size, source_split), stages(destination_size, destination_split))
+    pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
+    for receiver in group.receivers:
+        group.dial(receiver)
+    group.expect(part(destination_size, dst, 0, start, end - start), start, end - start)
+    cuts = [start, 16, 45, end]
+    for chunk, (left, right) in enumerate(pairwise(cuts)):
+        for sender in reversed(group.senders):
+            group.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
+    for receiver, geometry in zip(group.receivers, group.destinations, strict=True):
+        arrived = group.loop.wait_for(receiver, Arrived)
+        assert arrived.bytes == (end - start) * geometry.token_bytes
+    for sender, geometry in zip(group.senders, group.sources, strict=True):
+        group.loop.wait_for(sender, Acked, 3)
+        assert [event.chunk for event in group.loop.of(sender, Acked)] == [0, 1, 2]
+        assert sum(event.bytes for event in group.loop.of(sender, Acked)) == (end - start) * geometry.token_bytes
+        assert value(sender.statistics(), "bytes_sent_total") == (end - start) * geometry.token_bytes
+    sent = group.positions(group.stores, source_size, pages, start, end - start)
+    assert np.array_equal(group.positions(group.targets, destination_size, dst, start, end - start), sent)
+    group.loop.close()
+
+
+def test_a_chunk_is_acknowledged_only_when_the_stage_that_attached_last_has_it(context: Any) -> None:
+    group = Group(context, stages(16, (4,)), stages(16, (2, 2)))
+    [sender] = group.senders
+    first, second = (RawPeer(context, group.loop, sender.port, peer_stage=stage) for stage in (0, 1))
+    group.send(sender, 0, 0, 16, last=True, pages=range(1), dst=range(1))
+    for peer in (first, second):
+        assert isinstance(peer.take()[0], Attached)
+        header, (_, payload) = peer.take()
+        assert isinstance(header, Chunk)
+        layers = slice(0, 2) if peer is first else slice(2, 4)
+        assert payload == group.stores[0].data[0, layers].tobytes()
+    first.say(Ack(ticket="t", generation=1, chunk=0))
+    group.loop.until(lambda: value(sender.statistics(), "unacked_bytes") == len(payload) + 256)
+    for _ in range(5):
+        group.loop.turn(0.01)
+    assert not group.loop.of(sender, Acked)
+    second.say(Ack(ticket="t", generation=1, chunk=0))
+    assert group.loop.wait_for(sender, Acked).bytes == 2 * len(payload)
+    group.loop.close()
+
+
+def test_a_stage_that_never_attached_keeps_the_chunk_and_a_cancel_still_gets_quiet(context: Any) -> None:
+    group = Group(context, stages(16, (4,)), stages(16, (2, 2)))
+    [sender] = group.senders
+    peer = RawPeer(context, group.loop, sender.port)
+    group.send(sender, 0, 0, 16, last=True, pages=range(1), dst=range(1))
+    assert isinstance(peer.take()[0], Attached)
+    assert isinstance(peer.take()[0], Chunk)
+    peer.say(Ack(ticket="t", generation=1, chunk=0))
+    group.loop.until(lambda: value(sender.statistics(), "unacked_bytes") == 0)
+    assert value(sender.statistics(), "queued_chunks") == 1
+    assert not group.loop.of(sender, Acked)
+    group.loop.apply(sender, Cancel(seq=0, request=1))
+    group.loop.wait_for(sender, Quiet)
+    assert value(sender.statistics(), "queued_chunks") == 0
+    group.loop.apply(sender, DropPeer(seq=0, session=SESSION))
+    peer.say(Ack(ticket="t", generation=1, chunk=0))
+    refused = peer.take()[0]
+    assert isinstance(refused, Refuse)
+    assert refused.code == "no_session"
+    group.loop.close()
+
+
+def test_a_stage_without_layers_in_common_is_refused(context: Any) -> None:
+    group = Group(context, stages(16, (2, 2)), stages(16, (1, 3)))
+    for stage, peer_stage in ((0, 7), (1, 0)):
+        peer = RawPeer(context, group.loop, group.senders[stage].port, stage=stage, peer_stage=peer_stage)
+        refused = peer.take()[0]
+        assert isinstance(refused, Refuse)
+        assert refused.code == "wrong_stage"
+        assert refused.message == f"stage {stage} shares no layers with stage {peer_stage} of the peer"
+    group.loop.close()
