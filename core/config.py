@@ -105,7 +105,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
     behind is not taken for the new one's. rendezvous: HOST:PORT where the stages of one start meet ("": as the
-    environment says). stage_timeout_s: longest wait for another stage.
+    environment says). stage_timeout_s: longest wait for another stage. measure_tokens: chunk length around which to
+    measure the stage's speed before it is ready; 0 does not.
     """
 
     stage: int
@@ -118,3 +119,4 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     rendezvous: str = ""
     stage_timeout_s: float = 120.0
+    measure_tokens: int = 0

@@ -34,13 +34,14 @@ class Meter:
         self._hidden_bytes += size
 
     def statistics(self) -> Stats:
-        values = {
-            "stage_busy_seconds_total": self._busy,
-            "stage_waiting_seconds_total": self._waiting,
-            "stage_idle_seconds_total": self._idle,
-            "hidden_bytes_total": float(self._hidden_bytes),
-        }
-        return Stats(samples=tuple(Sample(name, value, self._labels) for name, value in values.items()))
+        return Stats(
+            samples=(
+                Sample("stage_busy_seconds_total", self._busy, self._labels),
+                Sample("stage_waiting_seconds_total", self._waiting, self._labels),
+                Sample("stage_idle_seconds_total", self._idle, self._labels),
+                Sample("hidden_bytes_total", float(self._hidden_bytes), self._labels),
+            )
+        )
 
     def _lap(self) -> float:
         before, self._since = self._since, time.perf_counter()

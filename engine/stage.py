@@ -19,6 +19,7 @@ from core.orders import Halt, OrderMessage, StageFailed, StageReady
 from core.process import die_with_parent
 from engine.layers import ranges
 from engine.loop import StageLoop
+from engine.measure import measure
 from engine.meter import Meter
 from engine.model.standin import is_stand_in
 from engine.pipeline import LinkBroken, PipelineLinks, join_group
@@ -69,6 +70,7 @@ def run(config: StageConfig) -> int:
             kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,
             epoch=config.epoch,
+            cost=_cost(config, runner),
         )
     )
     wire.start()
@@ -85,6 +87,13 @@ def _runner(config: StageConfig) -> Runner:
     runner = make(config.model, config.engine, layer_range=layers)
     runner.warm_up()
     return runner
+
+
+def _cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | None:
+    """How long a prompt of some length takes here, where the scheduler wants to know."""
+    if not config.measure_tokens:
+        return None
+    return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
 def _compute(loop: StageLoop, stage: int, outbox: Outbox) -> int:

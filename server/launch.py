@@ -169,6 +169,7 @@ def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: in
         engine=config.engine,
         transfer=transfer,
         stage_timeout_s=config.scheduler.stage_timeout_s,
+        measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
     )
 
