@@ -216,9 +216,12 @@ class SchedulerClient:
 
     async def _probe(self) -> None:
         """A timer, since silence wakes nobody."""
+        loop = asyncio.get_running_loop()
         while True:
             self._query()
+            wake_s = loop.time() + PROBE_S
             await asyncio.sleep(PROBE_S)
+            self._heard += max(0.0, loop.time() - wake_s)  # while this loop was held up, nobody could be heard
             silence = self._clock.now() - self._heard
             if silence > LOST_S and self._calls:
                 log.error("the scheduler has been silent for %.0f s", silence)
