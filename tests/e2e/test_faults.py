@@ -63,7 +63,7 @@ def test_storm_of_cancelled_requests() -> None:
         assert text == gold.greedy_text(prompts[index], TOKENS), index
 
 
-@pytest.mark.parametrize("moment", ["bootstrap", "forward", "late"])
+@pytest.mark.parametrize("moment", [pytest.param("bootstrap", marks=pytest.mark.full), "forward", "late"])
 def test_decode_killed(moment: str) -> None:
     """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
     prompt = gold.story_ids()[:3000]

@@ -1,6 +1,7 @@
 """Texts through prefill → decode are those of transformers, for lengths around page and chunk edges."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -36,15 +37,17 @@ def check(server: Server, lengths: tuple[int, ...]) -> None:
 GEOMETRIES = [(16, 16, 64), (64, 64, 512), (16, 64, 2048), (64, 16, 64), (16, 16, 512), (64, 64, 2048)]
 
 
-@pytest.mark.parametrize(("page", "peer_page", "chunk"), GEOMETRIES)
+def sample(*always: tuple[int, int, int]) -> list[Any]:
+    """All geometries; those not named only in the full run."""
+    return [pytest.param(*each, marks=() if each in always else pytest.mark.full) for each in GEOMETRIES]
+
+
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048), (64, 16, 64), (16, 16, 512)))
 def test_handed_over_texts_equal_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("page", "peer_page", "chunk"),
-    [pytest.param(*geometry, marks=() if geometry == (16, 64, 2048) else pytest.mark.full) for geometry in GEOMETRIES],
-)
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048)))
 def test_a_long_prompt_handed_over_equals_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, (LONG,))
 

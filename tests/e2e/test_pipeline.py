@@ -43,7 +43,7 @@ def stages_of(server: Server) -> list[psutil.Process]:
     return sorted(children, key=lambda child: int(child.environ().get("RANK", "0")))
 
 
-@pytest.mark.parametrize("stages", ["2", "3"])
+@pytest.mark.parametrize("stages", ["2", pytest.param("3", marks=pytest.mark.full)])
 def test_texts_are_those_of_one_stage(stages: str) -> None:
     with serving("--role", "colocated", "--pp", stages, *FLAGS) as server:
         check_texts(server)
@@ -55,12 +55,16 @@ def test_texts_are_those_of_one_stage(stages: str) -> None:
             assert (passed_on > 0) == (stage < int(stages) - 1)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("2", "2"), ("2", "1"), ("1", "3")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [pytest.param("2", "2", marks=pytest.mark.full), pytest.param("2", "1", marks=pytest.mark.full), ("1", "3")],
+)
 def test_prefill_at_one_degree_and_decode_at_another(prefill: str, decode: str) -> None:
     with pair((*FLAGS, "--pp", prefill), (*FLAGS, "--pp", decode)) as (_, server):
         check_texts(server)
 
 
+@pytest.mark.full
 def test_layers_split_by_hand() -> None:
     with serving("--role", "colocated", "--pp", "3", "--pp-layers", "1,25,4", *FLAGS) as server:
         check_texts(server)
