@@ -135,6 +135,7 @@ def _order(sender: Sender, request: int, pages: int, chunk_pages: int) -> None:
         last = first + chunk_pages >= pages
         tokens = len(ids) // 4 * GEOMETRY.page_size
         order = Send(
+            after=0,
             seq=0,
             request=request,
             session=SESSION,
