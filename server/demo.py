@@ -145,9 +145,9 @@ def _take(talk: Conversation, event: dict[str, Any]) -> None:
 
 
 def _board(talks: Sequence[Conversation]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(width=8, style="bold", no_wrap=True)
-    table.add_column(width=20, style="cyan", no_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False, expand=True)
+    table.add_column(min_width=8, style="bold", no_wrap=True)
+    table.add_column(min_width=20, style="cyan", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for talk in talks:
         table.add_row(talk.name, talk.phase, " ".join(talk.text.split())[-120:])
@@ -162,17 +162,7 @@ async def _checksum_failures(url: str) -> int:
 
 def _verdict(console: Console, handed: Sequence[Conversation], alone: Sequence[Conversation], failures: int) -> int:
     table = Table(title="prefill → decode, against one colocated server (times in ms)", box=SIMPLE)
-    columns = (
-        "prompt",
-        "tokens",
-        "queue ms",
-        "forward ms",
-        "transfer ms",
-        "first token ms",
-        "pages",
-        "MB",
-        "same text",
-    )
+    columns = ("prompt", "tokens", "queue", "forward", "transfer", "1st token", "pages", "MB", "equal")
     for column in columns:
         table.add_column(column, justify="left" if column == "prompt" else "right", no_wrap=True)
     equal = 0
