@@ -161,7 +161,12 @@ async def _checksum_failures(url: str) -> int:
 
 
 def _verdict(console: Console, handed: Sequence[Conversation], alone: Sequence[Conversation], failures: int) -> int:
-    table = Table(title="prefill → decode, against one colocated server (times in ms)", box=SIMPLE, padding=0, collapse_padding=True)
+    table = Table(
+        title="prefill → decode, against one colocated server (times in ms)",
+        box=SIMPLE,
+        padding=0,
+        collapse_padding=True,
+    )
     columns = ("prompt", "tokens", "queue", "forward", "transfer", "1st token", "pages", "MB", "equal")
     for column in columns:
         table.add_column(column, justify="left" if column == "prompt" else "right", no_wrap=True)
