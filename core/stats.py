@@ -1,6 +1,7 @@
 """Counters, gauges and histograms as plain values that can be sent; the front end renders them for Prometheus."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -47,6 +48,15 @@ class Stats(msgspec.Struct, frozen=True):
 
     samples: tuple[Sample, ...] = ()
     histograms: tuple[HistogramSample, ...] = ()
+
+
+def join(parts: Iterable[Stats]) -> Stats:
+    """One snapshot of several."""
+    parts = tuple(parts)
+    return Stats(
+        samples=tuple(sample for part in parts for sample in part.samples),
+        histograms=tuple(histogram for part in parts for histogram in part.histograms),
+    )
 
 
 class Counters:

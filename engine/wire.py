@@ -43,7 +43,7 @@ from core.orders import (
     stage_identity,
 )
 from core.ports import Port
-from core.stats import Stats
+from core.stats import Stats, join
 from engine.meter import Meter
 from transfer.receiver import Receiver
 from transfer.sender import Sender
@@ -212,8 +212,4 @@ class StageWire(threading.Thread):
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        parts = (self._sender.statistics(), self._receiver.statistics(), self._meter.statistics())
-        return Stats(
-            samples=tuple(sample for part in parts for sample in part.samples),
-            histograms=tuple(histogram for part in parts for histogram in part.histograms),
-        )
+        return join(part.statistics() for part in (self._sender, self._receiver, self._meter))

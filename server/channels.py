@@ -10,7 +10,7 @@ import zmq
 from core.codec import Codec
 from core.intake import EngineState, IntakeMessage, OutputMessage, StageLost, StatsReply
 from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
-from core.stats import Stats
+from core.stats import Stats, join
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ class FrontChannel:
                 fingerprint=self.stages[0].fingerprint if self.stages else "",
             )
         elif isinstance(command, StatsReply):
-            command = msgspec.structs.replace(command, stats=_join(command.stats, self.more_stats))
+            command = msgspec.structs.replace(
+                command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
+            )
         self._socket.send(self._out.encode(command), zmq.NOBLOCK)
         return ()
 
@@ -72,18 +74,6 @@ class FrontChannel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _join(stats: Stats, sources: Sequence[StatsSource]) -> Stats:
-    return join_stats([stats, *(source.statistics() for source in sources)])
-
-
-def join_stats(parts: Sequence[Stats]) -> Stats:
-    """One snapshot of several."""
-    return Stats(
-        samples=tuple(sample for part in parts for sample in part.samples),
-        histograms=tuple(histogram for part in parts for histogram in part.histograms),
-    )
 
 
 class StageChannel:
@@ -158,7 +148,7 @@ class StageChannel:
 
     def statistics(self) -> Stats:
         """The stages' counters as of their last heartbeat."""
-        return join_stats(list(self._stats.values()))
+        return join(self._stats.values())
 
     def close(self) -> None:
         self._socket.close()
