@@ -33,9 +33,21 @@ class Router:
                 self.pages.clear()
 
 
+def root(salt: str) -> bytes:
+    return sha256(b"headrace kv 1\0" + salt.encode()).digest()
+
+
+def digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return sha256(parent + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+
+
+def short(digest: bytes) -> int:
+    return int(struct.unpack(">Q", digest[24:])[0])
+
+
 def name_of(salt: str, pages: list[tuple[int, ...]]) -> int:
     """The hash of the last of these pages, from the documented recipe."""
-    digest = sha256(b"headrace kv 1\0" + salt.encode()).digest()
+    found = root(salt)
     for tokens in pages:
-        digest = sha256(digest + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
-    return int(struct.unpack(">Q", digest[24:])[0])
+        found = digest(found, tokens)
+    return short(found)

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.clock import VirtualClock
+from core.config import KvEventsConfig
 from core.errors import ErrorInfo, HeadraceError
 from core.intake import Abort, Drain, EngineState, QueryStats, Shutdown, StageLost, Submit, Tokens
 from core.stats import Counters, Sample, Stats
