@@ -8,6 +8,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -16,7 +18,7 @@ from core.peers import (
     TicketFinished,
 )
 
-DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
+DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
 Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage
