@@ -38,7 +38,7 @@ from transfer.messages import (
     Reserve,
     Welcome,
 )
-from transfer.sessions import PeerBook
+from transfer.sessions import RESTARTED, PeerBook
 
 CONFIG = TransferConfig(max_peers=2, max_tickets_per_peer=3, peer_timeout_s=3.0)
 GEOMETRY = Geometry("float32", layers=4, kv_heads=2, head_dim=8, page_size=16)
@@ -329,6 +329,21 @@ def test_goodbye() -> None:
         PeerGone(session=session, reason="goodbye: draining")
     ]
     assert made.peers == 0
+
+
+def test_sessions_end_when_the_stages_have_started_again_elsewhere() -> None:
+    made, session = joined()
+    made.ready(OFFER)
+    assert made.next_deadline() == CONFIG.peer_timeout_s, "the same ports: connections find them again"
+    made.ready(replace(OFFER, data_ports=(7002,)))
+    assert made.next_deadline() == 0.0
+    outcome = made.tick(1.0)
+    assert [reply for _, reply in outcome.replies] == [Goodbye(reason=RESTARTED)]
+    assert outcome.events == [PeerGone(session=session, reason=RESTARTED)]
+    [(_, welcome)] = made.receive(b"a", hello(), 1.0).replies
+    assert isinstance(welcome, Welcome)
+    assert welcome.stages[0].data_port == 7002
+    assert made.next_deadline() == 1.0 + CONFIG.peer_timeout_s
 
 
 def test_a_second_hello_of_an_instance_replaces_its_session_and_a_repeated_one_does_not() -> None:
