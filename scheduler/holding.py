@@ -4,6 +4,9 @@ computed ─► Held, lease ──Reserve──► sent like any other ticket
                 │  ├── renewal ─► the lease begins anew, up to the limit
                 │  └── silence, the limit, Cancel, Abort, drain ─► FAILED; a later Reserve hears why
                 └──── peer had come already: no lease
+
+A held request has no metadata row until a peer reserves it. Rows bound what is being handed over at a time; idle leases
+that kept theirs would make every other ticket wait.
 """
 
 from core.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo
