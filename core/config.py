@@ -36,8 +36,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     once. kv_events: report what the prefix cache gains and loses. pipeline_depth: plans in flight beyond one per
     stage. max_queued_tokens: prompt tokens not yet planned; above it requests get 429. bootstrap_timeout_s: a
     ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
-    stage_timeout_s: one plan.
-    start_timeout_s: stages that load.
+    stage_timeout_s: one plan. start_timeout_s: stages that load. hold_lease_s: how long a computed prompt is held for
+    a peer that neither comes nor renews; hold_limit_s: how long in all; hold_percent: of the pool's pages, what prompts
+    held for later may take.
     """
 
     page_size: int = 16
@@ -59,6 +60,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout_s: float = 10.0
     stage_timeout_s: float = 120.0
     start_timeout_s: float = 600.0
+    hold_lease_s: float = 30.0
+    hold_limit_s: float = 600.0
+    hold_percent: int = 50
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

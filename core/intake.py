@@ -13,7 +13,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 class Submit(Intake, frozen=True, kw_only=True):
     """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
-    prefill server (entrance "wire"). deadline_s: seconds the client is willing to wait in all."""
+    prefill server (entrance "wire"). hold (exit "wire"): compute before a peer has come, and keep the KV for one under
+    a lease. deadline_s: seconds the client is willing to wait in all."""
 
     rid: str
     prompt: bytes
@@ -22,6 +23,7 @@ class Submit(Intake, frozen=True, kw_only=True):
     exit: Exit = "here"
     ticket: str | None = None
     prefill: str | None = None
+    hold: bool = False
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
@@ -127,6 +129,17 @@ class Tokens(Output, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Held(Output, frozen=True, kw_only=True):
+    """The prompt of a request with hold set is computed; Finished or Failed follows when its KV is fetched or let go.
+    lease_s: how long a peer has to come for it or renew it; 0 when one has come already."""
+
+    rid: str
+    lease_s: float
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
 class Finished(Output, frozen=True, kw_only=True):
     """The end of a request that went well; all its tokens were sent in Tokens before."""
 
@@ -158,5 +171,15 @@ class StatsReply(Output, frozen=True, kw_only=True):
 
 IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StageLost | Shutdown
 OutputMessage = (
-    EngineState | StageDown | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply
+    EngineState
+    | StageDown
+    | PrefillState
+    | Reserved
+    | Progress
+    | Tokens
+    | Held
+    | Finished
+    | Failed
+    | Drained
+    | StatsReply
 )

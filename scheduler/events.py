@@ -9,6 +9,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -17,7 +19,7 @@ from core.peers import (
     TicketFinished,
 )
 
-DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
+DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
 Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage | KvEventMessage

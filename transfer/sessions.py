@@ -19,6 +19,8 @@ from core.peers import (
     PeerEvent,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     TellCancelled,
     TellFailed,
@@ -129,7 +131,8 @@ class PeerBook:
             case Cancel():
                 return self._cancel(peer, message)
             case Ping():
-                return Outcome([(route, Pong(number=message.number))], [])
+                renewals = [PeerRenewed(session=peer.session, tickets=message.renew)] if message.renew else []
+                return Outcome([(route, Pong(number=message.number))], list[PeerEvent](renewals))
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
@@ -235,6 +238,7 @@ class PeerBook:
             cached_tokens=reserve.cached_tokens,
             pages=reserve.pages,
             row=reserve.row,
+            wait=reserve.wait,
         )
         return Outcome([], [event])
 
@@ -252,9 +256,13 @@ class PeerBook:
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> Outcome:
         current = peer.tickets.get(cancel.ticket)
-        if current is None or current.generation != cancel.generation:  # it has ended, or never began
+        if current is None or current.generation != cancel.generation:
+            unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
             peer.end(cancel.ticket, cancel.generation)
-            return Outcome([(peer.route, Cancelled(ticket=cancel.ticket, generation=cancel.generation))], [])
+            reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
+            # What has ended, ended; what was never reserved may be held, and its name gives the right to release it.
+            released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
+            return Outcome([(peer.route, reply)], [released] if unknown else [])
         if current.cancelling:
             self.counters.add("stale_messages_total", labels=("cancel",))
             return Outcome([], [])

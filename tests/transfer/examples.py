@@ -116,6 +116,14 @@ EXAMPLES = (
     Example("peer to desk", Ping(number=1), PEER),
     Example("desk to peer", Pong(number=1), DESK),
     Example("peer to desk", Goodbye(reason="hung up"), PEER),
+    Example("peer to desk", Ping(number=2, renew=("ticket-5", "ticket-6")), PEER),
+    Example(
+        "peer to desk",
+        Reserve(
+            ticket="ticket-5", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5, wait=False
+        ),
+        PEER,
+    ),
 )  # fmt: skip
 
 

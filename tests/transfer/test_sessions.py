@@ -15,6 +15,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     TellCancelled,
     TellFailed,
@@ -197,7 +199,10 @@ def test_a_ticket_that_has_not_ended_cannot_be_used_again() -> None:
 def test_cancelling_is_always_answered_once_per_question() -> None:
     made, session = joined()
     cancel = Cancel(ticket="t", generation=1, reason="client left")
-    assert made.receive(b"a", cancel, 0.0).replies == [(b"a", Cancelled(ticket="t", generation=1))]
+    answer = [(b"a", Cancelled(ticket="t", generation=1))]
+    released = PeerReleased(session=session, ticket="t", reason="client left")  # if it is held; the scheduler knows
+    assert made.receive(b"a", cancel, 0.0) == (answer, [released])
+    assert made.receive(b"a", cancel, 0.0) == (answer, [])  # a late one releases nothing of a later use
     made.receive(b"a", reserve(generation=2), 0.0)
     cancel = replace(cancel, generation=2)
     assert made.receive(b"a", cancel, 0.0).events == [
@@ -207,6 +212,24 @@ def test_cancelling_is_always_answered_once_per_question() -> None:
     told = made.tell(TellCancelled(session=session, ticket="t", generation=2))
     assert told.replies == [(b"a", Cancelled(ticket="t", generation=2))]
     assert made.receive(b"a", reserve(generation=2), 0.0).events == []  # a late one revives nothing
+
+
+def test_pings_carry_renewals_of_those_who_have_a_session() -> None:
+    made, session = joined()
+    outcome = made.receive(b"a", Ping(number=1, renew=("t", "u")), 0.0)
+    assert outcome == ([(b"a", Pong(number=1))], [PeerRenewed(session=session, tickets=("t", "u"))])
+    assert made.receive(b"a", Ping(number=2), 0.0).events == []
+    stranger = made.receive(b"b", Ping(number=1, renew=("t",)), 0.0)
+    assert stranger.events == []
+    assert isinstance(stranger.replies[0][1], Refuse)
+
+
+def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:
+    made, _ = joined()
+    for wait in (True, False):
+        [event] = made.receive(b"a", reserve(f"t-{wait}", wait=wait), 0.0).events
+        assert isinstance(event, PeerReserved)
+        assert event.wait is wait
 
 
 def test_failures_and_early_ends_reach_the_peer() -> None:
@@ -307,9 +330,10 @@ def test_every_ticket_use_that_was_reserved_is_reported_once_and_ends_once(steps
                 reserved.add(use)
         elif kind == "cancel":
             outcome = made.receive(b"a", Cancel(ticket=ticket, generation=generation), 0.0)
-            if outcome.events:
+            if any(isinstance(event, PeerCancelled) for event in outcome.events):
                 assert use in reserved - ended
             elif outcome.replies:
+                assert not outcome.events or use not in reserved | ended
                 ended.add(use)
         elif use in reserved - ended:
             error = ErrorInfo(code="x", message="y", status=500)
