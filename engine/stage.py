@@ -15,7 +15,7 @@ import zmq
 from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
-from core.orders import Halt, OrderMessage, StageFailed, StageReady
+from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
 from core.process import die_with_parent
 from engine.layers import ranges
 from engine.loop import StageLoop
@@ -37,8 +37,7 @@ LAST_WORDS_S = 2.0  # for whoever ends a broken group, before a stage complains 
 def run(config: StageConfig) -> int:
     """Load, announce readiness, compute. Returns the exit status."""
     if config.stages > 1:
-        device = torch.device(config.model.device)
-        join_group(config.stage, config.stages, device, config.rendezvous, config.stage_timeout_s)
+        join_group(config, torch.device(config.model.device))
     runner = _runner(config)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -53,7 +52,7 @@ def run(config: StageConfig) -> int:
         context=context,
         endpoint=config.endpoint,
         stage=config.stage,
-        epoch=config.epoch,
+        identity=stage_identity(config.stage, config.epoch, config.session),
         sender=sender,
         receiver=receiver,
         meter=meter,
@@ -66,6 +65,7 @@ def run(config: StageConfig) -> int:
             stage=config.stage,
             geometry=runner.geometry,
             fingerprint=runner.fingerprint,
+            data_host=config.transfer.host,
             data_port=sender.port,
             kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,

@@ -99,6 +99,8 @@ def _check(given: argparse.Namespace) -> int:
     for stage, memory in enumerate(resolved.memory):
         where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
         print(f"# memory{where}: {memory.explanation}")
+    if not resolved.memory:
+        print("# memory: external stages plan theirs when they start")
     return 0
 
 
