@@ -119,8 +119,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
     behind is not taken for the new one's. session: secret of the group's start where stages are not the server's own
     processes, "" where they are. rendezvous: HOST:PORT where the stages of one start meet. rendezvous_hosted: somebody
-    else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage. measure_tokens: chunk length around which to
-    measure the stage's speed before it is ready; 0 does not.
+    else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage.
+    measure_tokens: chunk length around which to measure the stage's speed before it is ready; 0 does not.
     """
 
     stage: int

@@ -153,8 +153,8 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
     """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
-    attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens take
-    here, where they were measured."""
+    attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
+    take here, where they were measured."""
 
     geometry: Geometry
     fingerprint: str

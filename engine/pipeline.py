@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.TCPStore, but typed here only
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but typed here only
 
 from core.config import StageConfig
 from core.orders import Forward, Row, Sampled
@@ -51,7 +51,7 @@ def join_group(config: StageConfig, device: torch.device) -> None:
     timeout = timedelta(seconds=config.stage_timeout_s)
     try:
         # Whoever hosts the store may have hosted it for an earlier group, and what that one has left must not be read.
-        store = dist.PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, timeout))
+        store = PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, timeout))
         dist.init_process_group(backend, store=store, rank=config.stage, world_size=config.stages, timeout=timeout)
     except (RuntimeError, OSError) as error:
         raise LinkBroken(f"the stages did not find together: {error}") from error

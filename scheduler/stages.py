@@ -44,7 +44,9 @@ class Stages:
             return False
         self._up[event.stage] = event
         if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
-            text = f"its model is another one than that of stage {other.stage}: {event.fingerprint}, {other.fingerprint}"
+            text = (
+                f"its model is another one than that of stage {other.stage}: {event.fingerprint}, {other.fingerprint}"
+            )
             self.failed(event.stage, text, now)
             return False
         if len(self._up) < state.config.stages:

@@ -10,8 +10,8 @@ import zmq
 from core.codec import Codec
 from core.errors import ConfigError
 from core.intake import EngineState, IntakeMessage, OutputMessage, StageDown, StageLost, StatsReply
-from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
 from core.joining import Gathering
+from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
 from core.stats import Stats, join
 from server.gate import Gate
 
@@ -48,11 +48,16 @@ class FrontChannel:
         self._in: Codec[IntakeMessage] = Codec(IntakeMessage)
         self._out: Codec[OutputMessage] = Codec(OutputMessage)
         self.more_stats: list[StatsSource] = []
+        self._early: list[bytes] | None = []  # said before the front end was heard, and may have been connected
 
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
         return (self._socket,)
 
     def receive(self, now: float) -> Sequence[IntakeMessage | StageFailed]:
+        if self._early is not None:
+            for frame in self._early:
+                self._socket.send(frame, zmq.NOBLOCK)
+            self._early = None
         messages = (self._in.decode(frame) for frame in _drain(self._socket))
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
@@ -73,7 +78,11 @@ class FrontChannel:
             command = msgspec.structs.replace(
                 command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
             )
-        self._socket.send(self._out.encode(command), zmq.NOBLOCK)
+        frame = self._out.encode(command)
+        if self._early is None:
+            self._socket.send(frame, zmq.NOBLOCK)
+        else:
+            self._early.append(frame)
         return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[IntakeMessage]:
@@ -106,8 +115,17 @@ def order_socket(
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close()
-        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; write another --stage-host or --stage-port") from error
+        raise ConfigError(
+            f"cannot listen on {endpoint}: {error.strerror}; write another --stage-host or --stage-port"
+        ) from error
     return socket
+
+
+def bound_port(socket: "zmq.Socket[bytes]") -> int:
+    """The port that a socket has got."""
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
 
 
 class StageChannel:
@@ -153,7 +171,7 @@ class StageChannel:
             except zmq.Again:
                 break
             if self._gate is not None and not self._gate.admitted(identity):
-                events.extend(self._gate.receive(identity, [frame, *more]))
+                events.extend(self._gate.receive(identity, [frame, *more], now))
                 continue
             event = self._in.decode(frame)
             if isinstance(event, StageReady) and event.epoch > self._epoch:
@@ -170,7 +188,7 @@ class StageChannel:
         return [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
-        events: list[ChannelEvent] = [*self._gate.tick()] if self._gate is not None else []
+        events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
         frame = self._out.encode(Beat(seq=0))
         for stage, heard in list(self._heard.items()):
             if now - heard > self._silence_s:

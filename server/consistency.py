@@ -117,12 +117,14 @@ def _check_external_stages(config: Config) -> None:
     if group.start == "local":
         for key, given in (("stage-host", group.host != GroupConfig().host), ("stage-port", group.port)):
             if given:
-                raise ConfigError(f"--{key} is for stages that are started elsewhere; add --stages external, or leave it out")
+                raise ConfigError(
+                    f"--{key} is for stages that are started elsewhere; add --stages external, or leave it out"
+                )
         return
     if not group.key and not config.server.insecure and not is_loopback(group.host):
         raise ConfigError(
-            f"--stage-host {group.host} is reachable from other machines and no stage key is set: set HEADRACE_STAGE_KEY "
-            f"here and for the stages, bind to 127.0.0.1, or add --insecure if anybody may become a stage"
+            f"--stage-host {group.host} is reachable from other machines and no stage key is set: set "
+            f"HEADRACE_STAGE_KEY here and for the stages, bind to 127.0.0.1, or add --insecure if anybody may join"
         )
     if config.model.dtype == "auto":
         raise ConfigError("--stages external needs --dtype: what the stages' machines are good at is not known here")

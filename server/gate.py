@@ -5,6 +5,7 @@ of the group can know (server/roster.py). Whatever else comes to the socket is d
 """
 
 import logging
+from collections.abc import Container
 
 import zmq
 
@@ -20,11 +21,14 @@ GateEvent = StageFailed | Gathering
 
 
 class Gate:
-    """Carries a roster's words over the order socket, which it shares with the StageChannel."""
+    """Carries a roster's words over the order socket, which it shares with the StageChannel. start_timeout_s: longest
+    time that a group may take to load."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", roster: Roster) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", roster: Roster, start_timeout_s: float) -> None:
         self._socket = socket
         self._roster = roster
+        self._start_timeout_s = start_timeout_s
+        self._admitted = 0.0  # when the group was
         self._members = roster.identities()
         self._told = ""
         self._counters = Counters()
@@ -40,7 +44,7 @@ class Gate:
         """Whether a connection is that of a member of the group."""
         return route in self._members
 
-    def receive(self, route: bytes, frames: list[bytes]) -> list[GateEvent]:
+    def receive(self, route: bytes, frames: list[bytes], now: float) -> list[GateEvent]:
         """Take in what a stranger sent: a Join, or nothing that matters."""
         try:
             if len(frames) != 1:
@@ -49,7 +53,10 @@ class Gate:
         except DecodeError:
             self._counters.add("malformed_frames_total", labels=("stages",))
             return []
+        before = self._roster.session
         replies = self._roster.receive(route, join)
+        if self._roster.session != before:
+            self._admitted = now
         answer = replies[0][1]
         if isinstance(answer, Refused):
             self._counters.add("refusals_total", labels=("stages", answer.code))
@@ -57,10 +64,16 @@ class Gate:
         self._say(replies)
         return self._news()
 
-    def tick(self) -> list[GateEvent]:
-        """Say to every member where things stand, and find out by it whether it is still there."""
+    def tick(self, ready: Container[int], now: float) -> list[GateEvent]:
+        """Say to every member where things stand, and find out by it whether it is still there. ready: the stages that
+        have loaded."""
         lost = self._say(self._roster.answers())
-        return [*(event for route in lost for event in self._roster.lose(route)), *self._news()]
+        failures = [event for route in lost for event in self._roster.lose(route)]
+        if self._roster.session and now - self._admitted > self._start_timeout_s and not failures:
+            text = f"it took more than {self._start_timeout_s:g} s to load"
+            loading = [stage for stage in self._members.values() if stage not in ready]
+            failures = [StageFailed(stage=stage, message=text) for stage in loading[:1]]
+        return [*failures, *self._news()]
 
     def dismiss(self, reason: str) -> list[GateEvent]:
         """The group has ended: its stages have to, too."""
@@ -90,5 +103,4 @@ class Gate:
         if status == self._told:
             return []
         self._told = status
-        log.info("%s", status)
         return [Gathering(message=status)]

@@ -21,7 +21,7 @@ from core.orders import StageReady
 from core.process import die_with_parent
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
-from server.channels import FrontChannel, StageChannel, order_socket
+from server.channels import FrontChannel, StageChannel, bound_port, order_socket
 from server.gate import Gate
 from server.roster import Roster
 from server.version import headrace_version
@@ -103,11 +103,11 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
             external.template,
             key=external.key,
             version=headrace_version(),
-            endpoint=socket.last_endpoint.decode().rstrip("\0"),
+            endpoint=f"{config.stage_endpoint.rpartition(':')[0]}:{bound_port(socket)}",
             desk_host=config.transfer.host if config.role == "prefill" else None,
             new_session=partial(secrets.token_hex, 16),
         )
-        gate = Gate(socket, roster)
+        gate = Gate(socket, roster, config.scheduler.start_timeout_s)
     return StageChannel(socket, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
 
 

@@ -16,7 +16,8 @@ MAX_PAGE_SIZE = 1 << 16
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
-    stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits in hex."""
+    stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
+    in hex."""
 
     instance: str
     fingerprint: str
