@@ -77,8 +77,8 @@ class Gate:
 
     def dismiss(self, reason: str) -> list[GateEvent]:
         """The group has ended: its stages have to, too."""
-        replies = self._roster.dismiss(reason)
-        self._say(replies)
+        self._say(self._roster.dismiss(reason))
+        self._told = ""  # the scheduler has just given another reason for not being ready
         return self._news()
 
     def statistics(self) -> tuple[Sample, ...]:
