@@ -33,9 +33,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_tokens: token budget of one plan. chunking "dynamic": chunks shrink as the prefix grows, so that all plans
     take about the same time. max_running: rows in one plan. metadata_rows: requests that may hold a metadata row at
-    once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
-    not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
-    transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
+    once. kv_events: report what the prefix cache gains and loses. pipeline_depth: plans in flight beyond one per
+    stage. max_queued_tokens: prompt tokens not yet planned; above it requests get 429. bootstrap_timeout_s: a
+    ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
+    stage_timeout_s: one plan.
     start_timeout_s: stages that load.
     """
 
@@ -52,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 262144
     max_queued_requests: int = 4096
     prefix_cache: bool = True
+    kv_events: bool = False
     policy: str = "fcfs"
     bootstrap_timeout_s: float = 30.0
     transfer_timeout_s: float = 10.0
@@ -84,6 +86,17 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where routers follow the prefix cache. port 0: no events; replay_port 0: no replay. buffer: batches kept for
+    replay, and how many a subscriber may be behind before it misses some."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    replay_port: int = 0
+    topic: str = ""
+    buffer: int = 10_000
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
     prefill_api_key: the key a decode server shows to its prefill servers; "" shows none."""
@@ -110,6 +123,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
     group: GroupConfig = GroupConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     server: ServerConfig = ServerConfig()
 
 

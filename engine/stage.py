@@ -54,6 +54,7 @@ def run(config: StageConfig) -> int:
         endpoint=config.endpoint,
         stage=config.stage,
         identity=stage_identity(config.stage, config.epoch, config.session),
+        remote=bool(config.session),
         sender=sender,
         receiver=receiver,
         meter=meter,

@@ -101,6 +101,7 @@ class StageWire(threading.Thread):
         endpoint: str,
         stage: int,
         identity: bytes,
+        remote: bool,
         sender: Sender,
         receiver: Receiver,
         meter: Meter,
@@ -113,6 +114,8 @@ class StageWire(threading.Thread):
         self._control.routing_id = identity
         self._control.set_hwm(0)
         self._control.ipv6 = True
+        if remote:  # what is on a connection that breaks is lost, and a stage that missed an order must not go on
+            self._control.reconnect_ivl = -1
         self._control.linger = 1000
         self._control.connect(endpoint)
         self._stage = stage

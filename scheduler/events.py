@@ -2,6 +2,7 @@
 
 from core.intake import IntakeMessage, OutputMessage
 from core.joining import Gathering
+from core.kv_events import KvEventMessage
 from core.orders import OrderMessage, StageMessage
 from core.peers import (
     DeskEffect,
@@ -20,7 +21,7 @@ from core.peers import (
 DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 Event = IntakeMessage | StageMessage | Gathering | DeskEvent | DialerEvent
-Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage
+Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage | KvEventMessage
 
 
 class Outbox:

@@ -245,8 +245,10 @@ class StageChannel:
         try:
             self._socket.send_multipart((self._identity(stage), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # A process that is gone is silent, too; whoever watches it will say so first, and say how it ended.
-            if error.errno == zmq.EHOSTUNREACH or isinstance(command, Halt):
+            # A child that is gone is silent, too; its supervisor will say so first, and say how it ended. Nobody
+            # else watches a stage of another machine.
+            gone = error.errno == zmq.EHOSTUNREACH
+            if isinstance(command, Halt) or (gone and self._gate is None):
                 return ()
             return (self._lost(stage, f"stage {stage} does not take orders: {error.strerror}"),)
         return ()

@@ -12,7 +12,16 @@ from typing import Any
 
 import msgspec
 
-from core.config import Config, EngineConfig, GroupConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from server.consistency import check
 from server.settings import BY_KEY, SETTINGS, Kind, Setting
@@ -225,18 +234,20 @@ def _build(values: Mapping[str, Any]) -> Config:
             scheduler=SchedulerConfig(**fields["scheduler"]),
             transfer=TransferConfig(**fields["transfer"]),
             group=GroupConfig(**fields["group"]),
+            kv_events=KvEventsConfig(**fields["kv_events"]),
             server=ServerConfig(**{**fields["server"], "prefill": prefill}),
         )
     )
 
 
 def share(config: Config) -> Config:
-    """Fill the scheduler's copies of fields that belong to the model and engine slices."""
+    """Fill the scheduler's copies of fields that belong to other slices."""
     scheduler = msgspec.structs.replace(
         config.scheduler,
         page_size=config.engine.page_size,
         kv_pages=config.engine.kv_pages,
         max_model_len=config.model.max_model_len,
+        kv_events=config.kv_events.port != 0,
     )
     return msgspec.structs.replace(config, scheduler=scheduler)
 

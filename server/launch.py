@@ -27,6 +27,7 @@ import uvicorn
 
 from core.config import Config, StageConfig
 from server.app import create_app
+from server.kv_events import endpoint
 from server.link import ZmqSchedulerLink
 from server.local import free_port
 from server.scheduler_process import ExternalStages, SchedulerProcessConfig
@@ -151,6 +152,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         scheduler=config.scheduler,
         transfer=config.transfer,
         external=external,
+        kv_events=config.kv_events,
         log_level=config.server.log_level,
     )
     return Child("server.scheduler_process", scheduler, threads=1)
@@ -229,7 +231,9 @@ def _announce(config: Config, service: Service, seconds: float) -> None:
     ]
     if engine.desk_port:
         lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
-        lines += [f"  data   {endpoint}  (stage {stage})" for stage, endpoint in enumerate(engine.data)]
+        lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
+    if config.kv_events.port:
+        lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
     tokens = engine.kv_pages * config.engine.page_size
     lines.append(f"  kv     {engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
     lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]

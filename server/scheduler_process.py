@@ -1,7 +1,7 @@
 """The scheduler process: `python -m server.scheduler_process`, configuration as JSON on standard input.
 
-Joins the pure scheduler with its four ports: the front end, the stages, the desk where decode peers call, and the
-dialer that calls prefill servers' desks.
+Joins the pure scheduler with its ports: the front end, the stages, the desk where decode peers call, the dialer that
+calls prefill servers' desks, and the publisher of KV events.
 """
 
 import logging
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from core.clock import SystemClock
-from core.config import Role, SchedulerConfig, StageConfig, TransferConfig
+from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
 from core.orders import StageReady
 from core.process import die_with_parent
@@ -23,6 +23,7 @@ from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
 from server.channels import FrontChannel, StageChannel, bound_port, order_socket
 from server.gate import Gate
+from server.kv_events import KvEventPublisher
 from server.roster import Roster
 from server.version import headrace_version
 from transfer.desk import Desk
@@ -51,6 +52,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     transfer: TransferConfig
     external: ExternalStages | None = None
+    kv_events: KvEventsConfig = KvEventsConfig()
     log_level: str = "info"
 
 
@@ -60,10 +62,11 @@ def run(config: SchedulerProcessConfig) -> None:
     instance = secrets.token_hex(16)
     desk = Desk(config.transfer, context) if config.role == "prefill" else None
     dialer = Dialer(config.transfer, context) if config.role == "decode" else None
+    publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
     stages = _stage_channel(config, context)
     front.on_stage_down = stages.stage_down
-    front.more_stats = [source for source in (stages, desk, dialer) if source is not None]
+    front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]
 
     def introduce(event: Event) -> None:
         """Once every stage has told its geometry, peers may know who we are."""
@@ -80,13 +83,14 @@ def run(config: SchedulerProcessConfig) -> None:
         stages=stages,
         desk=desk,
         dialer=dialer,
+        publisher=publisher,
         clock=SystemClock(),
         observe=introduce,
     )
     try:
         loop.run()
     finally:
-        for port in (front, stages, desk, dialer):
+        for port in (front, stages, desk, dialer, publisher):
             if port is not None:
                 port.close()
         context.term()

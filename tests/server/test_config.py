@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config import Config, EngineConfig, GroupConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from server.config import add_flags, load, parse_value, to_toml
 from server.settings import BY_KEY, SETTINGS
@@ -19,11 +28,12 @@ SLICES: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "transfer": TransferConfig,
     "group": GroupConfig,
+    "kv_events": KvEventsConfig,
     "server": ServerConfig,
 }
 # Fields that are no settings: copies of other fields, what the model says, and bounds that nobody needs to move.
 NOT_SETTINGS = {
-    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows"},
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
     "transfer": {"max_frame_bytes"},
 }
 
@@ -77,6 +87,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
         elif key in ("prefill", "prefill-api-key", "fallback"):
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "kv-events-replay-port":
+            role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
         underscored = configure(*role, "--config", write(tmp_path, f"{key.replace('-', '_')} = {toml}\n"))
         assert from_file == underscored == configure(*role, *flags), key
@@ -105,6 +117,8 @@ def test_stages_may_come_from_elsewhere_with_the_key() -> None:
 def test_the_scheduler_gets_its_copies() -> None:
     config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
     assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
+    assert not config.scheduler.kv_events
+    assert configure("--kv-events-port", "5557").scheduler.kv_events
 
 
 EXTERNAL = ["--stages", "external", "--dtype", "float32"]
@@ -138,6 +152,10 @@ MISTAKES = [
     (["--stages", "external"], "--dtype"),
     ([*EXTERNAL, "--stage-host", "10.0.0.1"], "HEADRACE_STAGE_KEY"),
     ([*EXTERNAL, "--stage-port", "8000"], "both 8000"),
+    (["--kv-events-replay-port", "5558"], "add --kv-events-port"),
+    (["--kv-events-port", "5557", "--kv-events-replay-port", "5557"], "both 5557"),
+    (["--kv-events-port", "5557", "--kv-events-host", "0.0.0.0"], "--kv-events-host 0.0.0.0"),
+    (["--kv-events-port", "5557", "--no-prefix-cache"], "--no-prefix-cache"),
 ]
 
 
