@@ -80,6 +80,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_frame_bytes: int = 256 << 20
 
 
+class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who starts the stages. "local": this server, on this machine. "external": somebody else, anywhere; they join at
+    host:port (port 0 takes a free one) and show the key."""
+
+    start: Literal["local", "external"] = "local"
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str = ""
+
+
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where routers follow the prefix cache. port 0: no events; replay_port 0: no replay. buffer: batches kept for
     replay, and how many a subscriber may be behind before it misses some."""
@@ -116,6 +126,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
+    group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
     server: ServerConfig = ServerConfig()
 
@@ -124,9 +135,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage process is told at its start. endpoint: the scheduler's order socket.
 
     stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
-    behind is not taken for the new one's. rendezvous: HOST:PORT where the stages of one start meet ("": as the
-    environment says). stage_timeout_s: longest wait for another stage. measure_tokens: chunk length around which to
-    measure the stage's speed before it is ready; 0 does not.
+    behind is not taken for the new one's. session: secret of the group's start where stages are not the server's own
+    processes, "" where they are. rendezvous: HOST:PORT where the stages of one start meet. rendezvous_hosted: somebody
+    else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage.
+    measure_tokens: chunk length around which to measure the stage's speed before it is ready; 0 does not.
     """
 
     stage: int
@@ -137,6 +149,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     stages: int = 1
     epoch: int = 0
+    session: str = ""
     rendezvous: str = ""
+    rendezvous_hosted: bool = False
     stage_timeout_s: float = 120.0
     measure_tokens: int = 0

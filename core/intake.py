@@ -78,12 +78,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class EngineState(Output, frozen=True, kw_only=True):
-    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for."""
+    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for. data: where the
+    stages' data sockets listen. kv_pages: of the smallest pool."""
 
     ready: bool
     reason: str = ""
     desk_port: int = 0
-    data_ports: tuple[int, ...] = ()
+    data: tuple[str, ...] = ()
+    kv_pages: int = 0
     instance: str = ""
     fingerprint: str = ""
 

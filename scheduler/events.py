@@ -1,6 +1,7 @@
 """What goes into the scheduler and what comes out of it."""
 
 from core.intake import IntakeMessage, OutputMessage
+from core.joining import Gathering
 from core.kv_events import KvEventMessage
 from core.orders import OrderMessage, StageMessage
 from core.peers import (
@@ -21,7 +22,7 @@ from core.peers import (
 
 DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
-Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
+Event = IntakeMessage | StageMessage | Gathering | DeskEvent | DialerEvent
 Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage | KvEventMessage
 
 

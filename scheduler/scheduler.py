@@ -21,6 +21,7 @@ from core.intake import (
     StatsReply,
     Submit,
 )
+from core.joining import Gathering
 from core.orders import (
     Acked,
     Arrived,
@@ -173,6 +174,8 @@ class Scheduler:
                 if self._stages.ready(event, now):
                     self._rendezvous.introduce()
                     self._fetch.introduce()
+            case Gathering():
+                self._stages.gathering(event)
             case StageFailed() | StageLost():
                 self._stages.failed(event.stage, event.message, now)
             case QueryStats():

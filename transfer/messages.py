@@ -41,6 +41,7 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
+Host = Annotated[str, Meta(max_length=253, pattern=r"^([0-9A-Za-z:][0-9A-Za-z.:_-]*)?\Z")]  # a name or an address
 Code = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -91,12 +92,14 @@ class Hello(Message, frozen=True, kw_only=True):
     components: Components = ()
 
 
-class StageInfo(msgspec.Struct, frozen=True):
-    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool."""
+class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool. data_host: of
+    its data socket; "" is the host where the peer dialled the desk."""
 
     rank: Size
     data_port: PortNumber
     geometry: Geometry
+    data_host: Host = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -43,7 +43,6 @@ from transfer.messages import (
     Pong,
     Refuse,
     Reserve,
-    StageInfo,
     Welcome,
 )
 
@@ -203,13 +202,12 @@ class PeerBook:
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 
     def _welcome(self, offer: Offer, hello: Hello) -> Welcome:
-        stages = zip(offer.data_ports, offer.geometries, strict=True)
         return Welcome(
             protocol=messages.VERSION,
             session=self._new_session(),
             instance=offer.instance,
             fingerprint=offer.fingerprint,
-            stages=tuple(StageInfo(rank, port, geometry) for rank, (port, geometry) in enumerate(stages)),
+            stages=offer.stages(),
             max_model_len=min(offer.max_model_len, hello.max_model_len),
             max_tickets=self._config.max_tickets_per_peer,
             window_bytes=min(self._config.window_bytes, hello.window_bytes),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from core.arrays import pack
+from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.geometry import Geometry
@@ -18,16 +19,20 @@ from core.peers import (
     PeerReleased,
     PeerRenewed,
     PeerReserved,
+    PrefillUp,
     TellCancelled,
     TellFailed,
     TellFinished,
 )
 from core.request import FirstToken, TokenLogprob
+from core.stats import Counters
 from transfer import messages, metadata
+from transfer.link import DeskLink
 from transfer.matching import Offer, check_welcome, make_hello
 from transfer.messages import (
     Cancel,
     Cancelled,
+    DeskMessage,
     Failed,
     Finished,
     Goodbye,
@@ -169,6 +174,32 @@ def test_a_reservation_outside_of_what_the_hello_said_fails_alone(changes: dict[
     assert (answer.ticket, answer.code, answer.status) == ("t", "bad_reservation", 400)
     assert all(word in answer.message for word in words), answer.message
     assert made.open_tickets == 1
+
+
+def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_desk() -> None:
+    geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
+    offer = replace(
+        OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")
+    )
+    made = PeerBook(CONFIG, lambda: "0" * 32)
+    made.ready(offer)
+    [(_, welcome)] = made.receive(b"a", hello(), 0.0).replies
+    assert isinstance(welcome, Welcome)
+    link = DeskLink("p", "desk.local", hello, CONFIG, Counters())
+    link.tick(0.0)
+    [up] = link.receive(welcome, 0.0).events
+    assert isinstance(up, PrefillUp)
+    assert up.endpoints == ("tcp://desk.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
+
+
+@pytest.mark.parametrize("host", ["a b", "x;tcp://y", "[::1]", "/tmp/x", "*", "-a", ".", "a\n", "a" * 254])
+def test_a_data_host_that_is_none_is_refused(host: str) -> None:
+    welcome = book().receive(b"a", hello(), 0.0).replies[0][1]
+    assert isinstance(welcome, Welcome)
+    codec: Codec[DeskMessage] = Codec(DeskMessage)
+    stage = replace(welcome.stages[0], data_host=host)
+    with pytest.raises(DecodeError):
+        codec.decode(codec.encode(replace(welcome, stages=(stage,))))
 
 
 def test_quotas() -> None:
