@@ -9,6 +9,7 @@ from core.stats import Counters, Histograms
 from scheduler.chunking import Cost
 from scheduler.deadlines import Deadlines
 from scheduler.events import Outbox
+from scheduler.journal import CacheJournal
 from scheduler.lease import KvCache
 from scheduler.metrics import QUEUES
 from scheduler.pages import PageAllocator
@@ -91,7 +92,7 @@ class State:
     prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
     in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
     unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
-    stage; empty when chunks are to have one length.
+    stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -105,7 +106,8 @@ class State:
         self.costs: tuple[Cost, ...] = ()
         self.draining = False
         self.vocab_size = config.vocab_size
-        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache)
+        self.journal = CacheJournal(config.page_size) if config.kv_events else None
+        self.cache = self._empty_cache(config.kv_pages)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.records: dict[int, Request] = {}
         self.arrivals: dict[int, Request] = {}
@@ -135,7 +137,12 @@ class State:
 
     def new_cache(self, pages: int) -> None:
         """Start over with an empty pool: the one before is gone with its engine."""
-        self.cache = KvCache(pages, self.config.page_size, self.config.prefix_cache)
+        self.cache = self._empty_cache(pages)
+        if self.journal is not None:
+            self.journal.cleared()
+
+    def _empty_cache(self, pages: int) -> KvCache:
+        return KvCache(pages, self.config.page_size, self.config.prefix_cache, self.journal)
 
     def count(self, request: Request) -> None:
         """Count a new request in its phase."""
