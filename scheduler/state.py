@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.stats import Counters, Histograms
+from scheduler.bubbles import Bubbles
 from scheduler.chunking import Cost
 from scheduler.deadlines import Deadlines
 from scheduler.events import Outbox
+from scheduler.journal import Journal
 from scheduler.lease import KvCache
 from scheduler.metrics import QUEUES
 from scheduler.pages import PageAllocator
@@ -91,7 +93,7 @@ class State:
     prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
     in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
     unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
-    stage; empty when chunks are to have one length.
+    stage; empty when chunks are to have one length. journal: what a recording notes, while there is one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -100,6 +102,8 @@ class State:
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.histograms = Histograms()
+        self.bubbles = Bubbles(config.stages, self.counters)
+        self.journal: Journal | None = None
         self.rate = PlanRate()
         self.ready = False
         self.costs: tuple[Cost, ...] = ()
@@ -144,12 +148,21 @@ class State:
 
     def enter(self, request: Request, phase: Phase, now: float) -> None:
         """Move a request to another phase, and keep the counts and durations."""
-        left = request.phase
+        left, since = request.phase, request.since
         self.queue_requests[left] -= 1
         self.queue_tokens[left] -= request.prompt_tokens
         self.histograms.observe("phase_duration_seconds", request.enter(phase, now), (left.value,))
         if not request.ended:
             self.count(request)
+        if self.journal is not None:
+            self.journal.phase(request, left, since, now, self.peer_of(request))
+
+    def peer_of(self, request: Request) -> str:
+        """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""
+        if request.outgoing is None:
+            return request.submit.prefill or ""
+        peer = self.peers.get(request.outgoing.session)
+        return "" if peer is None else peer.name
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nobody."""
