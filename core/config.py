@@ -33,9 +33,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_tokens: token budget of one plan. chunking "dynamic": chunks shrink as the prefix grows, so that all plans
     take about the same time. max_running: rows in one plan. metadata_rows: requests that may hold a metadata row at
-    once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
-    not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
-    transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
+    once. kv_events: report what the prefix cache gains and loses. pipeline_depth: plans in flight beyond one per
+    stage. max_queued_tokens: prompt tokens not yet planned; above it requests get 429. bootstrap_timeout_s: a
+    ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
+    stage_timeout_s: one plan.
     start_timeout_s: stages that load.
     """
 
@@ -52,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 262144
     max_queued_requests: int = 4096
     prefix_cache: bool = True
+    kv_events: bool = False
     policy: str = "fcfs"
     bootstrap_timeout_s: float = 30.0
     transfer_timeout_s: float = 10.0
@@ -72,6 +74,17 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 64
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20
+
+
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where routers follow the prefix cache. port 0: no events; replay_port 0: no replay. buffer: batches kept for
+    replay, and how many a subscriber may be behind before it misses some."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    replay_port: int = 0
+    topic: str = ""
+    buffer: int = 10_000
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     server: ServerConfig = ServerConfig()
 
 

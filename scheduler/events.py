@@ -1,6 +1,7 @@
 """What goes into the scheduler and what comes out of it."""
 
 from core.intake import IntakeMessage, OutputMessage
+from core.kv_events import KvEventMessage
 from core.orders import OrderMessage, StageMessage
 from core.peers import (
     DeskEffect,
@@ -19,7 +20,7 @@ from core.peers import (
 DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
-Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage
+Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage | KvEventMessage
 
 
 class Outbox:

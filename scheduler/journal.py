@@ -1,66 +1,78 @@
-"""What the scheduler notes while it records: phases as requests leave them, and its counts whenever they change."""
+"""The journal of the prefix cache: which pages it gained and lost, for routers that follow it from outside.
 
-from collections.abc import Iterable, Sequence
+A page is named by a chain of SHA-256 digests, so that equal prefixes have equal names on every server:
 
-from core.trace import Buffer, Load, PhaseTrace, RequestName, SchedulerTrace
-from scheduler.metrics import QUEUES
-from scheduler.record import Phase, Request
+    root     = SHA-256(ROOT, then the cache salt in UTF-8)
+    digest_0 = SHA-256(root,       then the page's token ids as little-endian int32)
+    digest_n = SHA-256(digest_n-1, then the page's token ids as little-endian int32)
 
-MAX_SPANS = 100_000
-MAX_LOADS = 100_000
+What is told is the last eight bytes of a digest as a big-endian number, which is how vLLM shortens its own.
+"""
+
+from hashlib import sha256
+
+from core.arrays import unpack
+from core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage
+
+ROOT = b"headrace kv 1\0"
 
 
-class Journal:
-    """One recording, from its making to close()."""
+class CacheJournal:
+    """Collects events in order. Stored pages that follow each other, and pages evicted in a row, share one event."""
 
-    def __init__(self, trace: int, now: float) -> None:
-        self.trace = trace
-        self._started = now
-        self._names: dict[int, RequestName] = {}  # by serial
-        self._spans: Buffer[PhaseTrace] = Buffer(MAX_SPANS)
-        self._loads: Buffer[Load] = Buffer(MAX_LOADS)
-        self._spans.start()
-        self._loads.start()
-        self._issued = 0
-        self._last: tuple[int, int, tuple[int, ...], int] | None = None
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[KvEventMessage] = []
+        self._stored: list[Hash] = []
+        self._tokens: list[int] = []
+        self._parent: Hash | None = None
+        self._removed: list[Hash] = []
 
-    def phase(self, request: Request, phase: Phase, since: float, now: float, peer: str) -> None:
-        """A request has left a phase, for the one it is in."""
-        self._spans.add(PhaseTrace(request.arrival, phase.value, since, now, request.phase.value))
-        self._name(request, peer)
+    def stored(self, parent: bytes | None, salt: bytes, key: bytes) -> bytes:
+        """Note a page below the one with the parent's digest (None: at the salt's root); return its digest."""
+        digest = sha256((parent or sha256(ROOT + salt).digest()) + key).digest()
+        above = None if parent is None else short(parent)
+        if self._removed or not self._stored or self._stored[-1] != above:
+            self._close()
+            self._parent = above
+        self._stored.append(short(digest))
+        self._tokens.extend(unpack(key))
+        return digest
 
-    def issued(self) -> None:
-        """A plan was ordered."""
-        self._issued += 1
+    def removed(self, digest: bytes) -> None:
+        """Note that a page was evicted."""
+        if self._stored:
+            self._close()
+        self._removed.append(short(digest))
 
-    def load(self, now: float, in_flight: int, queues: Sequence[int], unplanned: int) -> None:
-        """The counts as they are by now; kept if they have changed."""
-        counts = (in_flight, self._issued, tuple(queues), unplanned)
-        if counts != self._last:
-            self._last = counts
-            self._loads.add(Load(now, *counts))
+    def cleared(self) -> None:
+        """Note that the cache is empty; what happened to it before is of no interest any more."""
+        self.take()
+        self._events.append(AllBlocksCleared())
 
-    def close(self, now: float, requests: Iterable[tuple[Request, str]], stages: int) -> SchedulerTrace:
-        """What was noted. requests: who is still there, with their peers; stages: how many of them will report."""
-        for request, peer in requests:
-            self._name(request, peer)
-            if not request.ended:
-                self._spans.add(PhaseTrace(request.arrival, request.phase.value, request.since, now, ""))
-        spans, dropped_spans = self._spans.stop()
-        loads, dropped_loads = self._loads.stop()
-        return SchedulerTrace(
-            started=self._started,
-            ended=now,
-            stages=stages,
-            names=tuple(self._names.values()),
-            spans=spans,
-            phases=tuple(phase.value for phase in QUEUES),
-            loads=loads,
-            dropped=dropped_spans + dropped_loads,
-        )
+    def take(self) -> list[KvEventMessage]:
+        """What was noted since the last call."""
+        self._close()
+        events, self._events = self._events, []
+        return events
 
-    def _name(self, request: Request, peer: str) -> None:
-        """Note who a request is, under the serial of the moment."""
-        serial, submit = request.serial, request.submit
-        if serial in self._names or len(self._names) < MAX_SPANS:
-            self._names[serial] = RequestName(serial, request.arrival, request.rid, submit.ticket or "", peer)
+    def _close(self) -> None:
+        """End the event that is being collected."""
+        if self._stored:
+            self._events.append(
+                BlockStored(
+                    block_hashes=tuple(self._stored),
+                    parent_block_hash=self._parent,
+                    token_ids=tuple(self._tokens),
+                    block_size=self._page_size,
+                )
+            )
+            self._stored, self._tokens = [], []
+        if self._removed:
+            self._events.append(BlockRemoved(block_hashes=tuple(self._removed)))
+            self._removed = []
+
+
+def short(digest: bytes) -> Hash:
+    """The 64 bits of a digest that are told."""
+    return int.from_bytes(digest[-8:], "big")

@@ -176,8 +176,8 @@ class Planner:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
             state.bubbles.begin(now)
         state.plans[plan.seq] = plan
-        if state.journal is not None:
-            state.journal.issued()
+        if state.trace_log is not None:
+            state.trace_log.issued()
         state.counters.add("plans_total")
         state.histograms.observe("plan_tokens", tokens, bounds=TOKENS)
         state.histograms.observe("plan_rows", len(draft.rows), bounds=ROWS)

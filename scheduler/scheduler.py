@@ -199,6 +199,9 @@ class Scheduler:
         if state.draining and not self._drained and self.idle:
             self._drained = True
             state.out.add(Drained())
+        if state.journal is not None:
+            for event in state.journal.take():
+                state.out.add(event)
         return state.out.take()
 
     def _answered(self, event: Quiet | Forgotten) -> None:

@@ -10,13 +10,14 @@ from scheduler.bubbles import Bubbles
 from scheduler.chunking import Cost
 from scheduler.deadlines import Deadlines
 from scheduler.events import Outbox
-from scheduler.journal import Journal
+from scheduler.journal import CacheJournal
 from scheduler.lease import KvCache
 from scheduler.metrics import QUEUES
 from scheduler.pages import PageAllocator
 from scheduler.policy import make_policy
 from scheduler.record import Phase, Request
 from scheduler.tickets import Tickets
+from scheduler.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
@@ -93,7 +94,8 @@ class State:
     prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
     in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
     unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
-    stage; empty when chunks are to have one length. journal: what a recording notes, while there is one.
+    stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
+    trace_log: what a recording notes, while there is one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -103,13 +105,14 @@ class State:
         self.counters = Counters()
         self.histograms = Histograms()
         self.bubbles = Bubbles(config.stages, self.counters)
-        self.journal: Journal | None = None
+        self.trace_log: TraceLog | None = None
         self.rate = PlanRate()
         self.ready = False
         self.costs: tuple[Cost, ...] = ()
         self.draining = False
         self.vocab_size = config.vocab_size
-        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache)
+        self.journal = CacheJournal(config.page_size) if config.kv_events else None
+        self.cache = self._empty_cache(config.kv_pages)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.records: dict[int, Request] = {}
         self.arrivals: dict[int, Request] = {}
@@ -139,7 +142,12 @@ class State:
 
     def new_cache(self, pages: int) -> None:
         """Start over with an empty pool: the one before is gone with its engine."""
-        self.cache = KvCache(pages, self.config.page_size, self.config.prefix_cache)
+        self.cache = self._empty_cache(pages)
+        if self.journal is not None:
+            self.journal.cleared()
+
+    def _empty_cache(self, pages: int) -> KvCache:
+        return KvCache(pages, self.config.page_size, self.config.prefix_cache, self.journal)
 
     def count(self, request: Request) -> None:
         """Count a new request in its phase."""
@@ -154,8 +162,8 @@ class State:
         self.histograms.observe("phase_duration_seconds", request.enter(phase, now), (left.value,))
         if not request.ended:
             self.count(request)
-        if self.journal is not None:
-            self.journal.phase(request, left, since, now, self.peer_of(request))
+        if self.trace_log is not None:
+            self.trace_log.phase(request, left, since, now, self.peer_of(request))
 
     def peer_of(self, request: Request) -> str:
         """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""

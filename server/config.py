@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from core.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import Config, EngineConfig, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
 from core.errors import ConfigError
 from server.consistency import check
 from server.settings import BY_KEY, SETTINGS, Kind, Setting
@@ -210,7 +210,8 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
 
 def _build(values: Mapping[str, Any]) -> Config:
     """Distribute the values over the slices, and copy into the scheduler's slice what it shares with others."""
-    fields: dict[str, dict[str, Any]] = {"model": {}, "engine": {}, "scheduler": {}, "transfer": {}, "server": {}}
+    slices = ("model", "engine", "scheduler", "transfer", "kv_events", "server")
+    fields: dict[str, dict[str, Any]] = {name: {} for name in slices}
     for key, value in values.items():
         setting = BY_KEY[key]
         fields[setting.slice][setting.field] = value
@@ -221,18 +222,20 @@ def _build(values: Mapping[str, Any]) -> Config:
             engine=EngineConfig(**fields["engine"]),
             scheduler=SchedulerConfig(**fields["scheduler"]),
             transfer=TransferConfig(**fields["transfer"]),
+            kv_events=KvEventsConfig(**fields["kv_events"]),
             server=ServerConfig(**{**fields["server"], "prefill": prefill}),
         )
     )
 
 
 def share(config: Config) -> Config:
-    """Fill the scheduler's copies of fields that belong to the model and engine slices."""
+    """Fill the scheduler's copies of fields that belong to other slices."""
     scheduler = msgspec.structs.replace(
         config.scheduler,
         page_size=config.engine.page_size,
         kv_pages=config.engine.kv_pages,
         max_model_len=config.model.max_model_len,
+        kv_events=config.kv_events.port != 0,
     )
     return msgspec.structs.replace(config, scheduler=scheduler)
 

@@ -27,6 +27,7 @@ import uvicorn
 
 from core.config import Config, StageConfig
 from server.app import create_app
+from server.kv_events import endpoint
 from server.link import ZmqSchedulerLink
 from server.local import free_port
 from server.scheduler_process import SchedulerProcessConfig
@@ -130,6 +131,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         stage_endpoint=stage_endpoint,
         scheduler=config.scheduler,
         transfer=config.transfer,
+        kv_events=config.kv_events,
         log_level=config.server.log_level,
     )
     return Child("server.scheduler_process", scheduler, threads=1)
@@ -202,6 +204,8 @@ def _announce(config: Config, service: Service, seconds: float) -> None:
             f"  data   tcp://{config.transfer.host}:{port}  (stage {stage})"
             for stage, port in enumerate(engine.data_ports)
         ]
+    if config.kv_events.port:
+        lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
     tokens = config.engine.kv_pages * config.engine.page_size
     lines.append(f"  kv     {config.engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
     lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]

@@ -1,7 +1,7 @@
 """The scheduler process: `python -m server.scheduler_process`, configuration as JSON on standard input.
 
-Joins the pure scheduler with its four ports: the front end, the stages, the desk where decode peers call, and the
-dialer that calls prefill servers' desks.
+Joins the pure scheduler with its ports: the front end, the stages, the desk where decode peers call, the dialer that
+calls prefill servers' desks, and the publisher of KV events.
 """
 
 import logging
@@ -14,13 +14,14 @@ import msgspec
 import zmq
 
 from core.clock import SystemClock
-from core.config import Role, SchedulerConfig, TransferConfig
+from core.config import KvEventsConfig, Role, SchedulerConfig, TransferConfig
 from core.errors import ConfigError
 from core.orders import StageReady
 from core.process import die_with_parent
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
 from server.channels import FrontChannel, StageChannel
+from server.kv_events import KvEventPublisher
 from transfer.desk import Desk
 from transfer.dialer import Dialer
 from transfer.matching import Offer, make_hello
@@ -38,6 +39,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     stage_endpoint: str
     scheduler: SchedulerConfig
     transfer: TransferConfig
+    kv_events: KvEventsConfig = KvEventsConfig()
     log_level: str = "info"
 
 
@@ -47,6 +49,7 @@ def run(config: SchedulerProcessConfig) -> None:
     instance = secrets.token_hex(16)
     desk = Desk(config.transfer, context) if config.role == "prefill" else None
     dialer = Dialer(config.transfer, context) if config.role == "decode" else None
+    publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
     stages = StageChannel(
         context,
@@ -55,7 +58,7 @@ def run(config: SchedulerProcessConfig) -> None:
         beat_s=config.transfer.peer_timeout_s / 3,
         silence_s=config.transfer.peer_timeout_s,
     )
-    front.more_stats = [source for source in (stages, desk, dialer) if source is not None]
+    front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]
 
     def introduce(event: Event) -> None:
         """Once every stage has told its geometry, peers may know who we are."""
@@ -72,13 +75,14 @@ def run(config: SchedulerProcessConfig) -> None:
         stages=stages,
         desk=desk,
         dialer=dialer,
+        publisher=publisher,
         clock=SystemClock(),
         observe=introduce,
     )
     try:
         loop.run()
     finally:
-        for port in (front, stages, desk, dialer):
+        for port in (front, stages, desk, dialer, publisher):
             if port is not None:
                 port.close()
         context.term()

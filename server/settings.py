@@ -7,7 +7,7 @@ import msgspec
 from core.config import Config
 from scheduler.policy import POLICIES
 
-SliceName = Literal["model", "engine", "scheduler", "transfer", "server"]
+SliceName = Literal["model", "engine", "scheduler", "transfer", "kv_events", "server"]
 Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers"]
 
 
@@ -35,6 +35,7 @@ class Setting(msgspec.Struct, frozen=True):
             "engine": config.engine,
             "scheduler": config.scheduler,
             "transfer": config.transfer,
+            "kv_events": config.kv_events,
             "server": config.server,
         }
         return msgspec.structs.asdict(slices[self.slice])[self.field]
@@ -228,6 +229,35 @@ SETTINGS: tuple[Setting, ...] = (
         "integer",
         "open tickets of one decode server",
         low=1,
+    ),
+    Setting("kv-events-host", "kv_events", "host", "text", "address the sockets for KV events bind to"),
+    Setting(
+        "kv-events-port",
+        "kv_events",
+        "port",
+        "integer",
+        "port on which KV events are published to routers, in vLLM's format; 0: none are",
+        low=0,
+        high=PORT,
+    ),
+    Setting(
+        "kv-events-replay-port",
+        "kv_events",
+        "replay_port",
+        "integer",
+        "port where routers ask for KV events that they have missed; 0: nowhere",
+        low=0,
+        high=PORT,
+    ),
+    Setting("kv-events-topic", "kv_events", "topic", "text", "topic of the KV events (default: the empty one)"),
+    Setting(
+        "kv-events-buffer",
+        "kv_events",
+        "buffer",
+        "integer",
+        "batches of KV events kept for replay, and unread ones kept for a slow subscriber",
+        low=1,
+        high=1_000_000,
     ),
     Setting(
         "max-body-bytes",

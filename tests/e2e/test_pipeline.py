@@ -71,6 +71,7 @@ def test_layers_split_by_hand() -> None:
         check_texts(server)
 
 
+@pytest.mark.full
 def test_death_and_silence_of_every_stage() -> None:
     """All in flight fail within seconds, naming the stage; the whole group comes back by itself, texts are right."""
     story = gold.story_ids()
@@ -102,7 +103,7 @@ def test_death_and_silence_of_every_stage() -> None:
         server.started()
 
 
-@pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("turns", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
     """A pair with two stages each: whichever dies or stops, whenever, all in flight end within seconds at both ends,
     nothing leaks, and the pair works again."""

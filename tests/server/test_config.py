@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import Config, EngineConfig, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
 from core.errors import ConfigError
 from server.config import add_flags, load, parse_value, to_toml
 from server.settings import BY_KEY, SETTINGS
@@ -18,11 +18,12 @@ SLICES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "scheduler": SchedulerConfig,
     "transfer": TransferConfig,
+    "kv_events": KvEventsConfig,
     "server": ServerConfig,
 }
 # Fields that are no settings: copies of other fields, what the model says, and bounds that nobody needs to move.
 NOT_SETTINGS = {
-    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows"},
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
     "transfer": {"max_frame_bytes"},
 }
 
@@ -74,6 +75,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
         role = ["--role", "decode", "--fallback", "local"] if key in ("prefill", "prefill-api-key", "fallback") else []
         if key == "fallback":
             role = role[:2]
+        if key == "kv-events-replay-port":
+            role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
         underscored = configure(*role, "--config", write(tmp_path, f"{key.replace('-', '_')} = {toml}\n"))
         assert from_file == underscored == configure(*role, *flags), key
@@ -93,6 +96,8 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
 def test_the_scheduler_gets_its_copies() -> None:
     config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
     assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
+    assert not config.scheduler.kv_events
+    assert configure("--kv-events-port", "5557").scheduler.kv_events
 
 
 MISTAKES = [
@@ -120,6 +125,10 @@ MISTAKES = [
     (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),
     (["--policy", "lifo"], "fcfs"),
     (["--model", " "], "a text"),
+    (["--kv-events-replay-port", "5558"], "add --kv-events-port"),
+    (["--kv-events-port", "5557", "--kv-events-replay-port", "5557"], "both 5557"),
+    (["--kv-events-port", "5557", "--kv-events-host", "0.0.0.0"], "--kv-events-host 0.0.0.0"),
+    (["--kv-events-port", "5557", "--no-prefix-cache"], "--no-prefix-cache"),
 ]
 
 

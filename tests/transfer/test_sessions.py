@@ -47,7 +47,6 @@ OFFER = Offer(
     data_ports=(7001,),
     max_model_len=4096,
 )
-HALF = replace(GEOMETRY, layers=2)
 FIRST = FirstToken(token=7, prompt_tokens=40, cached_tokens=0, finish_reason="stop")
 
 
@@ -93,66 +92,6 @@ def test_a_fitting_hello_is_welcomed_with_what_both_keep_to() -> None:
         session=welcome.session, name="decode", geometry=replace(GEOMETRY, page_size=32), window_bytes=1000,
         geometries=(replace(GEOMETRY, page_size=32),),
     )  # fmt: skip
-
-
-MISMATCHES = [
-    ({"protocols": (2, 3)}, "protocol_mismatch", "1", "(2, 3)"),
-    ({"fingerprint": "model-2"}, "fingerprint_mismatch", "model-1", "model-2"),
-    ({"metadata_version": 9}, "metadata_version_mismatch", "1", "9"),
-    ({"metadata_bytes": 64}, "metadata_bytes_mismatch", "256", "64"),
-    ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
-    ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
-    ({"backends": ("nixl",)}, "backend_mismatch", "zmq", "nixl"),
-    ({"geometries": (GEOMETRY, GEOMETRY)}, "layer_start_mismatch", "4", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layer_start_mismatch", "2", "3"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, layers=0))}, "layers_mismatch", "1 or more", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, layers=1))}, "layers_mismatch", "4", "3"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=1))}, "kv_heads_mismatch", "2", "1"),
-    (
-        {"geometries": (HALF, replace(HALF, layer_start=2, page_size=8))},
-        "page_size_mismatch",
-        "one for all stages",
-        "[16, 8]",
-    ),
-    ({"geometries": (replace(GEOMETRY, dtype="bfloat16"),)}, "dtype_mismatch", "float32", "bfloat16"),
-    ({"geometries": (replace(GEOMETRY, kv_heads=1),)}, "kv_heads_mismatch", "2", "1"),
-    ({"geometries": (replace(GEOMETRY, head_start=3),)}, "head_start_mismatch", "0", "3"),
-    ({"geometries": (replace(GEOMETRY, head_dim=16),)}, "head_dim_mismatch", "8", "16"),
-    ({"geometries": (replace(GEOMETRY, layers=5),)}, "layers_mismatch", "4", "5"),
-    ({"geometries": (replace(GEOMETRY, layer_start=4),)}, "layer_start_mismatch", "0", "4"),
-    ({"geometries": (replace(GEOMETRY, page_size=0),)}, "page_size_mismatch", "1 to 65536", "0"),
-    ({"geometries": (replace(GEOMETRY, page_size=-4),)}, "page_size_mismatch", "1 to 65536", "-4"),
-]
-
-
-def test_layers_may_be_split_otherwise_on_the_two_sides() -> None:
-    sizes = (1, 2, 1)
-    parts = tuple(replace(HALF, layers=n, layer_start=sum(sizes[:i])) for i, n in enumerate(sizes))
-    made = book()
-    [(_, welcome)] = made.receive(b"a", hello(geometries=parts), 0.0).replies
-    assert isinstance(welcome, Welcome)
-    assert check_welcome(hello(geometries=parts), welcome) is None
-
-
-@pytest.mark.parametrize(("changes", "code", "ours", "theirs"), MISMATCHES)
-def test_a_mismatch_is_refused_at_the_hello_naming_both_values(
-    changes: dict[str, Any], code: str, ours: str, theirs: str
-) -> None:
-    """G6"""
-    made = book()
-    outcome = made.receive(b"a", hello(**changes), 0.0)
-    [(_, refuse)] = outcome.replies
-    assert isinstance(refuse, Refuse)
-    assert refuse.code == code
-    assert f"{ours} here" in refuse.message or f"{ours}',) here" in refuse.message
-    assert theirs in refuse.message
-    assert (outcome.events, made.peers) == ([], 0)
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 17, 64])
-def test_page_sizes_may_differ(page_size: int) -> None:
-    made, _ = joined(geometries=(replace(GEOMETRY, page_size=page_size),))
-    assert made.peers == 1
 
 
 def test_the_peer_checks_the_welcome_in_the_same_way() -> None:
