@@ -5,6 +5,7 @@ import msgspec
 from core.errors import ErrorInfo
 from core.request import Entrance, Exit, Handoff, SamplingParams, Timing, TokenLogprob, Usage
 from core.stats import Stats
+from core.trace import SchedulerTrace
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -60,6 +61,18 @@ class QueryStats(Intake, frozen=True, kw_only=True):
     """Ask for a Stats snapshot; doubles as the liveness probe of the scheduler's loop."""
 
     token: int
+
+
+class StartTrace(Intake, frozen=True, kw_only=True):
+    """Have the scheduler and its stages record what they do. A recording that is under way is dropped."""
+
+    trace: int
+
+
+class EndTrace(Intake, frozen=True, kw_only=True):
+    """End the recording; answered by Traced, and by StageTraced from each of the stages that Traced counts."""
+
+    trace: int
 
 
 class StageLost(Intake, frozen=True, kw_only=True):
@@ -171,7 +184,24 @@ class StatsReply(Output, frozen=True, kw_only=True):
     stats: Stats
 
 
-IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StageLost | Shutdown
+class Traced(Output, frozen=True, kw_only=True):
+    """The scheduler's part of a recording."""
+
+    trace: int
+    scheduler: SchedulerTrace
+
+
+class StageTraced(Output, frozen=True, kw_only=True):
+    """A stage's part of a recording. spans: an encoded core.trace.StageTrace."""
+
+    trace: int
+    stage: int
+    spans: bytes
+
+
+IntakeMessage = (
+    Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StartTrace | EndTrace | StageLost | Shutdown
+)
 OutputMessage = (
     EngineState
     | StageDown
@@ -184,4 +214,6 @@ OutputMessage = (
     | Failed
     | Drained
     | StatsReply
+    | Traced
+    | StageTraced
 )

@@ -141,6 +141,19 @@ class Beat(Order, frozen=True, kw_only=True):
     """Liveness probe; answered by StageBeat."""
 
 
+class Record(Order, frozen=True, kw_only=True):
+    """Note the times of plans and transfers from now on, in buffers of limited size. A stage that does so already for
+    this trace goes on; one that does for another begins anew."""
+
+    trace: int
+
+
+class Report(Order, frozen=True, kw_only=True):
+    """End the recording; answered by Recorded, at once and whether or not there was one."""
+
+    trace: int
+
+
 class Halt(Order, frozen=True, kw_only=True):
     """End the stage process."""
 
@@ -256,13 +269,35 @@ class StageBeat(StageEvent, frozen=True, kw_only=True):
     stats: Stats
 
 
+class Recorded(StageEvent, frozen=True, kw_only=True):
+    """Answer to Report. spans: an encoded core.trace.StageTrace, which the scheduler passes on as it is."""
+
+    trace: int
+    spans: bytes
+
+
 class StageFailed(StageEvent, frozen=True, kw_only=True):
     """The stage cannot go on; its process ends after this."""
 
     message: str
 
 
-OrderMessage = Forward | Send | Cancel | Release | AdmitPeer | DropPeer | Dial | HangUp | Expect | Forget | Beat | Halt
+OrderMessage = (
+    Forward
+    | Send
+    | Cancel
+    | Release
+    | AdmitPeer
+    | DropPeer
+    | Dial
+    | HangUp
+    | Expect
+    | Forget
+    | Beat
+    | Record
+    | Report
+    | Halt
+)
 StageMessage = (
     StageReady
     | PlanDone
@@ -275,6 +310,7 @@ StageMessage = (
     | FetchFailed
     | Forgotten
     | StageBeat
+    | Recorded
     | StageFailed
 )
 

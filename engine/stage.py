@@ -23,6 +23,7 @@ from engine.measure import measure
 from engine.meter import Meter
 from engine.model.standin import is_stand_in
 from engine.pipeline import LinkBroken, PipelineLinks, join_group
+from engine.recorder import Recorder
 from engine.runner import ModelRunner, Runner
 from engine.standin import StandInRunner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
@@ -44,8 +45,17 @@ def run(config: StageConfig) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
     outbox = Outbox(context)
-    meter = Meter(config.stage)
-    sender = Sender(config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context)
+    clock = SystemClock()
+    meter = Meter(config.stage, clock)
+    recorder = Recorder(config.stage, meter)
+    sender = Sender(
+        config.transfer,
+        stage=config.stage,
+        geometry=runner.geometry,
+        store=runner.pool,
+        context=context,
+        transfers=recorder.transfers,
+    )
     receiver = Receiver(
         config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context
     )
@@ -58,9 +68,10 @@ def run(config: StageConfig) -> int:
         sender=sender,
         receiver=receiver,
         meter=meter,
+        recorder=recorder,
         inbox=inbox,
         outbox=outbox,
-        clock=SystemClock(),
+        clock=clock,
     )
     outbox.post(
         StageReady(

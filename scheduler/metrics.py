@@ -27,6 +27,13 @@ CATALOG = (
     MetricSpec("plan_rows", "histogram", "Rows in a plan.", (), ((),), ROWS),
     MetricSpec("plans_in_flight", "gauge", "Plans ordered and not done."),
     MetricSpec("plans_total", "counter", "Plans ordered.", (), ((),)),
+    MetricSpec("pipeline_active_seconds_total", "counter", "Time with at least one plan in flight.", (), ((),)),
+    MetricSpec(
+        "stage_bubble_seconds_total",
+        "counter",
+        "Time with a plan in flight in which this stage computed none.",
+        ("stage",),
+    ),
     MetricSpec("preemptions_total", "counter", "Requests sent back to the queue for want of pages.", (), ((),)),
     MetricSpec("dropped_messages_total", "counter", "Stale, duplicate or unknown messages, by reason.", ("reason",)),
     MetricSpec("reservations_waiting", "gauge", "Peers' reservations whose prompt has not come."),

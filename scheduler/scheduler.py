@@ -14,10 +14,12 @@ from core.intake import (
     AddPrefill,
     Drain,
     Drained,
+    EndTrace,
     QueryStats,
     RemovePrefill,
     Shutdown,
     StageLost,
+    StartTrace,
     StatsReply,
     Submit,
 )
@@ -32,6 +34,7 @@ from core.orders import (
     Halt,
     PlanDone,
     Quiet,
+    Recorded,
     SendFailed,
     StageBeat,
     StageFailed,
@@ -65,6 +68,7 @@ from scheduler.rendezvous import Rendezvous
 from scheduler.stages import Stages
 from scheduler.state import State
 from scheduler.statistics import snapshot
+from scheduler.tracing import Tracing
 
 __all__ = ["Effect", "Event", "Scheduler"]
 
@@ -87,6 +91,7 @@ class Scheduler:
         self._fetch = Fetch(self._state, self._endings, self._generate)
         self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
         self._stages = Stages(self._state, self._endings, self._generate)
+        self._tracing = Tracing(self._state)
         self._drained = False
         self._problems: list[str] = []
 
@@ -174,6 +179,7 @@ class Scheduler:
                 if self._stages.ready(event, now):
                     self._rendezvous.introduce()
                     self._fetch.introduce()
+                    self._tracing.introduce()
             case Gathering():
                 self._stages.gathering(event)
             case StageFailed() | StageLost():
@@ -182,6 +188,12 @@ class Scheduler:
                 if self.idle:
                     self.check_integrity()
                 state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+            case StartTrace():
+                self._tracing.start(event, now)
+            case EndTrace():
+                self._tracing.end(event, now)
+            case Recorded():
+                self._tracing.recorded(event)
             case Drain():
                 self._drain(now)
             case Shutdown():
@@ -194,6 +206,7 @@ class Scheduler:
         state = self._state
         self._rendezvous.promote(now)
         self._planner.start(None, now)
+        self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True
             state.out.add(Drained())

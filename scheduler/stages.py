@@ -70,6 +70,7 @@ class Stages:
         state = self._state
         plan = state.plans.get(event.seq)
         if event.stage != state.config.stages - 1:
+            state.bubbles.computed(event.stage, event.duration_s, now)
             if plan is not None:  # else the last stage's word has overtaken it
                 plan.reported.add(event.stage)
             return
@@ -77,11 +78,13 @@ class Stages:
             state.drop("unknown_plan")
             return
         del state.plans[event.seq]
+        state.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
         if state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
         else:
             state.deadlines.clear(Timer.PLAN, 0)
+            state.bubbles.end(now)
         state.rate.observe(plan.tokens, event.duration_s)
         state.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generate.done(plan, event, now)
@@ -114,6 +117,7 @@ class Stages:
         state.ready = False
         self._up.clear()
         state.plans.clear()
+        state.bubbles.reset()
         state.deadlines.clear(Timer.PLAN, 0)
         self._endings.void(error, now)
         state.new_cache(state.cache.total)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.stats import Counters, Histograms
+from scheduler.bubbles import Bubbles
 from scheduler.chunking import Cost
 from scheduler.deadlines import Deadlines, Timer
 from scheduler.events import Outbox
@@ -16,6 +17,7 @@ from scheduler.pages import PageAllocator
 from scheduler.policy import make_policy
 from scheduler.record import Phase, Request
 from scheduler.tickets import Tickets
+from scheduler.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
@@ -94,6 +96,7 @@ class State:
     waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be held for a
     peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing takes
     each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
+    trace_log: what a recording notes, while there is one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -102,6 +105,8 @@ class State:
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.histograms = Histograms()
+        self.bubbles = Bubbles(config.stages, self.counters)
+        self.trace_log: TraceLog | None = None
         self.rate = PlanRate()
         self.ready = False
         self.costs: tuple[Cost, ...] = ()
@@ -154,12 +159,21 @@ class State:
 
     def enter(self, request: Request, phase: Phase, now: float) -> None:
         """Move a request to another phase, and keep the counts and durations."""
-        left = request.phase
+        left, since = request.phase, request.since
         self.queue_requests[left] -= 1
         self.queue_tokens[left] -= request.prompt_tokens
         self.histograms.observe("phase_duration_seconds", request.enter(phase, now), (left.value,))
         if not request.ended:
             self.count(request)
+        if self.trace_log is not None:
+            self.trace_log.phase(request, left, since, now, self.peer_of(request))
+
+    def peer_of(self, request: Request) -> str:
+        """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""
+        if request.outgoing is None:
+            return request.submit.prefill or ""
+        peer = self.peers.get(request.outgoing.session)
+        return "" if peer is None else peer.name
 
     @property
     def max_held_pages(self) -> int:

@@ -27,9 +27,11 @@ from core.intake import (
     QueryStats,
     Reserved,
     StageDown,
+    StageTraced,
     StatsReply,
     Submit,
     Tokens,
+    Traced,
 )
 from core.stats import Stats
 from server.link import SchedulerLink
@@ -116,6 +118,7 @@ class SchedulerClient:
         self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
         self.on_stages_ready: Callable[[], None] = lambda: None
         self.on_stage_down: Callable[[StageDown], None] = lambda _down: None
+        self.on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None
 
     def start(self) -> None:
         self._heard = self._clock.now()
@@ -251,6 +254,8 @@ class SchedulerClient:
                 self._notify()
             case StageDown():
                 self.on_stage_down(message)
+            case Traced() | StageTraced():
+                self.on_trace(message)
             case PrefillState():
                 self.on_prefill(message)
                 self._notify()

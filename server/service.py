@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
-from core.clock import Clock, SystemClock
+from core.clock import Clock, SystemClock, wall_offset
 from core.config import Config
 from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
 from core.intake import Drain, EngineState, Progress, Shutdown, StageDown, StageLost, Tokens
@@ -19,6 +19,8 @@ from server.prefills import NO_PREFILL_SERVER, PrefillPool, PrefillServer
 from server.scheduler_client import SchedulerClient
 from server.tokenizer import Tokenizer, load_tokenizer
 from server.tokens import TokenService
+from server.trace_report import trace_json
+from server.tracer import Tracer
 from server.version import headrace_version
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Service:
         self.metrics = FrontMetrics()
         self.draining = False
         self._client = SchedulerClient(link, self.clock)
+        self._tracer = Tracer(self._client.post)
+        self._client.on_trace = self._tracer.take
         self._tokenizer = tokenizer
         self._tokens: TokenService | None = None
         self._generation: Generation | None = None
@@ -209,6 +213,14 @@ class Service:
         ready = Sample("ready", float(self.not_ready() is None))
         mine = Stats((ready, Sample("open_requests", self.open_requests)))
         return [theirs, self.metrics.statistics(), mine]
+
+    async def trace(self, seconds: float) -> bytes:
+        """What this server does in the next seconds, in Chrome's trace event format. Raises HeadraceError (409, 503);
+        cancelling it ends the recording."""
+        recording = await self._tracer.record(seconds)
+        about = {"version": headrace_version(), "role": self.config.server.role, "model": self.model_name}
+        # Thousands of spans take a while to draw, and this loop has others to serve.
+        return await asyncio.to_thread(trace_json, recording, wall_offset(), about)
 
     def _timed(self, emit: Emit) -> Emit:
         """Note when the first token passes."""
