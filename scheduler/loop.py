@@ -70,17 +70,16 @@ class SchedulerLoop:
             self.turn()
 
     def turn(self) -> None:
-        events = self._wait_and_receive()
+        for event in self._wait_and_receive():
+            self._handle(event)
         now = self._clock.now()
-        for event in events:
-            self._handle(event, now)
         for port in self._ports:
             if _due(port.next_deadline(), now):
                 for event in port.tick(now):
-                    self._handle(event, now)
+                    self._handle(event)
         if _due(self._scheduler.next_deadline(), now):
-            self._settle(self._scheduler.tick(now))
-        while effects := self._scheduler.plan(now):
+            self._settle(self._scheduler.tick(self._clock.now()))
+        while effects := self._scheduler.plan(self._clock.now()):
             self._settle(effects)
 
     def _wait_and_receive(self) -> list[Event]:
@@ -100,11 +99,12 @@ class SchedulerLoop:
         waits = [deadline - now for deadline in deadlines if deadline is not None]
         return max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
 
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event) -> None:
+        """The clock is read for every event: to the scheduler, time never runs backwards."""
         if isinstance(event, Shutdown):
             self._stopping = True
         self._observe(event)
-        self._settle(self._scheduler.handle(event, now))
+        self._settle(self._scheduler.handle(event, self._clock.now()))
 
     def _settle(self, effects: Iterable[Effect]) -> None:
         """Apply effects in order, and handle the events that applying them brings."""
