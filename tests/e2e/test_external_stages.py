@@ -158,6 +158,7 @@ def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
         assert "not admitted within 2 s: waiting for stage 1 of 2" in patient.log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rendezvous",
     [
