@@ -103,7 +103,8 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
-    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none."""
+    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
+    that clients and routers may name to a decode server, beside its own (core/allowed.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -111,6 +112,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     insecure: bool = False
     prefill: tuple[str, ...] = ()
+    allow_prefill: tuple[str, ...] = ()
     prefill_api_key: str = ""
     fallback: Literal["none", "local"] = "none"
     max_body_bytes: int = 16 << 20

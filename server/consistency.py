@@ -3,6 +3,7 @@
 import ipaddress
 from urllib.parse import urlsplit
 
+from core.allowed import allowed_prefills
 from core.config import Config, GroupConfig
 from core.errors import ConfigError
 
@@ -33,18 +34,20 @@ def _check_role(config: Config) -> None:
     if server.role != "decode":
         for key, given in (
             ("prefill", server.prefill),
+            ("allow-prefill", server.allow_prefill),
             ("prefill-api-key", server.prefill_api_key),
             ("fallback", server.fallback != "none"),
         ):
             if given:
                 raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
-    elif not server.prefill and server.fallback != "local":
+    elif not server.prefill and not server.allow_prefill and server.fallback != "local":
         raise ConfigError(
             "a decode server needs to know its prefill servers: add --prefill http://HOST:PORT (once per server), "
-            "or --fallback local to compute prompts itself"
+            "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
         )
     for url in server.prefill:
         _check_url(url)
+    allowed_prefills(server.prefill, server.allow_prefill)
     if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
         raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
 

@@ -224,6 +224,13 @@ SETTINGS: tuple[Setting, ...] = (
         "URL of a prefill server (role decode; give it once per server)",
     ),
     Setting(
+        "allow-prefill",
+        "server",
+        "allow_prefill",
+        "list",
+        "prefill servers that requests may name beside those of --prefill (role decode): HOST, HOST:PORT or a network",
+    ),
+    Setting(
         "prefill-api-key",
         "server",
         "prefill_api_key",

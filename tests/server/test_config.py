@@ -81,11 +81,12 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             case "text":
                 samples[setting.key] = ('"127.0.0.2"', [setting.flag, "127.0.0.2"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
+    samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
     for key, (toml, flags) in samples.items():
         role: list[str] = []
         if key in ("stages", "stage-host", "stage-port"):
             role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
-        elif key in ("prefill", "prefill-api-key", "fallback"):
+        elif key in ("prefill", "allow-prefill", "prefill-api-key", "fallback"):
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
@@ -136,6 +137,9 @@ MISTAKES = [
     (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
     (["--role", "decode"], "--prefill http://HOST:PORT"),
     (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
+    (["--allow-prefill", "10.0.0.5"], "--role decode"),
+    (["--role", "decode", "--allow-prefill", "10.0.0.5/24"], "10.0.0.0/24"),
+    (["--role", "decode", "--allow-prefill", "http://a:1"], "HOST:PORT"),
     (["--role", "prefill", "--fallback", "local"], "--role decode"),
     (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
     (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
