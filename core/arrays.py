@@ -1,5 +1,6 @@
 """Integer lists as they travel: little-endian int32, packed in bytes (token ids, page ids)."""
 
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
@@ -24,6 +25,11 @@ def unpack(data: bytes) -> "array[int]":
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def prompt_hash(prompt: bytes) -> str:
+    """What the two sides of a handoff compare a prompt by: SHA-256 of its packed token ids, in hexadecimal."""
+    return hashlib.sha256(prompt).hexdigest()
 
 
 def packed_length(data: bytes) -> int:

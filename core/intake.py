@@ -15,7 +15,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Submit(Intake, frozen=True, kw_only=True):
     """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
     prefill server (entrance "wire"). hold (exit "wire"): compute before a peer has come, and keep the KV for one under
-    a lease. deadline_s: seconds the client is willing to wait in all."""
+    a lease. posted (entrance "wire"): somebody else brings the prompt to the prefill server under this ticket; wait: it
+    may still be on its way there. deadline_s: seconds the client is willing to wait in all."""
 
     rid: str
     prompt: bytes
@@ -25,6 +26,8 @@ class Submit(Intake, frozen=True, kw_only=True):
     ticket: str | None = None
     prefill: str | None = None
     hold: bool = False
+    posted: bool = False
+    wait: bool = True
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
@@ -38,6 +41,22 @@ class Abort(Intake, frozen=True, kw_only=True):
     rid: str
     error: ErrorInfo | None = None
     finish: bool = False
+
+
+class RefuseTicket(Intake, frozen=True, kw_only=True):
+    """A prompt was refused before it was submitted: the peer that has come for its ticket, or will, is to be told."""
+
+    ticket: str
+    error: ErrorInfo
+
+
+class ReleaseTicket(Intake, frozen=True, kw_only=True):
+    """A request for a ticket that somebody else has posted was refused before it was submitted: the prefill server is
+    to hear that nobody will come."""
+
+    prefill: str
+    ticket: str
+    reason: str
 
 
 class AddPrefill(Intake, frozen=True, kw_only=True):
@@ -200,7 +219,18 @@ class StageTraced(Output, frozen=True, kw_only=True):
 
 
 IntakeMessage = (
-    Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StartTrace | EndTrace | StageLost | Shutdown
+    Submit
+    | Abort
+    | RefuseTicket
+    | ReleaseTicket
+    | AddPrefill
+    | RemovePrefill
+    | Drain
+    | QueryStats
+    | StartTrace
+    | EndTrace
+    | StageLost
+    | Shutdown
 )
 OutputMessage = (
     EngineState

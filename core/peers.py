@@ -36,7 +36,8 @@ class PeerGone(PeerEvent, frozen=True, kw_only=True):
 class PeerReserved(PeerEvent, frozen=True, kw_only=True):
     """Desk: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
     cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row. wait: for a prompt that has not
-    come yet; otherwise that is a failure."""
+    come yet; otherwise that is a failure. prompt_hash: of the prompt that the peer has (see core.arrays); "" if it
+    does not say."""
 
     session: str
     ticket: str
@@ -46,6 +47,7 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
     pages: bytes
     row: int
     wait: bool = True
+    prompt_hash: str = ""
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
@@ -65,7 +67,7 @@ class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerReleased(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer cancels a ticket that it has not reserved. If it is held, nobody will come for it."""
+    """Desk: the peer cancels a ticket that it has not reserved: nobody will come for it."""
 
     session: str
     ticket: str
@@ -170,6 +172,15 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
     cached_tokens: int
     pages: bytes
     row: int
+    wait: bool = True
+    prompt_hash: str = ""
+
+
+class AskRenew(PeerEffect, frozen=True, kw_only=True):
+    """Dialer: renew a held ticket with every heartbeat, until it is reserved or cancelled."""
+
+    session: str
+    ticket: str
 
 
 class AskCancel(PeerEffect, frozen=True, kw_only=True):
@@ -182,4 +193,4 @@ class AskCancel(PeerEffect, frozen=True, kw_only=True):
 
 
 DeskEffect = TellFailed | TellFinished | TellCancelled
-DialerEffect = AskDial | AskHangUp | AskReserve | AskCancel
+DialerEffect = AskDial | AskHangUp | AskReserve | AskRenew | AskCancel

@@ -1,9 +1,11 @@
 """Admission: a Submit becomes a record, or is refused with a typed error."""
 
 from core.arrays import packed_length, unpack
-from core.errors import DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from core.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from core.intake import Failed, Submit
+from core.peers import AskRenew
 from scheduler.deadlines import Timer
+from scheduler.ending import release
 from scheduler.record import Phase, Request
 from scheduler.rendezvous import Rendezvous
 from scheduler.state import State
@@ -23,6 +25,7 @@ class Admission:
     def submit(self, submit: Submit, now: float) -> None:
         error = self._unavailable() or _malformed(submit) or self._in_use(submit) or self._misfit(submit)
         error = error or self._overload(submit) or self._no_prefill(submit) or self._held_too_many(submit)
+        error = error or self._unwanted(submit, now)
         if error is not None:
             self._refuse(submit, error)
         else:
@@ -52,7 +55,10 @@ class Admission:
             return
         state.waiting.push(request)
         if submit.entrance == "wire" and submit.prefill is not None:
-            state.prefills[submit.prefill].requests[request.arrival] = request
+            server = state.prefills[submit.prefill]
+            server.requests[request.arrival] = request
+            if submit.posted and not submit.wait and submit.ticket and server.session:
+                state.out.add(AskRenew(session=server.session, ticket=submit.ticket))
 
     def _held_for_later(self, submit: Submit) -> bool:
         """To be computed before its peer comes."""
@@ -68,8 +74,10 @@ class Admission:
         state = self._state
         state.counters.add("requests_total", labels=("refused", error.code))
         state.out.add(Failed(rid=submit.rid, error=error))
-        if submit.exit == "wire" and submit.ticket and state.tickets.holder(submit.ticket) is None:
+        if submit.exit == "wire" and submit.ticket:
             self._rendezvous.refuse(submit.ticket, error)
+        if submit.posted and submit.ticket:
+            release(state, submit.prefill, submit.ticket, error.message)
 
     def _unavailable(self) -> ErrorInfo | None:
         if self._state.draining:
@@ -131,6 +139,11 @@ class Admission:
         text = f"{state.held_pages} KV pages are held for peers that have not come; {pages} more exceed {limit}"
         return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=HOLD_RETRY_S)
 
+    def _unwanted(self, submit: Submit, now: float) -> ErrorInfo | None:
+        """A peer has said that it will not come."""
+        reason = self._state.tickets.given_up(submit.ticket or "", now) if submit.exit == "wire" else None
+        return None if reason is None else ErrorInfo(code=CANCELLED, message=reason, status=499)
+
     def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
         if submit.entrance != "wire":
             return None
@@ -155,6 +168,8 @@ def _malformed(submit: Submit) -> ErrorInfo | None:
         problem = ("ticket", "a handoff needs a ticket")
     elif submit.hold and submit.exit != "wire":
         problem = ("hold", "only KV that leaves by wire can be held for a peer")
+    elif submit.posted and submit.entrance != "wire":
+        problem = ("posted", "only KV that comes by wire can be somebody else's")
     elif submit.entrance == "wire" and submit.exit != "here":
         problem = ("exit", "a request whose KV comes by wire is decoded here")
     if problem is None:

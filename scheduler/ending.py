@@ -173,6 +173,8 @@ class Endings:
             session, ticket, generation = incoming.key
             reason = request.error.message if request.error else "no longer needed"
             state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
+        elif request.submit.posted and request.error is not None and (incoming is None or not incoming.reserved):
+            release(state, request.submit.prefill, request.submit.ticket, request.error.message)
         if not state.ready or not (sending or receiving):
             return
         order = Cancel if sending else Forget
@@ -187,6 +189,13 @@ class Endings:
     def _say(self, farewell: DeskEffect) -> None:
         if farewell.session in self._state.peers:
             self._state.out.add(farewell)
+
+
+def release(state: State, prefill: str | None, ticket: str | None, reason: str) -> None:
+    """Tell a prefill server, if its desk can be reached, that nobody will come for a ticket that was not reserved."""
+    server = state.prefills.get(prefill or "")
+    if server is not None and server.session is not None and ticket is not None:
+        state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))
 
 
 def _tell_failed(outgoing: Outgoing, error: ErrorInfo) -> TellFailed:

@@ -4,7 +4,7 @@ WAITING ─► lease, Expect ─► every stage Expecting ─► AskReserve, Res
            └──────────────── FETCHING ────────────────────────────────────────────┘     └► GENERATING
 """
 
-from core.arrays import pack
+from core.arrays import pack, prompt_hash
 from core.errors import PEER_GONE, ErrorInfo
 from core.intake import AddPrefill, PrefillState, RemovePrefill, Reserved
 from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, HangUp, Sampled
@@ -142,6 +142,8 @@ class Fetch:
                 cached_tokens=request.cached_tokens,
                 pages=pack(request.lease.pages[request.lease.matched :]),
                 row=request.row,
+                wait=request.submit.wait,
+                prompt_hash=prompt_hash(request.submit.prompt) if request.submit.posted else "",
             )
         )
         state.out.add(Reserved(rid=request.rid))

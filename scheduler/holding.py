@@ -67,10 +67,14 @@ class Holding:
         self._endings.fail(request, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504), now)
 
     def released(self, event: PeerReleased, now: float) -> None:
-        """A peer that has not reserved the ticket knows its name, and lets it go; nothing if it is not held."""
-        request = self._state.tickets.holder(event.ticket)
-        if request is not None and request.unclaimed:
-            text = f"a peer released the ticket: {event.reason}"
+        """A peer that has not reserved the ticket knows its name, and lets it go: whoever waits for a peer need not
+        wait any longer, be the prompt computed, on its way here, or neither."""
+        state = self._state
+        request = state.tickets.holder(event.ticket)
+        text = f"a peer released the ticket: {event.reason}"
+        if request is None and event.ticket not in state.tickets.early:
+            state.tickets.give_up(event.ticket, text, now + state.config.bootstrap_timeout_s)
+        elif request is not None and request.outgoing is None:
             self._endings.fail(request, ErrorInfo(code=CANCELLED, message=text, status=499), now)
 
     def drop_all(self, error: ErrorInfo, now: float) -> None:

@@ -1,6 +1,6 @@
 """The two halves of a ticket: the prompt from a client, the pages of a peer. Either may come first."""
 
-from core.arrays import packed_length, unpack
+from core.arrays import packed_length, prompt_hash, unpack
 from core.errors import DRAINING, LEASE_EXPIRED, NO_PEER, NOT_READY, PEER_GONE, QUEUE_FULL, TICKET_IN_USE, ErrorInfo
 from core.intake import Progress
 from core.orders import AdmitPeer, DropPeer
@@ -64,7 +64,10 @@ class Rendezvous:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:
-        """The ticket's request was not admitted: its peer hears of it, now or when it comes."""
+        """The ticket's request was not admitted: its peer hears of it, now or when it comes. Nothing if another
+        request uses the ticket."""
+        if self._state.tickets.holder(ticket) is not None:
+            return
         early = self._state.tickets.early.get(ticket)
         if early is None:
             self._state.tickets.end(ticket, Ended(None, 0, error))
@@ -83,6 +86,7 @@ class Rendezvous:
         if tickets.taken(event.ticket):
             self._tell_failed(event, TICKET_IN_USE, f"ticket {event.ticket} is in use", 409)
             return
+        tickets.given_up(event.ticket, now)  # it was another use of the ticket
         request = tickets.holder(event.ticket)
         if request is not None:
             self._match(request, event, now)
@@ -217,6 +221,8 @@ def _mismatch(request: Request, event: PeerReserved, page_size: int) -> str:
     if not 0 <= event.cached_tokens < event.prompt_tokens:
         return f"the peer says it has {event.cached_tokens} of {event.prompt_tokens} tokens"
     needed = -(-event.prompt_tokens // page_size) - event.cached_tokens // page_size
+    if event.prompt_hash and event.prompt_hash != (here := prompt_hash(request.submit.prompt)):
+        return f"the peer has another prompt: the hash of its token ids is {event.prompt_hash}, here it is {here}"
     pages = packed_length(event.pages)
     if pages != needed:
         return f"the peer reserved {pages} pages of {page_size} tokens; {needed} are needed"

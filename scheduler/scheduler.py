@@ -16,6 +16,8 @@ from core.intake import (
     Drained,
     EndTrace,
     QueryStats,
+    RefuseTicket,
+    ReleaseTicket,
     RemovePrefill,
     Shutdown,
     StageLost,
@@ -57,7 +59,7 @@ from core.stats import Stats
 from scheduler import integrity
 from scheduler.admission import Admission
 from scheduler.deadlines import Key, Timer
-from scheduler.ending import Endings
+from scheduler.ending import Endings, release
 from scheduler.events import Effect, Event
 from scheduler.fetch import Fetch
 from scheduler.generate import Generate
@@ -171,6 +173,10 @@ class Scheduler:
                 self._fetch.down(event, now)
             case Abort():
                 self._abort(event, now)
+            case RefuseTicket():
+                self._rendezvous.refuse(event.ticket, event.error)
+            case ReleaseTicket():
+                release(state, event.prefill, event.ticket, event.reason)
             case AddPrefill():
                 self._fetch.add(event)
             case RemovePrefill():

@@ -97,6 +97,8 @@ class Link:
                     cached_tokens=effect.cached_tokens,
                     pages=effect.pages,
                     row=effect.row,
+                    wait=effect.wait,
+                    prompt_hash=effect.prompt_hash,
                 )
                 self._send(self._to_prefill, self._prefill, reserved)
             case AskCancel(session=session, ticket=ticket, generation=generation):

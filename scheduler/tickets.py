@@ -26,7 +26,8 @@ class Ended:
 class Tickets:
     """One use of a ticket is a (session, generation). A use that has ended is never revived.
 
-    early: reservations whose prompt has not come. limit bounds them, and what is remembered of ended tickets.
+    early: reservations whose prompt has not come. limit bounds them, and what is remembered of ended tickets and of
+    those that nobody will come for.
     """
 
     def __init__(self, limit: int) -> None:
@@ -34,6 +35,7 @@ class Tickets:
         self._active: dict[str, Request] = {}
         self._handoffs: dict[Key, Request] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._unwanted: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self.early: dict[str, PeerReserved] = {}
 
     @property
@@ -91,6 +93,18 @@ class Tickets:
         """How the ticket's request ended before any peer came for it."""
         ended = self._ended.get(ticket)
         return ended if ended is not None and ended.session is None else None
+
+    def give_up(self, ticket: str, reason: str, until: float) -> None:
+        """A peer will not come for the ticket. Remembered for a prompt that comes before that time."""
+        self._unwanted.pop(ticket, None)
+        self._unwanted[ticket] = (reason, until)
+        while len(self._unwanted) > self._limit:
+            self._unwanted.popitem(last=False)
+
+    def given_up(self, ticket: str, now: float) -> str | None:
+        """Why no peer will come for the ticket, None if one may. Asked once: it is forgotten with the answer."""
+        reason, until = self._unwanted.pop(ticket, ("", now))
+        return reason if now < until else None
 
     @property
     def active(self) -> int:

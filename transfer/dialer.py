@@ -13,6 +13,7 @@ from core.peers import (
     AskCancel,
     AskDial,
     AskHangUp,
+    AskRenew,
     AskReserve,
     DialerEffect,
     PeerEvent,
@@ -65,6 +66,8 @@ class Dialer:
                 return self._hang_up(command.name, now)
             case AskReserve():
                 return self._reserve(command)
+            case AskRenew():
+                return self._renew(command)
             case AskCancel():
                 return self._cancel(command)
 
@@ -121,14 +124,23 @@ class Dialer:
             cached_tokens=command.cached_tokens,
             pages=command.pages,
             row=command.row,
+            wait=command.wait,
+            prompt_hash=command.prompt_hash,
         )
+        line.link.renewals.discard(ticket)
         return self._act(line, Step([reserve], []))
+
+    def _renew(self, command: AskRenew) -> list[PeerEvent]:
+        if (line := self._line_of(command.session)) is not None:
+            line.link.renewals.add(command.ticket)
+        return []
 
     def _cancel(self, command: AskCancel) -> list[PeerEvent]:
         ticket, generation = command.ticket, command.generation
         line = self._line_of(command.session)
         if line is None:
             return [TicketCancelled(session=command.session, ticket=ticket, generation=generation)]
+        line.link.renewals.discard(ticket)
         return self._act(line, Step([Cancel(ticket=ticket, generation=generation, reason=text(command.reason))], []))
 
     def _line_of(self, session: str) -> _Line | None:

@@ -6,6 +6,7 @@ DOWN ──Hello──► GREETING ──Welcome──► UP ┘
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from core.config import TransferConfig
@@ -41,7 +42,8 @@ class Step(NamedTuple):
 
 
 class DeskLink:
-    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other."""
+    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
+    renewals: held tickets that every ping of the session renews, as many as one can name."""
 
     def __init__(
         self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
@@ -49,6 +51,7 @@ class DeskLink:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
+        self.renewals: set[str] = set()
         self._host = host
         self._hello = hello
         self._config = config
@@ -91,7 +94,7 @@ class DeskLink:
                 return Step([], [])
             self._next_ping = now + self.welcome.heartbeat_s
             self._pings += 1
-            return Step([Ping(number=self._pings)], [])
+            return Step([Ping(number=self._pings, renew=tuple(islice(self.renewals, messages.MAX_RENEWALS)))], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
             return self._down("no answer to the hello", now)
         hello = self._hello()
@@ -163,6 +166,7 @@ class DeskLink:
         if self.welcome is None:
             return []
         session, self.welcome = self.welcome.session, None
+        self.renewals.clear()
         return [PrefillDown(name=self.name, session=session, reason=reason)]
 
     def _ticket_event(self, session: str, message: Failed | Finished | Cancelled) -> list[PeerEvent]:

@@ -133,7 +133,8 @@ class Refuse(Message, frozen=True, kw_only=True):
 class Reserve(Message, frozen=True, kw_only=True):
     """Peer to desk: pages are ready for a ticket. pages: packed ids in the peer's pool covering positions
     [cached_tokens, prompt_tokens); the first one holds position cached_tokens. row: its metadata row. wait: for a
-    prompt that has not come yet; False has a ticket that nobody knows answered by Failed at once."""
+    prompt that has not come yet; False has a ticket that nobody knows answered by Failed at once. prompt_hash: SHA-256
+    of the prompt's token ids as packed int32, in hexadecimal; "" leaves the comparison out."""
 
     ticket: Ticket
     generation: Natural
@@ -142,6 +143,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     pages: PageList
     row: Size
     wait: bool = True
+    prompt_hash: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -166,7 +168,7 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Peer to desk: the ticket is taken back, or one that is held released unreserved. Always answered by Cancelled."""
+    """Peer to desk: the ticket is taken back, or given up before it was reserved. Always answered by Cancelled."""
 
     ticket: Ticket
     generation: Natural

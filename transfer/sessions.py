@@ -237,6 +237,7 @@ class PeerBook:
             pages=reserve.pages,
             row=reserve.row,
             wait=reserve.wait,
+            prompt_hash=reserve.prompt_hash,
         )
         return Outcome([], [event])
 
@@ -258,7 +259,7 @@ class PeerBook:
             unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
             peer.end(cancel.ticket, cancel.generation)
             reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
-            # What has ended, ended; what was never reserved may be held, and its name gives the right to release it.
+            # What has ended, ended; what was never reserved is waited for, and its name gives the right to release it.
             released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
             return Outcome([(peer.route, reply)], [released] if unknown else [])
         if current.cancelling:
