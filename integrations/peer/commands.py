@@ -1,0 +1,90 @@
+"""What the owner of a peer asks of it, and what it learns. Values that may cross a process boundary."""
+
+import msgspec
+
+from core.request import FirstToken
+
+
+class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket and where it is. host, port: of the prefill server's desk. wait: its prompt may still be on the way.
+    fingerprint: of the model that the KV is said to be of; "" says nothing."""
+
+    name: str
+    host: str
+    port: int
+    wait: bool = True
+    fingerprint: str = ""
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of commands. id: the owner's name for the use of a ticket; used once."""
+
+    id: str
+
+
+class Keep(Command, frozen=True, kw_only=True):
+    """The ticket will be loaded later: renew its lease until then. Answered by nothing."""
+
+    ticket: TicketRef
+
+
+class Load(Command, frozen=True, kw_only=True):
+    """Fetch the KV of positions [start, tokens) of a prompt of this many tokens. prompt_hash: of that prompt
+    (core.arrays.prompt_hash), b"" has nothing compared. Answered by Loaded, Failed or Cancelled, once."""
+
+    ticket: TicketRef
+    start: int
+    tokens: int
+    prompt_hash: bytes = b""
+
+    @property
+    def count(self) -> int:
+        return self.tokens - self.start
+
+
+class Reject(Command, frozen=True, kw_only=True):
+    """The KV is wanted but must not be loaded, for this reason: answered by Failed with it. A ticket that was kept
+    under this id is released."""
+
+    code: str
+    message: str
+
+
+class Cancel(Command, frozen=True, kw_only=True):
+    """Load no more, and let the ticket go. Answered by Cancelled if a load has not been answered yet."""
+
+
+class Done(Command, frozen=True, kw_only=True):
+    """What was Loaded has been copied out: its place may be used again."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of answers."""
+
+    id: str
+
+
+class Loaded(Result, frozen=True, kw_only=True):
+    """The KV of [start, start + count) lies in the staging area from token `at` on, until Done. seconds: from the
+    command to here."""
+
+    at: int
+    start: int
+    count: int
+    first: FirstToken
+    seconds: float
+
+
+class Failed(Result, frozen=True, kw_only=True):
+    """Nothing is there, and nothing comes."""
+
+    code: str
+    message: str
+
+
+class Cancelled(Result, frozen=True, kw_only=True):
+    """Answer to Cancel. Nothing is written for this load any more."""
+
+
+AnyCommand = Keep | Load | Reject | Cancel | Done
+AnyResult = Loaded | Failed | Cancelled

@@ -1,0 +1,346 @@
+"""What becomes of the tickets that the owner named: when to reserve, renew, cancel and give up. Pure.
+
+KEPT ──Load──► QUEUED ──session and space──► RESERVED ──every chunk──► ARRIVED ──Done──► (gone)
+  │              │                              │ Failed, a bad chunk, silence, end of session, Cancel
+  └──Cancel──────┴──► LEAVING ──Cancel sent──► (gone) ◄──┘
+
+A record that is LEAVING waits for a session, to release its ticket; the others have nobody to tell.
+"""
+
+import math
+from collections import deque
+
+from core.allowed import is_allowed
+from core.errors import PEER_GONE, TOO_LONG
+from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, Forget, HangUp, StageEvent
+from core.peers import (
+    AskCancel,
+    AskDial,
+    AskHangUp,
+    AskRenew,
+    AskReserve,
+    DialerEffect,
+    PeerEvent,
+    PrefillDown,
+    PrefillUp,
+    TicketFailed,
+    TicketFinished,
+)
+from core.request import FirstToken
+from integrations.peer.commands import (
+    AnyCommand,
+    AnyResult,
+    Cancel,
+    Cancelled,
+    Done,
+    Failed,
+    Keep,
+    Load,
+    Loaded,
+    Reject,
+    TicketRef,
+)
+from integrations.peer.records import Limits, Phase, Record, Server, endpoint_of
+from integrations.peer.staging import PAGE_TOKENS, Runs
+from transfer.messages import MAX_RENEWALS
+
+RENEW_S = 1.0
+IDLE_S = 60.0  # a session that nobody uses is closed
+MAX_SERVERS = 64
+METADATA_ROWS = 256  # reservations at a time; others wait
+NOT_ALLOWED = "prefill_not_allowed"
+FINGERPRINT = "fingerprint_mismatch"
+
+
+class Loads:
+    """Takes commands and events; leaves effects in `out` and answers in `results`, in order."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.out: deque[DialerEffect | Dial | HangUp | Expect | Forget] = deque()
+        self.results: deque[AnyResult] = deque()
+        self.space = Runs(limits.pages)
+        self._limits = limits
+        self._servers: dict[str, Server] = {}
+        self._records: dict[str, Record] = {}
+        self._by_serial: dict[int, Record] = {}
+        self._queue: deque[Record] = deque()  # QUEUED, in the order of their commands
+        self._rows = list(range(METADATA_ROWS))
+        self._serials = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def apply(self, command: AnyCommand, now: float) -> None:
+        """Do what the owner asks."""
+        match command:
+            case Keep():
+                self._keep(command.id, command.ticket, now)
+            case Load():
+                self._load(command, now)
+            case Reject():
+                self._release(command.id, now)
+                self.results.append(Failed(id=command.id, code=command.code, message=command.message))
+            case Cancel():
+                self._cancel(command.id, now)
+            case Done():
+                record = self._records.get(command.id)
+                if record is not None and record.phase is Phase.ARRIVED:
+                    self._close(record, now)
+        self._start(now)
+
+    def handle(self, event: PeerEvent | StageEvent, now: float) -> None:
+        """Take note of what the dialer or the receiver tells."""
+        match event:
+            case PrefillUp():
+                self._up(event, now)
+            case PrefillDown():
+                self._down(event, now)
+            case TicketFailed(session=session, ticket=ticket, generation=generation):
+                record = self._reserved(session, ticket, generation)
+                if record is not None:
+                    self._fail(record, event.error.code, event.error.message, now, tell=False)
+            case TicketFinished(session=session, ticket=ticket, generation=generation):
+                record = self._reserved(session, ticket, generation)
+                if record is not None:
+                    self._fail(record, "no_kv", "the first token ended the prompt, so no KV was sent", now, tell=False)
+            case Expecting(request=serial) if serial in self._by_serial:
+                self._reserve(self._by_serial[serial])
+            case ChunkArrived(request=serial) if serial in self._by_serial:
+                self._by_serial[serial].deadline = now + self._limits.load_timeout_s
+            case Arrived(request=serial) if serial in self._by_serial:
+                self._arrived(self._by_serial[serial], event.first, now)
+            case FetchFailed(request=serial) if serial in self._by_serial:
+                self._fail(self._by_serial[serial], event.code, event.message, now)
+            case _:
+                pass  # answers to what has been given up
+        self._start(now)
+
+    def tick(self, now: float) -> None:
+        """Give up what is late, renew leases, close sessions that nobody uses."""
+        for record in [record for record in self._records.values() if record.deadline <= now]:
+            server = self._server_of(record)
+            if record.phase is Phase.LEAVING:
+                self._close(record, now)
+            elif server.session is None:
+                text = f"no session with {server.endpoint} in {self._limits.connect_timeout_s:g} s: {server.reason}"
+                self._fail(record, PEER_GONE, text, now, tell=False)
+            else:
+                self._fail(record, "timeout", f"nothing came in {self._limits.load_timeout_s:g} s", now)
+        for server in list(self._servers.values()):
+            self._renew(server, now)
+            if not server.records and server.idle_since + IDLE_S <= now:
+                del self._servers[server.endpoint]
+                self.out.append(AskHangUp(name=server.endpoint))
+        self._start(now)
+
+    def next_deadline(self) -> float | None:
+        deadlines = [record.deadline for record in self._records.values()]
+        for server in self._servers.values():
+            deadlines.append(math.inf if server.records else server.idle_since + IDLE_S)
+            if server.to_renew:
+                deadlines.append(server.next_renewal)
+        soonest = min(deadlines, default=math.inf)
+        return None if soonest == math.inf else soonest
+
+    def _keep(self, name: str, ticket: TicketRef, now: float) -> Record | None:
+        """A record of the ticket, or None when its server may not be dialled."""
+        if name in self._records or not is_allowed(self._limits.rules, ticket.host, ticket.port):
+            return self._records.get(name)
+        endpoint = endpoint_of(ticket)
+        if endpoint not in self._servers:
+            if len(self._servers) >= MAX_SERVERS:
+                return None
+            self._servers[endpoint] = Server(endpoint, now)
+            self.out.append(AskDial(name=endpoint, endpoint=endpoint))
+        self._serials += 1
+        record = Record(name, ticket, self._serials, Phase.KEPT)
+        self._records[name] = self._by_serial[record.serial] = self._servers[endpoint].records[name] = record
+        return record
+
+    def _load(self, load: Load, now: float) -> None:
+        record = self._keep(load.id, load.ticket, now)
+        ticket, limits = load.ticket, self._limits
+        if record is None:
+            text = f"{endpoint_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
+            self.results.append(Failed(id=load.id, code=NOT_ALLOWED, message=text))
+            return
+        record.load, record.begun = load, now
+        record.pages = -(-load.tokens // PAGE_TOKENS) - load.start // PAGE_TOKENS
+        if ticket.fingerprint not in ("", limits.fingerprint):
+            text = f"fingerprint: {limits.fingerprint} here, {ticket.fingerprint} there"
+            self._fail(record, FINGERPRINT, text, now)
+        elif record.pages > limits.pages:
+            text = f"{load.count} tokens; {limits.pages * PAGE_TOKENS} fit into the staging area"
+            self._fail(record, TOO_LONG, text, now)
+        else:
+            record.phase = Phase.QUEUED
+            if self._server_of(record).session is None:
+                record.deadline = now + limits.connect_timeout_s
+            self._queue.append(record)
+
+    def _start(self, now: float) -> None:
+        """Expect what can be taken now, oldest first; who lacks a session is passed over, who lacks space is not."""
+        waiting: deque[Record] = deque()
+        while self._queue:
+            record = self._queue.popleft()
+            session, load = self._server_of(record).session, record.load
+            if session is None or load is None:
+                waiting.append(record)
+                continue
+            page = self.space.take(record.pages) if self._rows else None
+            if page is None:
+                waiting.append(record)
+                break
+            record.phase, record.page, record.row = Phase.RESERVED, page, self._rows.pop()
+            record.session, record.generation = session, self._generation()
+            record.deadline = now + self._limits.load_timeout_s
+            self.out.append(
+                Expect(
+                    seq=0,
+                    request=record.serial,
+                    session=session,
+                    ticket=record.ticket.name,
+                    generation=record.generation,
+                    start=load.start,
+                    count=load.count,
+                    pages=record.page_list,
+                    row=record.row,
+                )
+            )
+        self._queue.extendleft(reversed(waiting))
+
+    def _reserve(self, record: Record) -> None:
+        """The receiver is ready for the bytes."""
+        load = record.load
+        if record.phase is not Phase.RESERVED or load is None:
+            return
+        ask = AskReserve(
+            session=record.session,
+            ticket=record.ticket.name,
+            generation=record.generation,
+            prompt_tokens=load.tokens,
+            cached_tokens=load.start,
+            pages=record.page_list,
+            row=record.row,
+            wait=record.ticket.wait,
+            prompt_hash=load.prompt_hash,
+        )
+        self.out.append(ask)
+
+    def _arrived(self, record: Record, first: FirstToken, now: float) -> None:
+        load = record.load
+        if record.phase is not Phase.RESERVED or load is None:
+            return
+        self._rows.append(record.row)
+        record.phase, record.deadline = Phase.ARRIVED, math.inf
+        at = record.page * PAGE_TOKENS + load.start % PAGE_TOKENS
+        seconds = now - record.begun
+        self.results.append(
+            Loaded(id=record.id, at=at, start=load.start, count=load.count, first=first, seconds=seconds)
+        )
+
+    def _cancel(self, name: str, now: float) -> None:
+        record = self._records.get(name)
+        if record is None or record.phase in (Phase.ARRIVED, Phase.LEAVING):
+            return  # answered already, or unknown
+        if record.load is not None:
+            self.results.append(Cancelled(id=name))
+        self._release(name, now)
+
+    def _fail(self, record: Record, code: str, message: str, now: float, *, tell: bool = True) -> None:
+        """Answer the load, and let the ticket go; tell: the prefill server does not know yet."""
+        if record.phase in (Phase.ARRIVED, Phase.LEAVING):
+            return
+        self.results.append(Failed(id=record.id, code=code, message=message))
+        self._release(record.id, now, tell=tell)
+
+    def _release(self, name: str, now: float, *, tell: bool = True) -> None:
+        """Write nothing more for a record, give its place back, and tell the prefill server: now or when there is a
+        session. A reservation of an ended session needs no word."""
+        record = self._records.get(name)
+        if record is None or record.phase in (Phase.ARRIVED, Phase.LEAVING):
+            return
+        session, generation = self._server_of(record).session, record.generation or self._generation()
+        if record.phase is Phase.RESERVED:
+            self.out.append(Forget(seq=0, request=record.serial))
+            tell = tell and session == record.session
+        elif record.phase is Phase.QUEUED and record in self._queue:
+            self._queue.remove(record)
+        if tell and session is None:
+            record.phase, record.deadline = Phase.LEAVING, now + self._limits.connect_timeout_s
+            return
+        if tell and session is not None:
+            self.out.append(
+                AskCancel(session=session, ticket=record.ticket.name, generation=generation, reason="not needed")
+            )
+        self._close(record, now)
+
+    def _close(self, record: Record, now: float) -> None:
+        """The only place where a record and what it holds end."""
+        if record.phase is Phase.RESERVED:
+            self._rows.append(record.row)
+        if record.phase in (Phase.RESERVED, Phase.ARRIVED):
+            self.space.give(record.page, record.pages)
+        server = self._server_of(record)
+        del self._records[record.id], self._by_serial[record.serial], server.records[record.id]
+        server.idle_since = now
+
+    def _up(self, event: PrefillUp, now: float) -> None:
+        server = self._servers.get(event.name)
+        if server is None:
+            return
+        server.session, server.next_renewal = event.session, now
+        self.out.append(
+            Dial(
+                seq=0,
+                session=event.session,
+                endpoints=event.endpoints,
+                geometries=event.geometries,
+                window_bytes=event.window_bytes,
+            )
+        )
+        for record in list(server.records.values()):
+            if record.phase is Phase.LEAVING:
+                record.phase = Phase.KEPT
+                self._release(record.id, now)
+            elif record.phase is Phase.QUEUED:
+                record.deadline = math.inf
+
+    def _down(self, event: PrefillDown, now: float) -> None:
+        """A session has ended, or none came about; what may still come about is waited for."""
+        server = self._servers.get(event.name)
+        if server is None:
+            return
+        server.reason = event.reason
+        if event.session is not None and event.session == server.session:
+            server.session = None
+            self.out.append(HangUp(seq=0, session=event.session))
+        for record in list(server.records.values()):
+            if record.phase is Phase.RESERVED and record.session != server.session:
+                self._fail(record, PEER_GONE, f"the prefill server is gone: {event.reason}", now, tell=False)
+            elif record.phase is Phase.QUEUED and event.unfit:
+                self._fail(record, "unfit", event.reason, now, tell=False)
+            elif record.phase is Phase.QUEUED and record.deadline == math.inf:
+                record.deadline = now + self._limits.connect_timeout_s
+
+    def _renew(self, server: Server, now: float) -> None:
+        tickets = server.to_renew
+        if server.session is None or not tickets or server.next_renewal > now:
+            return
+        server.next_renewal = now + RENEW_S
+        for at in range(0, len(tickets), MAX_RENEWALS):
+            self.out.append(AskRenew(session=server.session, tickets=tickets[at : at + MAX_RENEWALS]))
+
+    def _reserved(self, session: str, ticket: str, generation: int) -> Record | None:
+        for record in self._records.values():
+            key = record.session, record.ticket.name, record.generation
+            if record.phase is Phase.RESERVED and key == (session, ticket, generation):
+                return record
+        return None
+
+    def _server_of(self, record: Record) -> Server:
+        return self._servers[endpoint_of(record.ticket)]
+
+    def _generation(self) -> int:
+        self._serials += 1
+        return self._serials
