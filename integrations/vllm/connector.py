@@ -1,0 +1,130 @@
+"""HeadraceConnector: vLLM's KV connector interface (version 1, as of vLLM 0.32), handed on to planner and worker.
+
+vLLM makes one instance in its scheduler and one in its worker; each has the half that it needs.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
+
+from core.clock import SystemClock
+from core.config import TransferConfig
+from core.errors import ConfigError
+from integrations.peer.loop import Peer
+from integrations.peer.records import Limits
+from integrations.peer.staging import Staging
+from integrations.vllm.model import cache_geometry, model_fingerprint, ordered_layers
+from integrations.vllm.planner import Orders, Planner
+from integrations.vllm.settings import read_settings
+from integrations.vllm.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepOrders(KVConnectorMetadata):
+    """What goes from the scheduler to the worker in every step."""
+
+    orders: Orders
+
+
+class HeadraceConnector(KVConnectorBase_V1):
+    """Loads prompts' KV from Headrace prefill servers. A consumer only."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        degrees = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        if degrees != (1, 1):
+            raise ConfigError(f"tensor and pipeline parallel sizes {degrees}: this connector serves one worker, (1, 1)")
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ConfigError(f"{len(kv_cache_config.kv_cache_groups)} groups of KV caches: this connector fills one")
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._planner: Planner = self.make_planner()
+        self._worker: Worker | None = None
+        self._peer: Peer | None = None
+
+    def make_planner(self) -> Planner:
+        return Planner()
+
+    # In the scheduler's process.
+
+    def on_new_request(self, request: Any) -> None:
+        self._planner.added(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._planner.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planner.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return StepOrders(self._planner.take())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._planner.loaded(set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.finished(request)
+        return False, None
+
+    # In the worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start the peer: from here on loads are possible. Raises ConfigError for a model that cannot be served."""
+        config, settings = self._vllm_config, self._settings
+        layers = ordered_layers(config.compilation_config.static_forward_context, kv_caches)
+        geometry = cache_geometry(layers)
+        max_model_len = config.model_config.max_model_len
+        staging = Staging(geometry, settings.staging_tokens or 2 * max_model_len)
+        limits = Limits(
+            fingerprint=settings.fingerprint or model_fingerprint(config.model_config.model),
+            rules=settings.rules(),
+            pages=staging.pages,
+            connect_timeout_s=settings.connect_timeout_s,
+            load_timeout_s=settings.load_timeout_s,
+        )
+        self._peer = Peer(
+            limits,
+            staging,
+            name=f"vllm {config.instance_id}",
+            max_model_len=max_model_len,
+            transfer=TransferConfig(checksum=settings.checksum),
+        )
+        self._peer.start()
+        staged = torch.from_numpy(staging.data).view(layers[0][1].dtype)
+        self._worker = Worker(self._peer, layers, staged, config.cache_config.block_size, SystemClock())
+        log.info("headrace: fingerprint %s, %s, staging %d tokens", limits.fingerprint, geometry, staged.shape[3])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, StepOrders):
+            self._worker.obey(metadata.orders.commands, metadata.orders.blocks)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished, failed = self._worker.advance() if self._worker is not None else (set(), set())
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before a request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def shutdown(self) -> None:
+        if self._peer is not None:
+            self._peer.stop()
