@@ -85,11 +85,13 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server refused us or fell silent. session is None if it never welcomed us."""
+    """Dialer: a prefill server refused us or fell silent. session is None if it never welcomed us. unfit: the two do
+    not fit each other, so that trying again does not help."""
 
     name: str
     session: str | None
     reason: str
+    unfit: bool = False
 
 
 class TicketFailed(PeerEvent, frozen=True, kw_only=True):

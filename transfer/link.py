@@ -122,7 +122,7 @@ class DeskLink:
             return Step([], [])  # late, or a repeated answer to a repeated hello
         unfit = matching.check_welcome(hello, welcome)
         if unfit is not None:
-            return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+            return self._down(unfit.message, now, wait_s=LAST_RETRY_S, unfit=True)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None
         self._retry_s = FIRST_RETRY_S
@@ -149,13 +149,14 @@ class DeskLink:
         if self.state == "down":
             return Step([], [])
         lasting = refuse.code.endswith("_mismatch")
-        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=LAST_RETRY_S if lasting else None)
+        wait_s = LAST_RETRY_S if lasting else None
+        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=wait_s, unfit=lasting)
 
-    def _down(self, reason: str, now: float, wait_s: float | None = None) -> Step:
+    def _down(self, reason: str, now: float, wait_s: float | None = None, *, unfit: bool = False) -> Step:
         """End the session or the attempt; the next attempt is made on a fresh connection."""
         events = self._forget_session(reason)
         if not events and reason != self._reason:
-            events = [PrefillDown(name=self.name, session=None, reason=reason)]
+            events = [PrefillDown(name=self.name, session=None, reason=reason, unfit=unfit)]
         self._reason = reason
         self.state = "down"
         self._next_try = now + (self._retry_s if wait_s is None else wait_s)

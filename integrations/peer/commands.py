@@ -30,12 +30,12 @@ class Keep(Command, frozen=True, kw_only=True):
 
 class Load(Command, frozen=True, kw_only=True):
     """Fetch the KV of positions [start, tokens) of a prompt of this many tokens. prompt_hash: of that prompt
-    (core.arrays.prompt_hash), b"" has nothing compared. Answered by Loaded, Failed or Cancelled, once."""
+    (core.arrays.prompt_hash), "" has nothing compared. Answered by Loaded, Failed or Cancelled, once."""
 
     ticket: TicketRef
     start: int
     tokens: int
-    prompt_hash: bytes = b""
+    prompt_hash: str = ""
 
     @property
     def count(self) -> int:

@@ -42,9 +42,7 @@ from integrations.peer.commands import (
 )
 from integrations.peer.records import Limits, Phase, Record, Server, endpoint_of
 from integrations.peer.staging import PAGE_TOKENS, Runs
-from transfer.messages import MAX_RENEWALS
 
-RENEW_S = 1.0
 IDLE_S = 60.0  # a session that nobody uses is closed
 MAX_SERVERS = 64
 METADATA_ROWS = 256  # reservations at a time; others wait
@@ -116,7 +114,7 @@ class Loads:
         self._start(now)
 
     def tick(self, now: float) -> None:
-        """Give up what is late, renew leases, close sessions that nobody uses."""
+        """Give up what is late, close sessions that nobody uses."""
         for record in [record for record in self._records.values() if record.deadline <= now]:
             server = self._server_of(record)
             if record.phase is Phase.LEAVING:
@@ -127,7 +125,6 @@ class Loads:
             else:
                 self._fail(record, "timeout", f"nothing came in {self._limits.load_timeout_s:g} s", now)
         for server in list(self._servers.values()):
-            self._renew(server, now)
             if not server.records and server.idle_since + IDLE_S <= now:
                 del self._servers[server.endpoint]
                 self.out.append(AskHangUp(name=server.endpoint))
@@ -137,8 +134,6 @@ class Loads:
         deadlines = [record.deadline for record in self._records.values()]
         for server in self._servers.values():
             deadlines.append(math.inf if server.records else server.idle_since + IDLE_S)
-            if server.to_renew:
-                deadlines.append(server.next_renewal)
         soonest = min(deadlines, default=math.inf)
         return None if soonest == math.inf else soonest
 
@@ -154,7 +149,10 @@ class Loads:
             self.out.append(AskDial(name=endpoint, endpoint=endpoint))
         self._serials += 1
         record = Record(name, ticket, self._serials, Phase.KEPT)
-        self._records[name] = self._by_serial[record.serial] = self._servers[endpoint].records[name] = record
+        server = self._servers[endpoint]
+        self._records[name] = self._by_serial[record.serial] = server.records[name] = record
+        if server.session is not None:
+            self.out.append(AskRenew(session=server.session, ticket=ticket.name))  # until it is reserved or cancelled
         return record
 
     def _load(self, load: Load, now: float) -> None:
@@ -289,7 +287,7 @@ class Loads:
         server = self._servers.get(event.name)
         if server is None:
             return
-        server.session, server.next_renewal = event.session, now
+        server.session = event.session
         self.out.append(
             Dial(
                 seq=0,
@@ -303,8 +301,9 @@ class Loads:
             if record.phase is Phase.LEAVING:
                 record.phase = Phase.KEPT
                 self._release(record.id, now)
-            elif record.phase is Phase.QUEUED:
+            elif record.phase is not Phase.ARRIVED:
                 record.deadline = math.inf
+                self.out.append(AskRenew(session=event.session, ticket=record.ticket.name))
 
     def _down(self, event: PrefillDown, now: float) -> None:
         """A session has ended, or none came about; what may still come about is waited for."""
@@ -322,14 +321,6 @@ class Loads:
                 self._fail(record, "unfit", event.reason, now, tell=False)
             elif record.phase is Phase.QUEUED and record.deadline == math.inf:
                 record.deadline = now + self._limits.connect_timeout_s
-
-    def _renew(self, server: Server, now: float) -> None:
-        tickets = server.to_renew
-        if server.session is None or not tickets or server.next_renewal > now:
-            return
-        server.next_renewal = now + RENEW_S
-        for at in range(0, len(tickets), MAX_RENEWALS):
-            self.out.append(AskRenew(session=server.session, tickets=tickets[at : at + MAX_RENEWALS]))
 
     def _reserved(self, session: str, ticket: str, generation: int) -> Record | None:
         for record in self._records.values():

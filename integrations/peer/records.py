@@ -61,16 +61,7 @@ class Server:
     idle_since: float
     session: str | None = None
     reason: str = "it has not answered yet"
-    next_renewal: float = 0.0
     records: dict[str, Record] = field(default_factory=dict)
-
-    @property
-    def to_renew(self) -> tuple[str, ...]:
-        """Tickets whose leases are to be renewed; none while there is no session to do it in."""
-        if self.session is None:
-            return ()
-        phases = (Phase.KEPT, Phase.QUEUED)
-        return tuple(record.ticket.name for record in self.records.values() if record.phase in phases)
 
 
 def endpoint_of(ticket: TicketRef) -> str:

@@ -25,7 +25,7 @@ from integrations.vllm.planner import Orders, Planner
 from integrations.vllm.settings import read_settings
 from integrations.vllm.worker import Worker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def model_fingerprint(model: str) -> str:
         return fingerprint(spec, open_checkpoint(source, spec))
     except ConfigError as error:
         raise ConfigError(
-            f"no fingerprint of {model} could be made ({error}); look it up at the prefill server (GET /v1/handoff) and "
-            'give it as "fingerprint" in kv_connector_extra_config, if you are sure that both have the same weights'
+            f"no fingerprint of {model} could be made ({error}); if you are sure that the prefill server has the same "
+            'weights, take its own (GET /v1/handoff) as "fingerprint" in kv_connector_extra_config'
         ) from error
 
 

@@ -1,50 +1,58 @@
 """kv_transfer_params: how a request to vLLM names its ticket."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from core.allowed import canonical
 from core.arrays import pack, prompt_hash
-from core.errors import PROMPT_MISMATCH
 from integrations.peer.commands import TicketRef
 from transfer.messages import Host, Name, PortNumber, Positive, Ticket
 
-HexHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+PROMPT_MISMATCH = "prompt_mismatch"
 
 
 class KvParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys that are read; all others are skipped. ticket, remote_host, remote_port: what to fetch, at which desk.
-    remote_num_tokens: tokens of the prompt; an answer of a prefill server has it, and its prompt is computed then.
-    prompt_hash: SHA-256 (hex) of its ids as packed little-endian int32. model_fingerprint: of the server's model. wait:
-    the prompt may still be on its way to the prefill server; by default it may unless remote_num_tokens is there."""
+    """The keys that are read; all others are skipped. A prefill server's answer has them all.
 
-    ticket: Ticket
+    ticket, or tickets with one entry for each prompt of the request. remote_host, remote_port: the desk of the prefill
+    server. prompt_hashes: of the prompts, in the order of the tickets (core.arrays.prompt_hash). remote_num_tokens:
+    their lengths, one number for a sole one. fingerprint: of the prefill server's model. wait: the prompt may still be
+    on its way to it; by default it may unless remote_num_tokens is there, since only a computed prompt has that.
+    """
+
     remote_host: Host
     remote_port: PortNumber
-    remote_num_tokens: Positive | None = None
-    prompt_hash: HexHash | None = None
-    model_fingerprint: Name | None = None
+    ticket: Ticket | None = None
+    tickets: tuple[Ticket, ...] | None = None
+    prompt_hashes: tuple[Name, ...] | None = None
+    remote_num_tokens: Positive | tuple[Positive, ...] | None = None
+    fingerprint: Name | None = None
     wait: bool | None = None
 
-    def reference(self) -> TicketRef:
-        wait = self.remote_num_tokens is None if self.wait is None else self.wait
+    def reference(self, name: str) -> TicketRef:
         return TicketRef(
-            name=self.ticket,
+            name=name,
             host=canonical(self.remote_host),
             port=self.remote_port,
-            wait=wait,
-            fingerprint=self.model_fingerprint or "",
+            wait=self.remote_num_tokens is None if self.wait is None else self.wait,
+            fingerprint=self.fingerprint or "",
         )
 
-    def mismatch(self, tokens: list[int], digest: bytes) -> str:
-        """How the prompt is not the one that the ticket is said to be for; "" when nothing says so."""
-        if self.remote_num_tokens not in (None, len(tokens)):
-            return f"the prompt has {len(tokens)} tokens here, {self.remote_num_tokens} there"
-        if self.prompt_hash not in (None, digest.hex()):
-            return f"the prompt's hash is {digest.hex()} here, {self.prompt_hash} there"
-        return ""
+    def choose(self, tokens: int, digest: str) -> tuple[str, str]:
+        """(the ticket of the prompt with this many tokens and this hash, what speaks against it or "")."""
+        names = self.tickets or ((self.ticket,) if self.ticket else ())
+        if not names:
+            return "", "there is neither a ticket nor tickets"
+        given = self.remote_num_tokens
+        lengths = given if isinstance(given, tuple) else (given,) * len(names)
+        hashes = self.prompt_hashes or (digest,) * len(names)
+        if not len(names) == len(lengths) == len(hashes):
+            return names[0], f"{len(names)} tickets, {len(hashes)} prompt_hashes, {len(lengths)} remote_num_tokens"
+        fits = [index for index in range(len(names)) if lengths[index] in (None, tokens) and hashes[index] == digest]
+        if fits:
+            return names[fits[0]], ""
+        return names[0], f"{tokens} tokens with hash {digest} here; {lengths} with hashes {hashes} there"
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -55,17 +63,17 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for. ticket: None when it could not be read. refusal: None when it may be loaded."""
+    """What a request asks for. ticket: None when none could be read. refusal: None when it may be loaded."""
 
     ticket: TicketRef | None
     tokens: int
-    prompt_hash: bytes = b""
+    prompt_hash: str = ""
     refusal: Refusal | None = None
 
 
-def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, adapter: bool) -> Wish | None:
-    """What kv_transfer_params asks for; None when they ask for nothing. adapter: the request uses a LoRA, which no
-    prefill server knows of."""
+def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool) -> Wish | None:
+    """What kv_transfer_params asks for; None when they ask for nothing. beyond_tokens: its KV does not
+    follow from its token ids alone (a LoRA adapter, images), and no hash of them would tell."""
     if not params or not params.get("do_remote_prefill"):
         return None
     tokens = list(prompt or ())
@@ -73,11 +81,12 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, adapte
         read = msgspec.convert(params, KvParams)
     except msgspec.ValidationError as error:
         return Wish(ticket=None, tokens=len(tokens), refusal=Refusal("bad_kv_transfer_params", str(error)))
-    ticket = read.reference()
-    if not tokens or adapter:
-        what = "a prompt without token ids" if not tokens else "a request with a LoRA adapter"
-        return Wish(ticket=ticket, tokens=len(tokens), refusal=Refusal("not_supported", f"{what} cannot be fetched"))
     digest = prompt_hash(pack(tokens))
-    problem = read.mismatch(tokens, digest)
-    refusal = Refusal(PROMPT_MISMATCH, problem) if problem else None
+    name, problem = read.choose(len(tokens), digest)
+    ticket = read.reference(name) if name else None
+    refusal = Refusal(PROMPT_MISMATCH if name else "bad_kv_transfer_params", problem) if problem else None
+    if not tokens or beyond_tokens:
+        refusal = Refusal(
+            "not_supported", "only prompts that are token ids and nothing else (LoRA, images) are fetched"
+        )
     return Wish(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)

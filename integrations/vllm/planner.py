@@ -25,6 +25,7 @@ class RequestView(Protocol):
     prompt_token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
+    mm_features: Any
 
 
 class State(Enum):
@@ -63,7 +64,8 @@ class Planner:
 
     def added(self, request: RequestView) -> None:
         """A request has come in."""
-        wish = read_wish(request.kv_transfer_params, request.prompt_token_ids, adapter=request.lora_request is not None)
+        beyond_tokens = request.lora_request is not None or bool(request.mm_features)
+        wish = read_wish(request.kv_transfer_params, request.prompt_token_ids, beyond_tokens=beyond_tokens)
         if wish is None:
             return
         claim = self._claims[request.request_id] = Claim(wish)
