@@ -1,0 +1,118 @@
+"""A real vLLM on the CPU as a child process, with the connector, in an environment of its own (make test-vllm)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from server.local import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+READY_S = 240.0
+LOADED = "source=\"external_kv_transfer\""
+
+
+class Vllm:
+    """One server. connector: module and class, installed or in this folder."""
+
+    def __init__(self, model: Path, *flags: str, connector: str = "headrace_vllm.connector:HeadraceConnector",
+                 policy: str = "recompute", **extra: Any) -> None:  # fmt: skip
+        module, name = connector.split(":")
+        config = {
+            "kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_consumer",
+            "kv_load_failure_policy": policy, "kv_connector_extra_config": extra,
+        }  # fmt: skip
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        command = [
+            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
+            "--enforce-eager", "--served-model-name", "smollm2", "--max-model-len", "4096", "--port", str(port),
+            "--host", "127.0.0.1", "--kv-transfer-config", json.dumps(config), *flags,
+        ]  # fmt: skip
+        env = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).parent / "in_vllm"),
+        }  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=env)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def log(self) -> str:
+        return os.pread(self._output.fileno(), 8 << 20, 0).decode(errors="replace")
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"vLLM has ended:\n{self.log[-6000:]}"
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.25)
+        raise AssertionError(f"vLLM is not ready within {READY_S:g} s:\n{self.log[-6000:]}")
+
+    def complete(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
+        """Greedy, 24 tokens. A salt of its own keeps each call from what others have left in the prefix cache."""
+        body = {
+            "model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True,
+            "cache_salt": os.urandom(8).hex(), **more,
+        }  # fmt: skip
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return self.client.post("/v1/completions", json=body)
+
+    def text(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> str:
+        answer = self.complete(prompt, params, **more)
+        assert answer.status_code == 200, f"{answer.text}\n{self.log[-4000:]}"
+        return str(answer.json()["choices"][0]["text"])
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of the samples of a metric whose labels contain this text."""
+        page = self.client.get("/metrics").text
+        found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        return sum(float(value) for labels, value in found if label in labels)
+
+    def loaded_tokens(self) -> float:
+        """Prompt tokens whose KV came through the connector."""
+        return self.metric("vllm:prompt_tokens_by_source_total", LOADED)
+
+    def idle(self) -> bool:
+        """No request is open and no block of the KV cache in use."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def close(self) -> None:
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for child in psutil.wait_procs(children, timeout=10)[1]:
+            child.kill()
+        self.client.close()
+        self._output.close()
+
+
+@contextmanager
+def serving_vllm(model: Path, *flags: str, **options: Any) -> Iterator[Vllm]:
+    server = Vllm(model, *flags, **options)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        print(server.log[-12000:])  # shown when the test fails
+        server.close()
