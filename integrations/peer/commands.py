@@ -6,14 +6,32 @@ from core.request import FirstToken
 
 
 class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket and where it is. host, port: of the prefill server's desk. wait: its prompt may still be on the way.
+    """A ticket and where it is. host, port: of the prefill server's desk, or with http of its HTTP port, where the desk
+    is asked for. wait: its prompt may still be on the way.
     fingerprint: of the model that the KV is said to be of; "" says nothing."""
 
     name: str
     host: str
     port: int
+    http: bool = False
     wait: bool = True
     fingerprint: str = ""
+
+
+class Discover(msgspec.Struct, frozen=True, kw_only=True):
+    """Effect: ask an HTTP port where the desk is; answered by Found. name: the server's, see name_of()."""
+
+    name: str
+    host: str
+    port: int
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: what an HTTP port has answered. desk_port 0: nothing of use, for this reason."""
+
+    name: str
+    desk_port: int = 0
+    reason: str = ""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,6 @@ from core.peers import (
     AskDial,
     AskHangUp,
     AskRenew,
-    AskReserve,
     DialerEffect,
     PeerEvent,
     PrefillDown,
@@ -32,17 +31,20 @@ from integrations.peer.commands import (
     AnyResult,
     Cancel,
     Cancelled,
+    Discover,
     Done,
     Failed,
+    Found,
     Keep,
     Load,
     Loaded,
     Reject,
     TicketRef,
 )
-from integrations.peer.records import Limits, Phase, Record, Server, endpoint_of
+from integrations.peer.records import Limits, Phase, Record, Server, endpoint, name_of
 from integrations.peer.staging import PAGE_TOKENS, Runs
 
+LOOKUP_S = 0.5  # between two questions to an HTTP port
 IDLE_S = 60.0  # a session that nobody uses is closed
 MAX_SERVERS = 64
 METADATA_ROWS = 256  # reservations at a time; others wait
@@ -54,7 +56,7 @@ class Loads:
     """Takes commands and events; leaves effects in `out` and answers in `results`, in order."""
 
     def __init__(self, limits: Limits) -> None:
-        self.out: deque[DialerEffect | Dial | HangUp | Expect | Forget] = deque()
+        self.out: deque[DialerEffect | Dial | HangUp | Expect | Forget | Discover] = deque()
         self.results: deque[AnyResult] = deque()
         self.space = Runs(limits.pages)
         self._limits = limits
@@ -86,9 +88,11 @@ class Loads:
                     self._close(record, now)
         self._start(now)
 
-    def handle(self, event: PeerEvent | StageEvent, now: float) -> None:
-        """Take note of what the dialer or the receiver tells."""
+    def handle(self, event: PeerEvent | StageEvent | Found, now: float) -> None:
+        """Take note of what the dialer, the receiver or a lookup tells."""
         match event:
+            case Found():
+                self._found(event, now)
             case PrefillUp():
                 self._up(event, now)
             case PrefillDown():
@@ -120,20 +124,25 @@ class Loads:
             if record.phase is Phase.LEAVING:
                 self._close(record, now)
             elif server.session is None:
-                text = f"no session with {server.endpoint} in {self._limits.connect_timeout_s:g} s: {server.reason}"
+                text = f"no session with {server.name} in {self._limits.connect_timeout_s:g} s: {server.reason}"
                 self._fail(record, PEER_GONE, text, now, tell=False)
             else:
                 self._fail(record, "timeout", f"nothing came in {self._limits.load_timeout_s:g} s", now)
         for server in list(self._servers.values()):
+            if server.records and server.next_lookup <= now:
+                server.next_lookup = math.inf
+                self.out.append(server.approach())
             if not server.records and server.idle_since + IDLE_S <= now:
-                del self._servers[server.endpoint]
-                self.out.append(AskHangUp(name=server.endpoint))
+                del self._servers[server.name]
+                self.out.append(AskHangUp(name=server.name))
+                if server.session is not None:
+                    self.out.append(HangUp(seq=0, session=server.session))
         self._start(now)
 
     def next_deadline(self) -> float | None:
         deadlines = [record.deadline for record in self._records.values()]
         for server in self._servers.values():
-            deadlines.append(math.inf if server.records else server.idle_since + IDLE_S)
+            deadlines.append(server.next_lookup if server.records else server.idle_since + IDLE_S)
         soonest = min(deadlines, default=math.inf)
         return None if soonest == math.inf else soonest
 
@@ -141,25 +150,39 @@ class Loads:
         """A record of the ticket, or None when its server may not be dialled."""
         if name in self._records or not is_allowed(self._limits.rules, ticket.host, ticket.port):
             return self._records.get(name)
-        endpoint = endpoint_of(ticket)
-        if endpoint not in self._servers:
-            if len(self._servers) >= MAX_SERVERS:
-                return None
-            self._servers[endpoint] = Server(endpoint, now)
-            self.out.append(AskDial(name=endpoint, endpoint=endpoint))
+        server = self._servers.get(name_of(ticket)) or self._add(ticket, now)
+        if server is None:
+            return None
         self._serials += 1
         record = Record(name, ticket, self._serials, Phase.KEPT)
-        server = self._servers[endpoint]
         self._records[name] = self._by_serial[record.serial] = server.records[name] = record
         if server.session is not None:
             self.out.append(AskRenew(session=server.session, ticket=ticket.name))  # until it is reserved or cancelled
         return record
 
+    def _add(self, ticket: TicketRef, now: float) -> Server | None:
+        """Begin to reach for a server; None when there are too many."""
+        if len(self._servers) >= MAX_SERVERS:
+            return None
+        server = self._servers[name_of(ticket)] = Server(name_of(ticket), ticket, now)
+        self.out.append(server.approach())
+        return server
+
+    def _found(self, found: Found, now: float) -> None:
+        """Dial the desk that an HTTP port has told of; ask again later when it has told nothing."""
+        server = self._servers.get(found.name)
+        if server is None:
+            return
+        if found.desk_port:
+            self.out.append(AskDial(name=server.name, endpoint=endpoint("tcp", server.ticket.host, found.desk_port)))
+        else:
+            server.reason, server.next_lookup = found.reason, now + LOOKUP_S
+
     def _load(self, load: Load, now: float) -> None:
         record = self._keep(load.id, load.ticket, now)
         ticket, limits = load.ticket, self._limits
         if record is None:
-            text = f"{endpoint_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
+            text = f"{name_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
             self.results.append(Failed(id=load.id, code=NOT_ALLOWED, message=text))
             return
         record.load, record.begun = load, now
@@ -181,8 +204,8 @@ class Loads:
         waiting: deque[Record] = deque()
         while self._queue:
             record = self._queue.popleft()
-            session, load = self._server_of(record).session, record.load
-            if session is None or load is None:
+            session = self._server_of(record).session
+            if session is None:
                 waiting.append(record)
                 continue
             page = self.space.take(record.pages) if self._rows else None
@@ -192,38 +215,13 @@ class Loads:
             record.phase, record.page, record.row = Phase.RESERVED, page, self._rows.pop()
             record.session, record.generation = session, self._generation()
             record.deadline = now + self._limits.load_timeout_s
-            self.out.append(
-                Expect(
-                    seq=0,
-                    request=record.serial,
-                    session=session,
-                    ticket=record.ticket.name,
-                    generation=record.generation,
-                    start=load.start,
-                    count=load.count,
-                    pages=record.page_list,
-                    row=record.row,
-                )
-            )
+            self.out.append(record.expect())
         self._queue.extendleft(reversed(waiting))
 
     def _reserve(self, record: Record) -> None:
         """The receiver is ready for the bytes."""
-        load = record.load
-        if record.phase is not Phase.RESERVED or load is None:
-            return
-        ask = AskReserve(
-            session=record.session,
-            ticket=record.ticket.name,
-            generation=record.generation,
-            prompt_tokens=load.tokens,
-            cached_tokens=load.start,
-            pages=record.page_list,
-            row=record.row,
-            wait=record.ticket.wait,
-            prompt_hash=load.prompt_hash,
-        )
-        self.out.append(ask)
+        if record.phase is Phase.RESERVED:
+            self.out.append(record.reserve())
 
     def _arrived(self, record: Record, first: FirstToken, now: float) -> None:
         load = record.load
@@ -314,6 +312,9 @@ class Loads:
         if event.session is not None and event.session == server.session:
             server.session = None
             self.out.append(HangUp(seq=0, session=event.session))
+            if server.ticket.http:  # one that was started again may have its desk elsewhere
+                self.out.append(AskHangUp(name=server.name))
+                server.next_lookup = now
         for record in list(server.records.values()):
             if record.phase is Phase.RESERVED and record.session != server.session:
                 self._fail(record, PEER_GONE, f"the prefill server is gone: {event.reason}", now, tell=False)
@@ -330,7 +331,7 @@ class Loads:
         return None
 
     def _server_of(self, record: Record) -> Server:
-        return self._servers[endpoint_of(record.ticket)]
+        return self._servers[name_of(record.ticket)]
 
     def _generation(self) -> int:
         self._serials += 1

@@ -21,8 +21,9 @@ import zmq
 from core.clock import Clock, SystemClock
 from core.config import TransferConfig
 from core.peers import PeerEffect, PeerEvent
-from integrations.peer.commands import AnyCommand, AnyResult
+from integrations.peer.commands import AnyCommand, AnyResult, Discover, Found
 from integrations.peer.loads import METADATA_ROWS, Loads
+from integrations.peer.lookup import Lookups
 from integrations.peer.records import Limits
 from integrations.peer.staging import Staging
 from transfer.dialer import Dialer
@@ -45,7 +46,8 @@ class Stopped(msgspec.Struct, frozen=True):
 
 
 class Peer(threading.Thread):
-    """One peer of any number of prefill servers. submit() and results() may be called by one other thread."""
+    """One peer of any number of prefill servers. submit() may be called by any thread, results() by one.
+    api_key: shown to the HTTP ports of prefill servers."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Peer(threading.Thread):
         name: str,
         max_model_len: int,
         transfer: TransferConfig | None = None,
+        api_key: str = "",
         clock: Clock | None = None,
     ) -> None:
         super().__init__(name="headrace-peer", daemon=True)
@@ -83,14 +86,15 @@ class Peer(threading.Thread):
             metadata_rows=METADATA_ROWS,
         )
         self._dialer.ready(hello)
-        self._commands: queue.SimpleQueue[AnyCommand | None] = queue.SimpleQueue()  # bounded by the owner's requests
+        self._commands: queue.SimpleQueue[AnyCommand | Found | None] = queue.SimpleQueue()  # bounded by the requests
         self._results: queue.SimpleQueue[AnyResult | Stopped] = queue.SimpleQueue()  # one for each command at most
         self._bell, self._ear = socket.socketpair()
         for end in (self._bell, self._ear):
             end.setblocking(False)
+        self._lookups = Lookups(self.submit, api_key)
         self._running = True
 
-    def submit(self, *commands: AnyCommand | None) -> None:
+    def submit(self, *commands: AnyCommand | Found | None) -> None:
         """Hand commands over; None ends the thread."""
         for command in commands:
             self._commands.put(command)
@@ -126,6 +130,7 @@ class Peer(threading.Thread):
             log.exception("the peer's thread has failed")
             reason = f"{type(error).__name__}: {error}"
         finally:
+            self._lookups.close()
             self._dialer.close()
             self._receiver.close()
             self._bell.close()
@@ -164,6 +169,8 @@ class Peer(threading.Thread):
                 command = self._commands.get_nowait()
                 if command is None:
                     self._running = False
+                elif isinstance(command, Found):
+                    self._loads.handle(command, self._clock.now())
                 else:
                     self._loads.apply(command, self._clock.now())
                     self._act()
@@ -179,7 +186,10 @@ class Peer(threading.Thread):
             effect = self._loads.out.popleft()
             now = self._clock.now()
             events: Sequence[PeerEvent | Any]
-            if isinstance(effect, PeerEffect):
+            if isinstance(effect, Discover):
+                self._lookups.ask(effect)
+                events = ()
+            elif isinstance(effect, PeerEffect):
                 events = self._dialer.apply(effect, now)
             else:
                 events = self._receiver.apply(effect, now)

@@ -8,7 +8,9 @@ import msgspec
 
 from core.allowed import Rules
 from core.arrays import pack
-from integrations.peer.commands import Load, TicketRef
+from core.orders import Expect
+from core.peers import AskDial, AskReserve
+from integrations.peer.commands import Discover, Load, TicketRef
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,18 +54,61 @@ class Record:
     def page_list(self) -> bytes:
         return pack(range(self.page, self.page + self.pages))
 
+    def expect(self) -> Expect:
+        """The order for the receiver, once there is a place."""
+        assert self.load is not None, "only loads have a place"
+        return Expect(
+            seq=0,
+            request=self.serial,
+            session=self.session,
+            ticket=self.ticket.name,
+            generation=self.generation,
+            start=self.load.start,
+            count=self.load.count,
+            pages=self.page_list,
+            row=self.row,
+        )
+
+    def reserve(self) -> AskReserve:
+        """The message to the desk, once the receiver is ready."""
+        assert self.load is not None, "only loads have a place"
+        return AskReserve(
+            session=self.session,
+            ticket=self.ticket.name,
+            generation=self.generation,
+            prompt_tokens=self.load.tokens,
+            cached_tokens=self.load.start,
+            pages=self.page_list,
+            row=self.row,
+            wait=self.ticket.wait,
+            prompt_hash=self.load.prompt_hash,
+        )
+
 
 @dataclass(slots=True)
 class Server:
-    """A prefill server's desk. session: None while there is none. reason: why, for messages."""
+    """A prefill server. ticket: one that names it. session: None while there is none; reason: why, for messages.
+    next_lookup: when its HTTP port is to be asked again; infinite while nothing is to be asked."""
 
-    endpoint: str
+    name: str
+    ticket: TicketRef
     idle_since: float
     session: str | None = None
     reason: str = "it has not answered yet"
+    next_lookup: float = math.inf
     records: dict[str, Record] = field(default_factory=dict)
 
+    def approach(self) -> Discover | AskDial:
+        """The first step towards a session."""
+        if self.ticket.http:
+            return Discover(name=self.name, host=self.ticket.host, port=self.ticket.port)
+        return AskDial(name=self.name, endpoint=self.name)
 
-def endpoint_of(ticket: TicketRef) -> str:
-    host = ticket.host
-    return f"tcp://[{host}]:{ticket.port}" if ":" in host else f"tcp://{host}:{ticket.port}"
+
+def name_of(ticket: TicketRef) -> str:
+    """Of the server that has the ticket: the endpoint of its desk, or its URL."""
+    return endpoint("http" if ticket.http else "tcp", ticket.host, ticket.port)
+
+
+def endpoint(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

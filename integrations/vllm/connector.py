@@ -101,6 +101,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             name=f"vllm {config.instance_id}",
             max_model_len=max_model_len,
             transfer=TransferConfig(checksum=settings.checksum),
+            api_key=settings.prefill_api_key,
         )
         self._peer.start()
         staged = torch.from_numpy(staging.data).view(layers[0][1].dtype)

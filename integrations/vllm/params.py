@@ -1,6 +1,7 @@
 """kv_transfer_params: how a request to vLLM names its ticket."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -10,19 +11,24 @@ from integrations.peer.commands import TicketRef
 from transfer.messages import Host, Name, PortNumber, Positive, Ticket
 
 PROMPT_MISMATCH = "prompt_mismatch"
+BAD_PARAMS = "bad_kv_transfer_params"
+BOOTSTRAP_PORT = 8998  # where Mooncake and SGLang ask when nobody says otherwise
 
 
 class KvParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys that are read; all others are skipped. A prefill server's answer has them all.
+    """The keys that are read; all others are skipped. A prefill server's answer has what is needed.
 
-    ticket, or tickets with one entry for each prompt of the request. remote_host, remote_port: the desk of the prefill
-    server. prompt_hashes: of the prompts, in the order of the tickets (core.arrays.prompt_hash). remote_num_tokens:
-    their lengths, one number for a sole one. fingerprint: of the prefill server's model. wait: the prompt may still be
-    on its way to it; by default it may unless remote_num_tokens is there, since only a computed prompt has that.
+    ticket, or tickets with one entry for each prompt of the request; or transfer_id. remote_host, remote_port: the desk
+    of the prefill server; or remote_bootstrap_addr: its HTTP port, which tells where the desk is. prompt_hashes: of the
+    prompts, in the order of the tickets (core.arrays.prompt_hash). remote_num_tokens: their lengths, one number for a
+    sole one. fingerprint: of the prefill server's model. wait: the prompt may still be on its way to it; by default it
+    may unless remote_num_tokens is there, since only a computed prompt has that.
     """
 
-    remote_host: Host
-    remote_port: PortNumber
+    remote_host: Host | None = None
+    remote_port: PortNumber | None = None
+    remote_bootstrap_addr: Name | None = None
+    transfer_id: Ticket | None = None
     ticket: Ticket | None = None
     tickets: tuple[Ticket, ...] | None = None
     prompt_hashes: tuple[Name, ...] | None = None
@@ -30,20 +36,28 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Name | None = None
     wait: bool | None = None
 
-    def reference(self, name: str) -> TicketRef:
+    def reference(self, name: str) -> TicketRef | None:
+        """The ticket of that name; None when nothing says where it is."""
+        host, port, over_http = self.remote_host, self.remote_port, False
+        if host is None and self.remote_bootstrap_addr is not None:
+            host, port, over_http = *_split(self.remote_bootstrap_addr), True
+        if not host or port is None:
+            return None
         return TicketRef(
             name=name,
-            host=canonical(self.remote_host),
-            port=self.remote_port,
+            host=canonical(host),
+            port=port,
+            http=over_http,
             wait=self.remote_num_tokens is None if self.wait is None else self.wait,
             fingerprint=self.fingerprint or "",
         )
 
     def choose(self, tokens: int, digest: str) -> tuple[str, str]:
         """(the ticket of the prompt with this many tokens and this hash, what speaks against it or "")."""
-        names = self.tickets or ((self.ticket,) if self.ticket else ())
+        single = self.ticket or self.transfer_id
+        names = self.tickets or ((single,) if single else ())
         if not names:
-            return "", "there is neither a ticket nor tickets"
+            return "", "there is neither a ticket nor tickets nor a transfer_id"
         given = self.remote_num_tokens
         lengths = given if isinstance(given, tuple) else (given,) * len(names)
         hashes = self.prompt_hashes or (digest,) * len(names)
@@ -80,13 +94,24 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond
     try:
         read = msgspec.convert(params, KvParams)
     except msgspec.ValidationError as error:
-        return Wish(ticket=None, tokens=len(tokens), refusal=Refusal("bad_kv_transfer_params", str(error)))
+        return Wish(ticket=None, tokens=len(tokens), refusal=Refusal(BAD_PARAMS, str(error)))
     digest = prompt_hash(pack(tokens))
     name, problem = read.choose(len(tokens), digest)
     ticket = read.reference(name) if name else None
-    refusal = Refusal(PROMPT_MISMATCH if name else "bad_kv_transfer_params", problem) if problem else None
+    refusal = Refusal(PROMPT_MISMATCH if name else BAD_PARAMS, problem) if problem else None
+    if ticket is None and refusal is None:
+        refusal = Refusal(BAD_PARAMS, "neither remote_host with remote_port nor remote_bootstrap_addr says where it is")
     if not tokens or beyond_tokens:
         refusal = Refusal(
             "not_supported", "only prompts that are token ids and nothing else (LoRA, images) are fetched"
         )
     return Wish(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)
+
+
+def _split(address: str) -> tuple[str | None, int | None]:
+    """Host and port of http://HOST:PORT or HOST:PORT; nothing when it is neither."""
+    try:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        return parts.hostname, parts.port or BOOTSTRAP_PORT
+    except ValueError:
+        return None, None

@@ -14,11 +14,13 @@ Seconds = Annotated[float, Meta(gt=0)]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """allow_prefill: hosts, HOST:PORT or networks whose desks requests may name; loopback unless set. fingerprint: of
     the model, instead of one made from its files. staging_tokens: KV on its way at a time; 0 is twice max_model_len.
-    checksum: insist on checksums. load_timeout_s: silence about one load. connect_timeout_s: no session with a desk."""
+    prefill_api_key: shown to HTTP ports that are asked for a desk. checksum: insist on checksums. load_timeout_s:
+    silence about one load. connect_timeout_s: no session with a desk."""
 
     allow_prefill: tuple[str, ...] = ("127.0.0.0/8", "::1/128", "localhost")
     fingerprint: str = ""
     staging_tokens: Annotated[int, Meta(ge=0)] = 0
+    prefill_api_key: str = ""
     checksum: bool = True
     load_timeout_s: Seconds = 120.0
     connect_timeout_s: Seconds = 10.0

@@ -20,7 +20,7 @@ from server.local import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 READY_S = 240.0
-LOADED = "source=\"external_kv_transfer\""
+LOADED = 'source="external_kv_transfer"'
 
 
 class Vllm:
