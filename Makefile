@@ -4,16 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.ready
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full check format bench clean distclean
+.PHONY: help venv demo test full test-vllm check format bench clean distclean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
@@ -36,6 +38,15 @@ test: check ## Run every check and every test.
 full: venv ## Run the tests that take minutes each, too.
 	$(BIN)/python -m pytest -m full tests
 
+test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall ./integrations/vllm
+	HEADRACE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/integrations
+
+$(VLLM_STAMP): requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --no-deps -r requirements-vllm.txt
+	@touch $@
+
 check: venv ## Lint, formatting, types and import directions.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,5 +64,5 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv as well.
-	rm -rf $(VENV)
+distclean: clean ## Remove the virtual environments as well.
+	rm -rf $(VENV) $(VLLM)

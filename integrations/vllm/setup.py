@@ -21,7 +21,11 @@ PARTS = {  # package here: package there
     "engine.model": f"{NAME}.engine.model",
     "engine": f"{NAME}.engine",
 }
-ONLY = {"engine": ("__init__.py",)}  # of packages that are not copied whole
+MODEL = ("checkpoint", "config", "fingerprint", "gguf_file", "rope", "source", "standin")
+ONLY = {  # of packages that are not copied whole
+    "engine": ("__init__.py",),
+    "engine.model": ("__init__.py", *(f"{name}.py" for name in MODEL)),
+}
 NOT = {"setup.py"}
 IMPORT = re.compile(rf"^( *(?:from|import) )({'|'.join(map(re.escape, PARTS))})(?=[. \n])", re.MULTILINE)
 

@@ -119,7 +119,7 @@ def background() -> Iterator[ThreadPoolExecutor]:
 def test_a_held_ticket_gives_the_text_that_vllm_says_alone(vllm: Vllm, prefill: Server, length: int) -> None:
     ids = prompt(length)
     params = hold(prefill, f"held-{length}", ids)
-    with loads(vllm, length):
+    with loads(vllm, length if length > 1 else 0):  # a sole token is computed again for its logits, and so counted
         text = vllm.text(ids, params)
     assert text == vllm.text(ids)
     assert text == gold.tokenizer().decode(gold.greedy(tuple(ids), 24))

@@ -1,0 +1,123 @@
+"""Prompts of a transformers model computed elsewhere: a ticket's KV as a DynamicCache that generate() goes on with."""
+
+import secrets
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from core.allowed import allowed_prefills, canonical
+from core.arrays import pack, prompt_hash
+from core.errors import ConfigError, ErrorInfo, HeadraceError, invalid
+from core.geometry import Geometry
+from engine.model.config import ModelSpec, spec_from_config
+from engine.model.fingerprint import fingerprint
+from integrations.peer.commands import Done, Failed, Load, Loaded, TicketRef
+from integrations.peer.loop import Peer
+from integrations.peer.records import Limits
+from integrations.peer.staging import Staging
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+STAGING_TOKENS = 8192
+
+
+class ModelWeights:
+    """The weights of a model in memory, by their Hugging Face names."""
+
+    def __init__(self, model: Any) -> None:
+        self._weights: dict[str, Tensor] = model.state_dict()
+
+    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        """Raises ConfigError when there is no such tensor of this shape."""
+        found = self._weights.get(name)
+        if found is None or tuple(found.shape) != shape:
+            there = "missing" if found is None else f"of shape {list(found.shape)}"
+            raise ConfigError(f"tensor {name} of shape {list(shape)} is {there} in the model")
+        return (found if rows is None else found[rows]).cpu()
+
+
+class RemotePrefill:
+    """One model here and the prefill server at this URL, which has the same weights and the same dtype of its KV.
+
+    Raises ConfigError for a model that no prefill server can be the same as. tokens: the longest prompt.
+    """
+
+    def __init__(self, url: str, model: Any, *, api_key: str = "", tokens: int = STAGING_TOKENS) -> None:
+        self._model = model
+        spec = model_spec(model)
+        geometry = Geometry(DTYPES[model.dtype], spec.layers, spec.kv_heads, spec.head_dim, page_size=1)
+        self._staging = Staging(geometry, tokens)
+        parts = urlsplit(url)
+        self._host, self._port = canonical(parts.hostname or ""), parts.port or 80
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
+        limits = Limits(
+            fingerprint=fingerprint(spec, ModelWeights(model)),
+            rules=allowed_prefills((url,), ()),
+            pages=self._staging.pages,
+        )
+        self._peer = Peer(limits, self._staging, name="transformers", max_model_len=tokens, api_key=api_key)
+        self._peer.start()
+
+    def __enter__(self) -> "RemotePrefill":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._peer.stop()
+        self._http.close()
+
+    def prefill(self, input_ids: Tensor) -> DynamicCache:
+        """The cache of a prompt, computed by the prefill server. input_ids: [1, tokens]. Raises HeadraceError."""
+        ticket = f"transformers-{secrets.token_hex(16)}"
+        body = {"prompt_token_ids": _tokens(input_ids), "ticket": ticket, "handoff": "hold"}
+        answer = self._http.post("/v1/prefill", json={**body, "max_tokens": 2, "ignore_eos": True})
+        if answer.status_code != 200:
+            text = f"the prefill server answered {answer.status_code}: {answer.text}"
+            raise HeadraceError(ErrorInfo(code="prefill_failed", message=text, status=answer.status_code))
+        return self.fetch(ticket, input_ids)
+
+    def fetch(self, ticket: str, input_ids: Tensor) -> DynamicCache:
+        """The cache of the prompt that has this ticket: all tokens but the last, which generate() computes for the
+        logits. input_ids: [1, tokens], the same prompt; another one is refused. Raises HeadraceError."""
+        tokens = _tokens(input_ids)
+        place = TicketRef(name=ticket, host=self._host, port=self._port, http=True)
+        name = secrets.token_hex(16)
+        self._peer.submit(
+            Load(id=name, ticket=place, start=0, tokens=len(tokens), prompt_hash=prompt_hash(pack(tokens)))
+        )
+        while True:
+            for result in self._peer.results(wait_s=1.0):
+                if result.id == name and isinstance(result, Loaded):
+                    return self._cache(result)
+                if result.id == name and isinstance(result, Failed):
+                    raise HeadraceError(ErrorInfo(code=result.code, message=result.message, status=502))
+
+    def _cache(self, loaded: Loaded) -> DynamicCache:
+        """Copy the staged KV into a cache on the model's device."""
+        staged = torch.from_numpy(self._staging.data).view(self._model.dtype)
+        cache = DynamicCache(config=self._model.config)
+        for layer, (keys, values) in enumerate(staged[:, :, None, :, loaded.at : loaded.at + loaded.count - 1]):
+            cache.update(keys.to(self._model.device, copy=True), values.to(self._model.device, copy=True), layer)
+        self._peer.submit(Done(id=loaded.id))
+        return cache
+
+
+def model_spec(model: Any) -> ModelSpec:
+    """What the model looks like. Raises ConfigError for one that Headrace cannot run, or of another dtype."""
+    if model.dtype not in DTYPES:
+        raise ConfigError(f"the model computes in {model.dtype}; expected one of {', '.join(DTYPES.values())}")
+    return spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
+
+
+def _tokens(input_ids: Tensor) -> list[int]:
+    """Raises HeadraceError (400) when this is not one prompt."""
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+        raise invalid("input_ids", f"input_ids has the shape {list(input_ids.shape)}; expected [1, tokens]")
+    tokens: list[int] = input_ids[0].tolist()
+    return tokens

@@ -1,0 +1,62 @@
+"""generate() goes on from KV that a real prefill server has computed."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from core.errors import HeadraceError
+from integrations.transformers import RemotePrefill
+from tests.e2e import gold
+from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--role", "prefill", "--dtype", "float32", "--kv-pages", "128", "--no-prefix-cache") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def remote(server: Server) -> Iterator[RemotePrefill]:
+    with RemotePrefill(server.url, gold.model()) as made:
+        yield made
+
+
+def prompt(length: int, at: int = 0) -> torch.Tensor:
+    return torch.tensor([gold.story_ids()[at : at + length]])
+
+
+def go_on(input_ids: torch.Tensor, cache: object) -> tuple[int, ...]:
+    out = gold.model().generate(
+        input_ids, past_key_values=cache, attention_mask=torch.ones_like(input_ids), max_new_tokens=16,
+        do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    return tuple(out[0, input_ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
+def test_generate_says_what_it_says_alone(server: Server, remote: RemotePrefill, length: int) -> None:
+    input_ids = prompt(length)
+    cache = remote.prefill(input_ids)
+    assert cache.get_seq_length() == length - 1
+    assert go_on(input_ids, cache) == gold.greedy(tuple(input_ids[0].tolist()), 16)
+    wait_until(lambda: pages_in_use(server) == 0, 10, "pages are back")
+
+
+def test_the_cache_is_what_is_used(remote: RemotePrefill) -> None:
+    input_ids = prompt(100)
+    assert go_on(input_ids, remote.prefill(prompt(100, at=1000))) != gold.greedy(tuple(input_ids[0].tolist()), 16)
+
+
+def test_a_ticket_of_another_prompt_is_refused(server: Server, remote: RemotePrefill) -> None:
+    body = {"prompt_token_ids": prompt(100, at=500)[0].tolist(), "ticket": "other", "handoff": "hold"}
+    assert server.post("/v1/prefill", body).status_code == 200
+    with pytest.raises(HeadraceError, match="prompt"):
+        remote.fetch("other", prompt(100))
+    wait_until(lambda: pages_in_use(server) == 0, 10, "pages are back")
+
+
+def test_two_prompts_at_once_are_not_one(remote: RemotePrefill) -> None:
+    with pytest.raises(HeadraceError, match=r"\[2, 3\]"):
+        remote.prefill(torch.zeros(2, 3, dtype=torch.long))
