@@ -29,6 +29,7 @@ COPY core core
 COPY scheduler scheduler
 COPY transfer transfer
 COPY engine engine
+COPY integrations integrations
 COPY server server
 RUN pip install --no-deps --no-build-isolation .
 

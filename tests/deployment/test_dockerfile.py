@@ -57,7 +57,7 @@ def test_every_package_is_in_the_image() -> None:
         for path in ROOT.glob("*/__init__.py")
         if any(fnmatch.fnmatch(path.parent.name, pattern) for pattern in patterns)
     }
-    assert packages == {"core", "scheduler", "transfer", "engine", "server"}
+    assert packages == {"core", "scheduler", "transfer", "engine", "server", "integrations"}
     assert packages <= set(copied())
 
 

@@ -13,7 +13,7 @@ from integrations.vllm.setup import NAME, package
 from tests.deployment.files import ROOT
 
 # What vLLM itself requires, as its modules are called.
-VLLMS_OWN = {"torch", "numpy", "zmq", "msgspec", "safetensors", "transformers", "huggingface_hub", "vllm"}
+VLLMS_OWN = {"torch", "numpy", "zmq", "msgspec", "safetensors", "transformers", "tokenizers", "huggingface_hub", "vllm"}
 
 
 @pytest.fixture(scope="module")
