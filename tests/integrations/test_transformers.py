@@ -13,7 +13,7 @@ from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--role", "prefill", "--dtype", "float32", "--kv-pages", "128", "--no-prefix-cache") as made:
+    with serving("--role", "prefill", "--dtype", "float32", "--max-model-len", "1024", "--no-prefix-cache") as made:
         yield made
 
 
