@@ -9,8 +9,19 @@ import zmq
 
 from core.codec import Codec
 from core.intake import EngineState, IntakeMessage, OutputMessage, StageLost, StatsReply
-from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
-from core.stats import Stats, join
+from core.order_log import OrderLog
+from core.orders import (
+    Beat,
+    Begin,
+    Halt,
+    OrderMessage,
+    StageBeat,
+    StageFailed,
+    StageMessage,
+    StageReady,
+    stage_identity,
+)
+from core.stats import Sample, Stats, join
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +93,10 @@ class StageChannel:
     A stage that has said nothing for silence_s is reported as StageFailed; its compute thread may be busy for much
     longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
     next epoch in their names; once one of a group has been heard, its predecessors are not listened to any more.
+
+    All stages of a group get the same stream: it begins with the scheduler's Begin, for which all of them are ready.
+    Orders that come before it, once a stage of the group has been heard, were decided for the group before and are
+    dropped. Every heartbeat has the stage compare what it got with what was sent.
     """
 
     def __init__(
@@ -95,6 +110,8 @@ class StageChannel:
         self._socket.bind(endpoint)
         self._stages = stages
         self._epoch = 0
+        self._begun = False
+        self._log = OrderLog()
         self._beat_s = beat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
@@ -125,12 +142,17 @@ class StageChannel:
         return events
 
     def apply(self, command: OrderMessage, now: float) -> Sequence[StageMessage]:
+        if isinstance(command, Begin):
+            self._begun = command.epoch == self._epoch
+        if not self._begun and not isinstance(command, Halt):
+            return ()
         frame = self._out.encode(command)
+        self._log.add(frame)
         return [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
 
     def tick(self, now: float) -> Sequence[StageMessage]:
         events: list[StageMessage] = []
-        frame = self._out.encode(Beat(seq=0))
+        frame = self._out.encode(Beat(seq=0, orders=self._log.count, digest=self._log.digest))
         for stage, heard in list(self._heard.items()):
             if now - heard > self._silence_s:
                 events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
@@ -147,8 +169,8 @@ class StageChannel:
         return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
 
     def statistics(self) -> Stats:
-        """The stages' counters as of their last heartbeat."""
-        return join(self._stats.values())
+        """The stages' counters as of their last heartbeat, and how many orders they should have had by now."""
+        return join([Stats((Sample("orders_total", self._log.count),)), *self._stats.values()])
 
     def close(self) -> None:
         self._socket.close()
@@ -156,6 +178,8 @@ class StageChannel:
     def _begin(self, epoch: int) -> None:
         """A new group of stages is coming up."""
         self._epoch = epoch
+        self._begun = False
+        self._log = OrderLog()
         self._ready.clear()
         self._heard.clear()
         self._stats.clear()
