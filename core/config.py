@@ -36,6 +36,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     once. pipeline_depth: plans in flight beyond one per stage. max_queued_tokens: prompt tokens
     not yet planned; above it requests get 429. bootstrap_timeout_s: a ticket whose other half never comes.
     transfer_timeout_s: no acknowledgement (or no chunk) for this long. stage_timeout_s: one plan.
+    start_timeout_s: stages that load.
     """
 
     page_size: int = 16
@@ -55,6 +56,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_timeout_s: float = 30.0
     transfer_timeout_s: float = 10.0
     stage_timeout_s: float = 120.0
+    start_timeout_s: float = 600.0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

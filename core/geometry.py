@@ -4,7 +4,7 @@ import msgspec
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """One stage's KV pool: [pages, layers, 2, kv_heads, page_size, head_dim] elements of dtype, C order.
+    """One rank's KV pool: [pages, layers, 2, kv_heads, page_size, head_dim] elements of dtype, C order.
 
     layers are [layer_start, layer_start + layers) of the model; kv_heads likewise start at head_start.
     """
@@ -23,12 +23,17 @@ class Geometry(msgspec.Struct, frozen=True):
         return self.layer_start + self.layers
 
     @property
+    def head_end(self) -> int:
+        """The KV head after the last one."""
+        return self.head_start + self.kv_heads
+
+    @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token position over this stage's layers."""
+        """Bytes of K and V of one token position over this rank's layers and heads."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.item_bytes
 
     @property

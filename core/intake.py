@@ -87,11 +87,13 @@ class EngineState(Output, frozen=True, kw_only=True):
 
 
 class StageDown(Output, frozen=True, kw_only=True):
-    """A stage has failed or fell silent: its group, whose start was the epoch-th, is of no use any more."""
+    """A stage has failed or fell silent: its group, whose start was the epoch-th, is of no use any more.
+    served: the group had computed something by then."""
 
     stage: int
     message: str
     epoch: int
+    served: bool = False
 
 
 class PrefillState(Output, frozen=True, kw_only=True):

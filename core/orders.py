@@ -203,7 +203,7 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
 
 
 class Acked(StageEvent, frozen=True, kw_only=True):
-    """Every stage of the peer that takes layers of this one has written a chunk, checksum right. bytes: of its
+    """Every stage of the peer that shares KV with this one has written a chunk, checksum right. bytes: of its
     payload, over all of them."""
 
     request: int
@@ -232,7 +232,7 @@ class Expecting(StageEvent, frozen=True, kw_only=True):
 
 
 class Arrived(StageEvent, frozen=True, kw_only=True):
-    """Every chunk of a request from every stage of the prefill server that has layers of this one has been written,
+    """Every chunk of a request from every stage of the prefill server that shares KV with this one has been written,
     and the metadata row."""
 
     request: int

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from core.geometry import Geometry
 from engine.device import TORCH_DTYPES
-from transfer.layout import ALL_LAYERS
+from transfer.layout import WHOLE, Box
 
 
 class KVPool:
@@ -39,28 +39,27 @@ class KVPool:
     def blocks_per_page(self) -> int:
         return self.geometry.layers * self.blocks_per_layer
 
-    def read(self, page: int, first_slot: int, count: int, layers: slice = ALL_LAYERS) -> NDArray[np.uint8]:
-        """Bytes of slots [first_slot, first_slot + count): C-contiguous [layers, 2, kv_heads, count, row bytes].
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
+        """Bytes of slots [first_slot, first_slot + count): C-contiguous [layers, 2, kv_heads, count, row bytes]
+        with the layers and heads of the box.
 
-        On the CPU, consecutive layers of a full page are a view of the pool, anything else is a copy.
+        On the CPU, consecutive layers of a full page with all heads are a view of the pool, anything else is a copy.
         """
         self._check(page, first_slot, count)
         if self._bytes is None:
-            part = self.tensor[page, layers, :, :, first_slot : first_slot + count].contiguous().cpu()
+            part = self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count].contiguous().cpu()
             copied: NDArray[np.uint8] = part.view(torch.uint8).numpy()
             return copied
-        return np.ascontiguousarray(self._bytes[page, layers, :, :, first_slot : first_slot + count])
+        return np.ascontiguousarray(self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count])
 
-    def write(
-        self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], layers: slice = ALL_LAYERS
-    ) -> None:
+    def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
         """Set slots [first_slot, first_slot + count) from bytes in the shape that read returns."""
         self._check(page, first_slot, count)
         if self._bytes is not None:
-            self._bytes[page, layers, :, :, first_slot : first_slot + count] = data
+            self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
             return
         values = torch.from_numpy(np.array(data)).view(self.tensor.dtype)
-        self.tensor[page, layers, :, :, first_slot : first_slot + count] = values.to(self.tensor.device)
+        self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count] = values.to(self.tensor.device)
 
     def _check(self, page: int, first_slot: int, count: int) -> None:
         if not 0 <= page < self.pages:

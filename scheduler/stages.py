@@ -22,6 +22,7 @@ class Stages:
         self._generate = generate
         self._up: dict[int, StageReady] = {}
         self._epoch = 0
+        self._served = False  # the group has computed a plan
         self._told = EngineState(ready=False)
 
     def ready(self, event: StageReady, now: float) -> bool:
@@ -65,6 +66,7 @@ class Stages:
             state.drop("unknown_plan")
             return
         del state.plans[event.seq]
+        self._served = True
         if state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
         else:
@@ -92,7 +94,8 @@ class Stages:
         error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
         self.stop(error, now)
         self.announce(error.message)
-        self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch))
+        self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch, served=self._served))
+        self._served = False
 
     def stop(self, error: ErrorInfo, now: float) -> None:
         """End every request with this error, without waiting for the stages."""

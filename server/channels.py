@@ -202,9 +202,10 @@ class StageChannel:
         try:
             self._socket.send_multipart((stage_identity(stage, self._epoch), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if isinstance(command, Halt):
+            # A process that is gone is silent, too; whoever watches it will say so first, and say how it ended.
+            if error.errno == zmq.EHOSTUNREACH or isinstance(command, Halt):
                 return ()
-            return (self._lost(stage, f"stage {stage} cannot be reached: {error.strerror}"),)
+            return (self._lost(stage, f"stage {stage} does not take orders: {error.strerror}"),)
         return ()
 
     def _lost(self, stage: int, message: str) -> StageFailed:

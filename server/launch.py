@@ -66,8 +66,9 @@ async def _serve(config: Config, folder: Path) -> int:
         _scheduler(config, front_endpoint, stage_endpoint),
         partial(_stages, config, stage_endpoint),
         on_stage_lost=service.stage_lost,
+        start_timeout_s=config.scheduler.start_timeout_s,
     )
-    service.on_stage_down(supervisor.stage_down)
+    service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
     server = HttpServer(_uvicorn_config(config, service))
     started = time.monotonic()
     http: asyncio.Future[None] | None = None

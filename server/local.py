@@ -1,6 +1,8 @@
 """A server of ours as a child process on a free loopback port: for the demo, the benchmarks and the tests."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -81,12 +83,18 @@ class LocalServer:
         return status
 
     def close(self) -> None:
-        """Drop its output."""
+        """Drop its output, and the server itself where it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
         self._output.close()
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that nobody listens on now, from below the range that systems give to outgoing connections, so
+    that none of those takes it before its server does."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

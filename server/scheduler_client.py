@@ -107,6 +107,7 @@ class SchedulerClient:
         self.engine: EngineState | None = None
         self.stats = Stats()
         self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
+        self.on_stages_ready: Callable[[], None] = lambda: None
         self.on_stage_down: Callable[[StageDown], None] = lambda _down: None
 
     def start(self) -> None:
@@ -237,6 +238,8 @@ class SchedulerClient:
                     answer.set_result(message.stats)
             case EngineState():
                 self.engine = message
+                if message.ready:
+                    self.on_stages_ready()
                 self._notify()
             case StageDown():
                 self.on_stage_down(message)

@@ -75,9 +75,10 @@ class Service:
         """The supervisor saw a stage process end."""
         self._client.post(StageLost(stage=stage, message=message))
 
-    def on_stage_down(self, listener: Callable[[StageDown], None]) -> None:
-        """Whom to tell when the scheduler finds a stage silent or failed."""
-        self._client.on_stage_down = listener
+    def watch_stages(self, on_ready: Callable[[], None], on_down: Callable[[StageDown], None]) -> None:
+        """Whom to tell when all stages are up, and when the scheduler finds one silent or failed."""
+        self._client.on_stages_ready = on_ready
+        self._client.on_stage_down = on_down
 
     def shut_down(self) -> None:
         """Have the scheduler and its stages end; unfinished requests fail, peers are told."""

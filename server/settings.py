@@ -162,6 +162,14 @@ SETTINGS: tuple[Setting, ...] = (
         low=0.001,
     ),
     Setting(
+        "start-timeout",
+        "scheduler",
+        "start_timeout_s",
+        "number",
+        "seconds the stages may take to load, after which they are started again",
+        low=1,
+    ),
+    Setting(
         "prefill",
         "server",
         "prefill",

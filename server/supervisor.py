@@ -2,7 +2,8 @@
 
     a stage ends            ─► the scheduler is told, and fails what was in flight ─┐
     a stage is silent       ─► the scheduler fails what was in flight, and tells us ├─► all stages are killed, and
-    or does not finish                                                              ┘   started again after a pause
+    or does not finish                                                              │   started again after a pause
+    the stages take too long to start ──────────────────────────────────────────────┘
 
 Stages hold parts of the same KV pages and are linked to each other, so they come and go as a group: each start has its
 epoch. Restarts are bounded, with growing pauses. A scheduler that dies ends the server: it held the only truth.
@@ -22,8 +23,9 @@ from core.intake import StageDown
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 5
-HEALTHY_S = 60.0  # a child that lived this long starts with a clean record
+MAX_RESTARTS = 5  # in a row, of groups that computed nothing
+FIRST_PAUSE_S = 0.25
+LAST_WORDS_S = 1.0  # for the scheduler to say what a lost group had done
 END_TIMEOUT_S = 5.0
 CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot use what it was told
 
@@ -83,7 +85,8 @@ class Child:
 class Supervisor:
     """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good.
 
-    make_stages: the children of the group's epoch-th start, in stage order.
+    make_stages: the children of the group's epoch-th start, in stage order. start_timeout_s: longest time that a
+    group may take to be ready.
     """
 
     def __init__(
@@ -91,33 +94,40 @@ class Supervisor:
         scheduler: Child,
         make_stages: Callable[[int], list[Child]],
         on_stage_lost: Callable[[int, str], Awaitable[None]],
+        start_timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
         self._make_stages = make_stages
         self._on_stage_lost = on_stage_lost
-        self._epoch = 0
-        self._stages = make_stages(0)
-        self._down: asyncio.Future[StageDown] = asyncio.get_running_loop().create_future()
+        self._start_timeout_s = start_timeout_s
+        self._group = _Group(0, make_stages(0))
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
         self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        await asyncio.gather(self._scheduler.start(), *(stage.start() for stage in self._stages))
+        await asyncio.gather(self._scheduler.start(), self._group.start())
         self._tasks = [asyncio.create_task(self._watch_scheduler()), asyncio.create_task(self._watch_stages())]
 
     async def end(self) -> None:
-        """The children have been told to end; make sure that they do."""
+        """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._stages))
+        if self.fatal.done():
+            await asyncio.gather(self._scheduler.kill(), self._group.kill())
+        else:
+            await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
+
+    def stages_ready(self) -> None:
+        """The scheduler has heard that all stages of the group are up."""
+        self._group.ready.set()
 
     def stage_down(self, down: StageDown) -> None:
         """The scheduler has given a stage up. Words about a group that has already ended are ignored."""
-        if down.epoch == self._epoch and not self._down.done():
-            self._down.set_result(down)
+        if down.epoch == self._group.epoch and not self._group.down.done():
+            self._group.down.set_result(down)
 
     async def _watch_scheduler(self) -> None:
         status = await self._scheduler.wait()
@@ -126,57 +136,87 @@ class Supervisor:
             self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
     async def _watch_stages(self) -> None:
-        """Restart the group of stages while that can help."""
-        loop = asyncio.get_running_loop()
+        """Restart the group of stages while that can help. One that has served starts with a clean record."""
         restarts = 0
         while True:
-            started = loop.time()
-            message = await self._first_loss()
+            message = await self._first_loss(self._group)
             if self._ending or self.fatal.done():
                 return
-            await asyncio.gather(*(stage.kill() for stage in self._stages))
-            restarts = 0 if loop.time() - started > HEALTHY_S else restarts
+            await self._group.kill()
+            restarts = 0 if await self._group.has_served() else restarts
             if restarts == MAX_RESTARTS:
                 log.error("%s, for the %dth time in a row", message, restarts + 1)
                 self._give_up(1)
                 return
-            pause_s = 0.25 * 2**restarts
+            pause_s = FIRST_PAUSE_S * 2**restarts
             log.error("%s; starting %s again in %.2f s", message, self._group, pause_s)
             await asyncio.sleep(pause_s)
             restarts += 1
-            self._epoch += 1
-            self._stages = self._make_stages(self._epoch)
-            self._down = loop.create_future()
-            await asyncio.gather(*(stage.start() for stage in self._stages))
+            epoch = self._group.epoch + 1
+            self._group = _Group(epoch, self._make_stages(epoch))
+            await self._group.start()
 
-    async def _first_loss(self) -> str:
-        """Until a stage ends or is given up by the scheduler; says which one and how."""
-        ends = [asyncio.create_task(stage.wait()) for stage in self._stages]
+    async def _first_loss(self, group: "_Group") -> str:
+        """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""
+        ends = [asyncio.create_task(stage.wait()) for stage in group.stages]
+        late = asyncio.create_task(self._late(group))
         try:
-            waits: set[asyncio.Future[Any]] = {*ends, self._down}
+            waits: set[asyncio.Future[Any]] = {*ends, group.down, late}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for end in ends:
-                end.cancel()
-        ended = [index for index, end in enumerate(ends) if end.done() and not end.cancelled()]
-        if not ended:
-            down = self._down.result()
+            for task in (*ends, late):
+                task.cancel()
+        statuses = {stage: end.result() for stage, end in enumerate(ends) if end.done() and not end.cancelled()}
+        if not statuses:
+            if not group.down.done():
+                return f"{group} took more than {self._start_timeout_s:g} s to start"
+            down = group.down.result()
             return f"stage {down.stage} was given up: {down.message}"
-        statuses = [ends[index].result() for index in ended]
         # A stage that lost its neighbour ends by itself; a killed one was the first.
-        stage, status = min(zip(ended, statuses, strict=True), key=lambda pair: pair[1])
-        message = f"stage {stage} ended with status {status}"
+        stage = min(statuses, key=lambda stage: statuses[stage])
+        message = f"stage {stage} ended with status {statuses[stage]}"
         if not self._ending:
-            if CONFIGURATION_MISTAKE in statuses:
+            if CONFIGURATION_MISTAKE in statuses.values():
                 self._give_up(CONFIGURATION_MISTAKE)
             else:
                 await self._on_stage_lost(stage, message)
         return message
 
-    @property
-    def _group(self) -> str:
-        return "it" if len(self._stages) == 1 else f"all {len(self._stages)} stages"
+    async def _late(self, group: "_Group") -> None:
+        """Return when a group has taken too long to be ready; a stopped process says nothing while it loads."""
+        try:
+            await asyncio.wait_for(group.ready.wait(), self._start_timeout_s)
+        except TimeoutError:
+            return
+        await asyncio.Event().wait()  # from now on the scheduler is the one who waits
 
     def _give_up(self, status: int) -> None:
         if not self.fatal.done():
             self.fatal.set_result(status)
+
+
+class _Group:
+    """One start of all stages. down: what the scheduler said when it gave one of them up."""
+
+    def __init__(self, epoch: int, stages: list[Child]) -> None:
+        self.epoch = epoch
+        self.stages = stages
+        self.ready = asyncio.Event()
+        self.down: asyncio.Future[StageDown] = asyncio.get_running_loop().create_future()
+
+    def __str__(self) -> str:
+        return "the stage" if len(self.stages) == 1 else f"all {len(self.stages)} stages"
+
+    async def start(self) -> None:
+        await asyncio.gather(*(stage.start() for stage in self.stages))
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(stage.kill() for stage in self.stages))
+
+    async def has_served(self) -> bool:
+        """Whether it computed anything before it was lost, which the scheduler knows, and is about to tell."""
+        try:
+            down = await asyncio.wait_for(asyncio.shield(self.down), LAST_WORDS_S)
+        except TimeoutError:
+            return False
+        return down.served

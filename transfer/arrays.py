@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.geometry import Geometry
-from transfer.layout import ALL_LAYERS, Bytes, frame_shape
+from transfer.layout import WHOLE, Box, Bytes, frame_shape
 
 
 class ArrayPageStore:
@@ -12,8 +12,8 @@ class ArrayPageStore:
     def __init__(self, geometry: Geometry, pages: int) -> None:
         self.data: Bytes = np.zeros((pages, *frame_shape(geometry, geometry.page_size)), np.uint8)
 
-    def read(self, page: int, first_slot: int, count: int, layers: slice = ALL_LAYERS) -> Bytes:
-        return np.ascontiguousarray(self.data[page, layers, :, :, first_slot : first_slot + count])
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        return np.ascontiguousarray(self.data[page, box.layers, :, box.heads, first_slot : first_slot + count])
 
-    def write(self, page: int, first_slot: int, count: int, data: Bytes, layers: slice = ALL_LAYERS) -> None:
-        self.data[page, layers, :, :, first_slot : first_slot + count] = data
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        self.data[page, box.layers, :, box.heads, first_slot : first_slot + count] = data

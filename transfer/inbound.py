@@ -15,7 +15,7 @@ from core.geometry import Geometry
 from core.orders import Expect
 from core.request import FirstToken
 from transfer import messages, metadata
-from transfer.layout import Copy, copies, frame_bytes, pages_for
+from transfer.layout import Copy, copies, frames_of, pages_for
 from transfer.messages import Chunk
 
 Key = tuple[str, str, int]  # session, ticket, generation
@@ -24,8 +24,8 @@ ARRIVED_KEPT = 4096  # tickets remembered after they arrived, so that chunks sen
 
 @dataclass(slots=True)
 class Source:
-    """One prefill stage's part of a ticket. geometry: that stage's, cut to the layers that come here. chunks: written
-    ones, by number, as (start, count)."""
+    """One prefill stage's part of a ticket. geometry: that stage's, cut to the layers and heads that come here. chunks:
+    written ones, by number, as (start, count)."""
 
     geometry: Geometry
     chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -88,13 +88,13 @@ class InboundTable:
         return len(self._requests)
 
     def expect(self, order: Expect, sources: Mapping[int, Geometry]) -> str:
-        """Open a request for KV of these prefill stages, which together have all layers. Returns what is wrong with
-        the order, or ""."""
+        """Open a request for KV of these prefill stages, which together have all layers and heads, each once. Returns
+        what is wrong with the order, or ""."""
         key = order.session, order.ticket, order.generation
         needed = pages_for(self._geometry.page_size, order.start, order.count)
-        layers = sum(source.layers for source in sources.values())
-        if layers != self._geometry.layers:
-            return f"the stages of the prefill server have {layers} of this stage's {self._geometry.layers} layers"
+        found, wanted = sum(source.token_bytes for source in sources.values()), self._geometry.token_bytes
+        if found != wanted:
+            return f"the stages of the prefill server have {found} of this stage's {wanted} bytes of a token"
         if packed_length(order.pages) != needed:
             return f"{packed_length(order.pages)} pages given, {needed} needed"
         if key in self._by_key or order.request in self._requests:
@@ -123,10 +123,12 @@ class InboundTable:
             return Reject(messages.BAD_CHUNK, f"stage {stage} has no part in this ticket", inbound)
         if header.chunk in source.chunks:
             return Repeat()
-        problem = self._problem(inbound.expect, source, header, frames)
+        problem = self._problem(inbound.expect, source, header)
         if problem:
             return Reject(messages.BAD_CHUNK, problem, inbound)
-        return Accept(inbound, source, copies(source.geometry, self._geometry, header.start, header.count))
+        plan = copies(source.geometry, self._geometry, header.start, header.count)
+        problem = _size_problem(source, header, plan, frames)
+        return Reject(messages.BAD_CHUNK, problem, inbound) if problem else Accept(inbound, source, plan)
 
     def written(self, accepted: Accept, header: Chunk, first: FirstToken | None) -> str:
         """Note a chunk that has been written. Returns what is wrong if the chunks do not fit together, or ""."""
@@ -145,7 +147,7 @@ class InboundTable:
         if len(self._arrived) > ARRIVED_KEPT:
             del self._arrived[next(iter(self._arrived))]
 
-    def _problem(self, expect: Expect, source: Source, header: Chunk, frames: list[int]) -> str:
+    def _problem(self, expect: Expect, source: Source, header: Chunk) -> str:
         """What is wrong with a chunk's header, measured against what was reserved; "" when nothing is."""
         start, count = header.start, header.count
         if start < expect.start or start + count > expect.start + expect.count:
@@ -162,11 +164,16 @@ class InboundTable:
         needed = pages_for(self._geometry.page_size, start, count)
         if header.pages != expect.pages[first * ITEM_BYTES : (first + needed) * ITEM_BYTES]:
             return f"pages other than those reserved for tokens {start} to {start + count}"
-        row = [metadata.ROW_BYTES] if header.total else []
-        sizes = frame_bytes(source.geometry, start, count)
-        if frames != row + sizes or header.payload_bytes != sum(sizes):
-            return f"{len(frames)} frames of {sum(frames)} bytes; expected {len(row + sizes)} of {sum(row + sizes)}"
         return ""
+
+
+def _size_problem(source: Source, header: Chunk, plan: list[Copy], frames: list[int]) -> str:
+    """Where the frames of a chunk are not those of its plan; "" when they are."""
+    row = [metadata.ROW_BYTES] if header.total else []
+    payload = [frame.count * source.geometry.token_bytes for frame in frames_of(plan)]
+    if frames != row + payload or header.payload_bytes != sum(payload):
+        return f"{len(frames)} frames of {sum(frames)} bytes; expected {len(row + payload)} of {sum(row + payload)}"
+    return ""
 
 
 def _gap(expect: Expect, source: Source) -> str:

@@ -1,8 +1,9 @@
-"""Where token positions lie in pages, on both sides. Pure arithmetic, and the seam to the pools' memory.
+"""Where KV lies on both sides, and what moves where. Pure arithmetic, and the seam to the pools' memory.
 
-The canonical payload of tokens [start, start + count) is one frame per source page that they touch, each the
-C-contiguous bytes of [layers, 2, kv_heads, tokens in that page, head_dim]; a full page is the page itself. Stages may
-own other layers on the two sides: a payload then holds the layers that both stages own, as a run of the page.
+A side is a list of ranks, each with a pool for some layers and some KV heads; two ranks have in common what both own.
+The canonical payload of tokens [start, start + count) between two ranks is one frame per source page that they touch,
+each the C-contiguous bytes of [layers, 2, kv_heads, tokens in that page, head_dim] of that common part. Between ranks
+of the same layers and heads a frame of a full page is the page itself.
 """
 
 from dataclasses import dataclass
@@ -15,53 +16,56 @@ from msgspec.structs import replace
 from core.geometry import Geometry
 
 Bytes = npt.NDArray[np.uint8]
-ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Slots [slot, slot + count) of the index-th page of a page list."""
+class Box:
+    """Layers and heads of one pool, counted from its first ones."""
 
-    index: int
+    layers: slice
+    heads: slice
+
+
+WHOLE = Box(slice(None), slice(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A payload frame: slots [slot, slot + count) of the page-th page of the source's list."""
+
+    page: int
     slot: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Tokens [offset, offset + count) of the frame-th payload frame go to slots [slot, slot + count) of the
-    index-th page of the destination's list."""
+    """Slots [source_slot, source_slot + count) of the source_page-th page of the source's list, of the layers and heads
+    in source, go to slots [slot, slot + count) of the page-th page of the destination's list, to those in destination.
+    The payload frame that carries them has the number source_page."""
 
-    frame: int
-    offset: int
-    index: int
+    source_page: int
+    source_slot: int
+    source: Box
+    page: int
     slot: int
+    destination: Box
     count: int
 
 
 class PageStore(Protocol):
-    """A KV pool as the transfer sees it: pages of shape [layers, 2, kv_heads, page_size, head_dim * item_bytes]."""
+    """A KV pool as the transfer sees it: pages of shape [layers, 2, kv_heads, page_size, head_dim * item_bytes]. How
+    its memory is laid out is its own business."""
 
-    def read(self, page: int, first_slot: int, count: int, layers: slice = ALL_LAYERS) -> Bytes:
-        """C-contiguous bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes]. Layers of a whole page
-        may be a view, which is then read until the peer has acknowledged it; anything less is a copy."""
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """C-contiguous bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes] with the layers and
+        heads of the box. Layers of a whole page with all heads may be a view, which is then read until the peer has
+        acknowledged it; anything less is a copy."""
         ...
 
-    def write(self, page: int, first_slot: int, count: int, data: Bytes, layers: slice = ALL_LAYERS) -> None:
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Copy data, of the same shape, into the slots. data may be read-only and strided; it is not kept."""
         ...
-
-
-def segments(page_size: int, start: int, count: int) -> list[Segment]:
-    """Cut positions [start, start + count) at page borders. The page list's first page holds position start."""
-    first, end = start // page_size, start + count
-    cuts = []
-    while start < end:
-        index, slot = divmod(start, page_size)
-        taken = min(page_size - slot, end - start)
-        cuts.append(Segment(index - first, slot, taken))
-        start += taken
-    return cuts
 
 
 def pages_for(page_size: int, start: int, count: int) -> int:
@@ -70,40 +74,52 @@ def pages_for(page_size: int, start: int, count: int) -> int:
 
 
 def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:
-    """Map the payload frames of positions [start, start + count) to the destination's page slots."""
-    plan = []
-    position = start
-    for frame, segment in enumerate(segments(source.page_size, start, count)):
-        offset = 0
-        for part in segments(destination.page_size, position, segment.count):
-            index = position // destination.page_size - start // destination.page_size + part.index
-            plan.append(Copy(frame, offset, index, part.slot, part.count))
-            offset += part.count
-        position += segment.count
+    """What moves of positions [start, start + count) between two ranks, in the order of positions; nothing when they
+    have no layer or no head in common. The pairs of all ranks together move every byte once to every owner."""
+    part = overlap(source, destination)
+    if part is None:
+        return []
+    taken, put = box_in(source, part), box_in(destination, part)
+    position, end, plan = start, start + count, []
+    while position < end:
+        source_page, source_slot = divmod(position, source.page_size)
+        page, slot = divmod(position, destination.page_size)
+        moved = min(source.page_size - source_slot, destination.page_size - slot, end - position)
+        source_page -= start // source.page_size
+        page -= start // destination.page_size
+        plan.append(Copy(source_page, source_slot, taken, page, slot, put, moved))
+        position += moved
     return plan
 
 
-def frame_bytes(source: Geometry, start: int, count: int) -> list[int]:
-    """Exact sizes of the payload frames of positions [start, start + count)."""
-    return [segment.count * source.token_bytes for segment in segments(source.page_size, start, count)]
+def frames_of(plan: list[Copy]) -> list[Frame]:
+    """The payload frames that carry a plan, in order: one for each source page."""
+    first: dict[int, int] = {}
+    count: dict[int, int] = {}
+    for copy in plan:
+        first.setdefault(copy.source_page, copy.source_slot)
+        count[copy.source_page] = count.get(copy.source_page, 0) + copy.count
+    return [Frame(page, slot, count[page]) for page, slot in first.items()]
 
 
-def frame_shape(source: Geometry, count: int) -> tuple[int, int, int, int, int]:
+def frame_shape(part: Geometry, count: int) -> tuple[int, int, int, int, int]:
     """Shape of a payload frame of this many tokens, in bytes along the last axis."""
-    return source.layers, 2, source.kv_heads, count, source.head_dim * source.item_bytes
+    return part.layers, 2, part.kv_heads, count, part.head_dim * part.item_bytes
 
 
 def overlap(source: Geometry, destination: Geometry) -> Geometry | None:
-    """The part of a source stage's KV that a destination stage takes: the source's geometry, cut to the layers that
-    both own. None when they share no layer, or hold different heads."""
-    if (source.head_start, source.kv_heads) != (destination.head_start, destination.kv_heads):
+    """The part of a source rank's KV that a destination rank takes: the source's geometry, cut to the layers and heads
+    that both own. None when they share none."""
+    layer = max(source.layer_start, destination.layer_start)
+    head = max(source.head_start, destination.head_start)
+    layers = min(source.layer_end, destination.layer_end) - layer
+    heads = min(source.head_end, destination.head_end) - head
+    if layers <= 0 or heads <= 0:
         return None
-    start = max(source.layer_start, destination.layer_start)
-    end = min(source.layer_end, destination.layer_end)
-    return replace(source, layer_start=start, layers=end - start) if start < end else None
+    return replace(source, layer_start=layer, layers=layers, head_start=head, kv_heads=heads)
 
 
-def layers_in(pool: Geometry, part: Geometry) -> slice:
-    """Where the layers of a part lie in a pool that holds them all."""
-    first = part.layer_start - pool.layer_start
-    return slice(first, first + part.layers)
+def box_in(pool: Geometry, part: Geometry) -> Box:
+    """Where a part lies in a pool that holds all of it."""
+    layer, head = part.layer_start - pool.layer_start, part.head_start - pool.head_start
+    return Box(slice(layer, layer + part.layers), slice(head, head + part.kv_heads))

@@ -3,13 +3,16 @@
 Each check returns a Refuse that names both values, or None. Both sides check, so neither trusts the other's care.
 """
 
+from itertools import combinations
+
 import msgspec
 from msgspec.structs import asdict
 
 from core.config import TransferConfig
 from core.geometry import Geometry
 from transfer import checksum, messages, metadata
-from transfer.messages import Hello, Refuse, Welcome
+from transfer.layout import overlap
+from transfer.messages import Component, Hello, Refuse, Welcome
 
 MAX_PAGE_SIZE = 1 << 16
 
@@ -53,6 +56,7 @@ def make_hello(
         window_bytes=config.window_bytes,
         checksums=checksum.kinds(config.checksum),
         backends=messages.BACKENDS,
+        components=messages.COMPONENTS,
     )
 
 
@@ -70,7 +74,9 @@ def check_hello(offer: Offer, checksums: tuple[str, ...], hello: Hello) -> Refus
         return _refuse("checksum", checksums, hello.checksums)
     if not set(messages.BACKENDS) & set(hello.backends):
         return _refuse("backend", messages.BACKENDS, hello.backends)
-    return check_geometries(offer.geometries, hello.geometries)
+    if hello.components != messages.COMPONENTS:
+        return _refuse("components", _named(messages.COMPONENTS), _named(hello.components))
+    return check_geometries(offer.geometries, hello.geometries, replicas=True)
 
 
 def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
@@ -85,31 +91,65 @@ def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
         return _refuse("backend", hello.backends, welcome.backend)
     if welcome.heartbeat_s >= welcome.timeout_s:
         return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
+    if welcome.components != hello.components:
+        return _refuse("components", _named(hello.components), _named(welcome.components))
     return check_geometries(hello.geometries, tuple(stage.geometry for stage in welcome.stages))
 
 
-def check_geometries(ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...]) -> Refuse | None:
-    """Page sizes and the split of the layers over stages may differ; the model's layers as a whole, the heads and the
-    dtype must be equal. Ours are taken to be in order; theirs must follow each other without gap or overlap."""
-    our, end = ours[0], ours[0].layer_start
+def check_geometries(
+    ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...], *, replicas: bool = False
+) -> Refuse | None:
+    """dtype, head size, and the layers and KV heads of the model as a whole must be equal; page sizes and the split
+    over ranks may differ. Ours are taken to be right; theirs must have each head of each layer once. replicas: ranks
+    of exactly the same layers and heads count as one (more ranks than heads)."""
+    our = ours[0]
     for rank, their in enumerate(theirs):
         where = f" of stage {rank}"
-        for field in ("dtype", "kv_heads", "head_start", "head_dim"):
+        for field in ("dtype", "head_dim"):
             here, there = asdict(our)[field], asdict(their)[field]
             if here != there:
                 return _refuse(field, here, there, where)
-        if their.layer_start != end:
-            return _refuse("layer_start", end, their.layer_start, where)
         if their.layers < 1:
             return _refuse("layers", "1 or more", their.layers, where)
-        end = their.layer_end
+        if their.kv_heads < 1:
+            return _refuse("kv_heads", "1 or more", their.kv_heads, where)
         if not 1 <= their.page_size <= MAX_PAGE_SIZE:
             return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, where)
-    if end != ours[-1].layer_end:
-        return _refuse("layers", ours[-1].layer_end - our.layer_start, end - our.layer_start)
     if len({their.page_size for their in theirs}) != 1:
         return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
+    whole, their_whole = _span(ours), _span(theirs)
+    for field in ("layer_start", "layers", "head_start", "kv_heads"):
+        if whole[field] != their_whole[field]:
+            return _refuse(field, whole[field], their_whole[field])
+    return _check_split(whole["layers"] * whole["kv_heads"], theirs, replicas)
+
+
+def _span(ranks: tuple[Geometry, ...]) -> dict[str, int]:
+    """The layers and heads of a side, as the fields of the one geometry that would have them all."""
+    layer, head = min(rank.layer_start for rank in ranks), min(rank.head_start for rank in ranks)
+    return {
+        "layer_start": layer,
+        "layers": max(rank.layer_end for rank in ranks) - layer,
+        "head_start": head,
+        "kv_heads": max(rank.head_end for rank in ranks) - head,
+    }
+
+
+def _check_split(expected: int, ranks: tuple[Geometry, ...], replicas: bool) -> Refuse | None:
+    """Whether ranks that together span the model have each head of each layer once. expected: heads over all layers."""
+    for (first, one), (second, other) in combinations(enumerate(ranks), 2):
+        if overlap(one, other) is not None and not (replicas and one == other):
+            return _refuse("split", "each head of each layer once", f"{_own(first, one)}; {_own(second, other)}")
+    found = sum(rank.layers * rank.kv_heads for rank in (set(ranks) if replicas else ranks))
+    if found != expected:
+        owned = "; ".join(_own(number, rank) for number, rank in enumerate(ranks))
+        return _refuse("split", f"{expected} heads over all layers", f"{found}: {owned}")
     return None
+
+
+def _own(number: int, rank: Geometry) -> str:
+    layers, heads = f"{rank.layer_start} to {rank.layer_end - 1}", f"{rank.head_start} to {rank.head_end - 1}"
+    return f"layers {layers} and heads {heads} in stage {number}"
 
 
 def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
@@ -121,6 +161,10 @@ def _refuse(field: str, ours: object, theirs: object, where: str = "") -> Refuse
     return Refuse(
         code=f"{field}_mismatch", message=messages.text(f"{field}{where}: {_show(ours)} here, {_show(theirs)} there")
     )
+
+
+def _named(components: tuple[Component, ...]) -> str:
+    return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in components) or "none"
 
 
 def _show(value: object) -> str:

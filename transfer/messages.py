@@ -47,6 +47,7 @@ Id = Annotated[str, Meta(min_length=16, max_length=64)]
 Ticket = Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_CHARS)]
 PageList = Annotated[bytes, Meta(max_length=MAX_PAGES * ITEM_BYTES)]
 RowBytes = Annotated[bytes, Meta(max_length=4096)]
+Shape = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=8)]
 Kinds = Annotated[tuple[Code, ...], Meta(max_length=16)]
 
 
@@ -54,10 +55,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     """Base of all messages. Fields added later carry defaults; a reader skips keys that it does not know."""
 
 
+class Component(msgspec.Struct, frozen=True):
+    """KV beside plain keys and values (of a draft model, an MLA latent): shape elements of dtype for each token."""
+
+    name: Code
+    dtype: Code
+    shape: Shape
+
+
+Components = Annotated[tuple[Component, ...], Meta(max_length=16)]
+COMPONENTS: tuple[Component, ...] = ()  # those of this version of the program
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """Peer to desk, first. instance: random id of the peer's process, 128 bits or more. geometries: one per stage of
     the peer. kv_pages and metadata_rows bound the page ids and row numbers of its reservations. window_bytes: what
-    it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can speak."""
+    it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can speak. components:
+    what its pools hold beside keys and values."""
 
     protocols: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=16)]
     instance: Id
@@ -73,10 +87,11 @@ class Hello(Message, frozen=True, kw_only=True):
     window_bytes: Positive
     checksums: Kinds
     backends: Kinds
+    components: Components = ()
 
 
 class StageInfo(msgspec.Struct, frozen=True):
-    """One stage of the prefill server: its pipeline rank, the port of its data socket, the shape of its pool."""
+    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool."""
 
     rank: Size
     data_port: PortNumber
@@ -86,7 +101,8 @@ class StageInfo(msgspec.Struct, frozen=True):
 class Welcome(Message, frozen=True, kw_only=True):
     """Desk to peer: the session stands. session: 128-bit secret that opens the data connections. instance: of the
     prefill server's process. max_model_len, window_bytes, checksum, backend: what both sides will keep to.
-    The peer pings every heartbeat_s; either side calls the other gone after timeout_s of silence."""
+    The peer pings every heartbeat_s; either side calls the other gone after timeout_s of silence. components: those of
+    the prefill server, equal to the peer's."""
 
     protocol: Natural
     session: Id
@@ -100,6 +116,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     backend: Code
     heartbeat_s: Seconds
     timeout_s: Seconds
+    components: Components = ()
 
 
 class Refuse(Message, frozen=True, kw_only=True):

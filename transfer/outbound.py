@@ -6,8 +6,8 @@
              │                         │
              └──────── Cancel ─────────┴──────────► cancelling ──no frame of it is held──► Quiet
 
-A peer whose stages split the layers otherwise has several lanes here, one for each of its stages that shares layers
-with this one. A chunk goes out in parts, each lane's own layers on its own connection; it is acknowledged when all are.
+A peer that splits layers or heads otherwise has several lanes here, one for each of its stages that shares KV with this
+one. A chunk goes out in parts, each lane's own layers and heads on its own connection; it is acknowledged when all are.
 
 The window bounds the bytes in flight of one lane. A part larger than the window goes when nothing else is in
 flight, so a small window slows a peer down but cannot stop it. A cancelled part that was sent counts until the
@@ -87,9 +87,10 @@ class OutPart:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One stage of a peer. part: the layers of this stage that it takes. route: its connection of the moment.
-    checksum: whether chunks carry one."""
+    """One stage of a peer. destination: its pool. part: the layers and heads of this stage that it takes. route: its
+    connection of the moment. checksum: whether chunks carry one."""
 
+    destination: Geometry
     part: Geometry
     window_bytes: int
     route: bytes | None = None
@@ -142,8 +143,11 @@ class Outbound:
     def admit(self, order: AdmitPeer) -> None:
         if order.session in self._sessions:
             return
-        parts = [overlap(self._geometry, theirs) for theirs in order.geometries or (order.geometry,)]
-        lanes = {stage: Lane(part, order.window_bytes) for stage, part in enumerate(parts) if part is not None}
+        lanes = {}
+        for stage, theirs in enumerate(order.geometries or (order.geometry,)):
+            part = overlap(self._geometry, theirs)
+            if part is not None:
+                lanes[stage] = Lane(theirs, part, order.window_bytes)
         self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, lanes)
 
     def drop(self, session: str) -> None:
@@ -187,7 +191,8 @@ class Outbound:
         if not owner.open:
             return
         lanes = session.lanes.values()
-        chunk = OutChunk(order, owner, row, order.count * self._geometry.token_bytes, len(lanes))
+        token_bytes = sum(lane.part.token_bytes for lane in lanes)
+        chunk = OutChunk(order, owner, row, order.count * token_bytes, len(lanes))
         for lane in lanes:
             lane.queue.append(OutPart(chunk, order.count * lane.part.token_bytes))
 

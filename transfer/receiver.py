@@ -4,7 +4,7 @@
                  │ no          │ wrong
                  └──► Nack ◄───┘ ──► FetchFailed, if a request is concerned
 
-It owns one DEALER for each prefill stage that has layers of this stage; transfer/inbound.py decides about chunks. All
+It owns one DEALER for each prefill stage that shares KV with this stage; transfer/inbound.py decides about chunks. All
 writes happen in receive(), so none is under way when Forget is answered (G2).
 """
 
@@ -35,7 +35,7 @@ from core.stats import Counters, Sample, Stats
 from transfer import checksum, messages, metadata, sockets
 from transfer.attachment import Attachment
 from transfer.inbound import Accept, Inbound, InboundTable, Reject, Repeat
-from transfer.layout import PageStore, frame_shape, layers_in, overlap
+from transfer.layout import PageStore, frame_shape, frames_of, overlap
 from transfer.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
 from transfer.metadata import MetadataRows
 from transfer.sockets import Context, Socket
@@ -45,7 +45,7 @@ CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
 
 
 class _Line:
-    """A data connection to one prefill stage. source: its geometry, cut to the layers that come here."""
+    """A data connection to one prefill stage. source: its geometry, cut to what comes here."""
 
     def __init__(self, session: str, stage: int, source: Geometry, socket: Socket, attachment: Attachment) -> None:
         self.session = session
@@ -248,14 +248,15 @@ class Receiver:
 
     def _write(self, source: Geometry, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> None:
         pages = unpack(header.pages)
-        blocks = []
-        for frame in frames:
-            data = np.frombuffer(frame.buffer, np.uint8)
-            blocks.append(data.reshape(frame_shape(source, len(data) // source.token_bytes)))
-        layers = layers_in(self._geometry, source)
+        cuts = frames_of(accept.copies)
+        blocks = [
+            np.frombuffer(frame.buffer, np.uint8).reshape(frame_shape(source, cut.count))
+            for frame, cut in zip(frames, cuts, strict=True)
+        ]
         for copy in accept.copies:
-            part = blocks[copy.frame][:, :, :, copy.offset : copy.offset + copy.count]
-            self._store.write(pages[copy.index], copy.slot, copy.count, part, layers)
+            offset = copy.source_slot - cuts[copy.source_page].slot
+            part = blocks[copy.source_page][:, :, :, offset : offset + copy.count]
+            self._store.write(pages[copy.page], copy.slot, copy.count, part, copy.destination)
 
     def _reject(self, line: _Line, verdict: Reject, header: Chunk) -> list[StageEvent]:
         self._counters.add("chunks_rejected_total", labels=(verdict.code,))

@@ -17,7 +17,7 @@ from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
 from transfer import checksum, messages, metadata, sockets
-from transfer.layout import PageStore, layers_in, pages_for, segments
+from transfer.layout import PageStore, box_in, copies, frames_of, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
 from transfer.outbound import Lane, Outbound, OutPart
 from transfer.sockets import Context, Socket
@@ -130,7 +130,7 @@ class Sender:
             return self._refuse(route, messages.WRONG_STAGE, f"stage {self._stage} here, {attach.stage} asked for")
         lane = session.lanes.get(attach.peer_stage)
         if lane is None:
-            text = f"stage {self._stage} shares no layers with stage {attach.peer_stage} of the peer"
+            text = f"stage {self._stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
             return self._refuse(route, messages.WRONG_STAGE, text)
         lane.checksum = self._config.checksum or attach.checksum != checksum.NONE
         self._outbound.attach(lane, route)
@@ -186,10 +186,9 @@ class Sender:
 
     def _transmit(self, lane: Lane, part: OutPart) -> bool:
         chunk, order = part.chunk, part.chunk.order
-        layers = layers_in(self._geometry, lane.part)
-        pages = unpack(order.pages)
-        cuts = segments(self._geometry.page_size, order.start, order.count)
-        payload = [self._store.read(pages[cut.index], cut.slot, cut.count, layers).reshape(-1) for cut in cuts]
+        pages, box = unpack(order.pages), box_in(self._geometry, lane.part)
+        cuts = frames_of(copies(self._geometry, lane.destination, order.start, order.count))
+        payload = [self._store.read(pages[cut.page], cut.slot, cut.count, box).reshape(-1) for cut in cuts]
         row = [chunk.row] if chunk.row else []
         header = Chunk(
             ticket=order.ticket,

@@ -45,6 +45,7 @@ from transfer.messages import (
     Welcome,
 )
 
+RESTARTED = "the stages of this server have started again"
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
 
@@ -69,6 +70,7 @@ class Peer:
 
     route: bytes
     hello: Hello
+    offer: Offer
     welcome: Welcome
     last_heard: float
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
@@ -109,7 +111,8 @@ class PeerBook:
         return sum(len(peer.tickets) for peer in self._by_session.values())
 
     def ready(self, offer: Offer) -> None:
-        """Peers may join from now on."""
+        """Peers may join from now on. Sessions that were welcomed to another offer (the stages have started again, and
+        listen elsewhere) are over; the next tick, which is due at once, ends them."""
         self._offer = offer
 
     def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
@@ -150,10 +153,13 @@ class PeerBook:
         return self._drop(peer, reason) if peer else Outcome([], [])
 
     def tick(self, now: float) -> Outcome:
-        """Drop the peers that have been silent for too long."""
+        """Drop the peers that have been silent for too long, and those whose stages are gone."""
+        over = [peer for peer in self._by_session.values() if peer.offer != self._offer]
+        ended = _join(self._drop(peer, RESTARTED) for peer in over)
+        ended.replies.extend((peer.route, Goodbye(reason=RESTARTED)) for peer in over)
         silent = [peer for peer in self._by_session.values() if self._deadline(peer) <= now]
         reason = f"silent for {self._config.peer_timeout_s:g} s"
-        return _join(self._drop(peer, reason) for peer in silent)
+        return _join([ended, *(self._drop(peer, reason) for peer in silent)])
 
     def next_deadline(self) -> float | None:
         return min((self._deadline(peer) for peer in self._by_session.values()), default=None)
@@ -164,7 +170,7 @@ class PeerBook:
         return Outcome(farewells, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
 
     def _deadline(self, peer: Peer) -> float:
-        return peer.last_heard + self._config.peer_timeout_s
+        return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
     def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
         same_route = self._by_route.get(route)
@@ -182,7 +188,7 @@ class PeerBook:
             return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
         welcome = self._welcome(self._offer, hello)
-        peer = Peer(route, hello, welcome, last_heard=now)
+        peer = Peer(route, hello, self._offer, welcome, last_heard=now)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,

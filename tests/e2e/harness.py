@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import httpx
@@ -79,9 +79,12 @@ def serving(*flags: str) -> AbstractContextManager[Server]:
 @contextmanager
 def pair(prefill_flags: tuple[str, ...] = (), decode_flags: tuple[str, ...] = ()) -> Iterator[tuple[Server, Server]]:
     """A prefill server and a decode server that takes its prefill from it; they start at the same time."""
-    prefill = Server("--role", "prefill", *prefill_flags)
-    decode = Server("--role", "decode", "--prefill", prefill.url, *decode_flags)
-    with running(prefill), running(decode):
+    with (
+        closing(Server("--role", "prefill", *prefill_flags)) as prefill,
+        closing(Server("--role", "decode", "--prefill", prefill.url, *decode_flags)) as decode,
+        running(prefill),
+        running(decode),
+    ):
         yield prefill, decode
 
 

@@ -16,6 +16,7 @@ from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 TOKENS = 8
 LENGTHS = (1, 17, 64, 300)
+STAND_IN = "stand-in:layers=4,us_per_token=100,us_per_plan=2000,vocab=1000,max_len=2048"
 
 
 def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def test_layers_split_by_hand() -> None:
         check_texts(server)
 
 
+@pytest.mark.full
 def test_death_and_silence_of_every_stage() -> None:
     """All in flight fail within seconds, naming the stage; the whole group comes back by itself, texts are right."""
     story = gold.story_ids()
@@ -99,3 +101,43 @@ def test_death_and_silence_of_every_stage() -> None:
                 assert text_of(server.post("/v1/completions", body(prompt))) == expected
                 wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()
+
+
+@pytest.mark.parametrize("turns", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
+    """A pair with two stages each: whichever dies or stops, whenever, all in flight end within seconds at both ends,
+    nothing leaks, and the pair works again."""
+    rng = random.Random(turns)
+    flags = ("--model", STAND_IN, "--pp", "2", "--peer-timeout", "2", "--chunk-tokens", "128", "--kv-pages", "1024")
+    prompts = [tuple(rng.randrange(3, 1000) for _ in range(rng.randrange(1, 1500))) for _ in range(6)]
+
+    def ask(prompt: tuple[int, ...]) -> httpx.Response:
+        return decode.post("/v1/completions", {"prompt": list(prompt), "max_tokens": 24, "temperature": 0})
+
+    def recovered() -> bool:
+        return all(server.get("/ready").status_code == 200 for server in (prefill, decode)) and (
+            ask(prompts[0]).status_code == 200
+        )
+
+    with pair(flags, flags) as (prefill, decode), ThreadPoolExecutor(len(prompts)) as pool:
+        expected = [text_of(ask(prompt)) for prompt in prompts]
+        for turn in range(turns):
+            load = [pool.submit(ask, prompt) for prompt in prompts]
+            time.sleep(rng.uniform(0, 0.8))
+            victims = stages_of(rng.choice((prefill, decode)))
+            victims[rng.randrange(2)].send_signal(rng.choice((signal.SIGKILL, signal.SIGSTOP)))
+            struck = time.monotonic()
+            answers = [each.result() for each in load]
+            assert time.monotonic() - struck < 5, turn
+            for answer, text in zip(answers, expected, strict=True):
+                assert answer.status_code in (200, 502, 503), answer.text
+                assert answer.status_code != 200 or text_of(answer) == text
+            psutil.wait_procs(victims, timeout=10)
+            assert not [stage for stage in victims if stage.is_running()], turn
+            wait_until(recovered, 60, f"service back in turn {turn}\n{prefill.log}\n{decode.log}")
+            assert [text_of(ask(prompt)) for prompt in prompts] == expected
+            for server in (prefill, decode):
+                wait_until(lambda server=server: pages_in_use(server) == 0, 5, "pages back")
+                assert server.metrics().get("headrace_integrity_errors", 0) == 0
+        for server in (prefill, decode):
+            server.started()

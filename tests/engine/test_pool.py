@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from core.geometry import Geometry
 from engine.pool import KVPool
+from transfer.layout import Box
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,6 +34,20 @@ def test_slots_travel_between_pools(dtype: str, page: int, first: int, data: st.
     moved = target.tensor[2, :, :, :, 8 - count :]
     assert torch.equal(moved, source.tensor[page, :, :, :, first : first + count])
     target.tensor[2, :, :, :, 8 - count :] = -1
+    assert bool((target.tensor == -1).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_heads_of_some_layers_travel_alone(dtype: str) -> None:
+    source, target = make_pool(dtype), make_pool(dtype)
+    target.tensor.fill_(-1)
+    payload = source.read(1, 2, 5, Box(slice(1, 3), slice(1, 2)))
+    assert payload.shape == (2, 2, 1, 5, 4 * source.geometry.item_bytes)
+    assert payload.flags.c_contiguous
+    target.write(4, 0, 5, payload, Box(slice(0, 2), slice(0, 1)))
+    moved = target.tensor[4, :2, :, :1, :5]
+    assert torch.equal(moved, source.tensor[1, 1:, :, 1:, 2:7])
+    target.tensor[4, :2, :, :1, :5] = -1
     assert bool((target.tensor == -1).all())
 
 

@@ -1,5 +1,7 @@
 """Chunk lengths against a search that tries every length, and in plans."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,14 +15,16 @@ PREFIXES = st.integers(0, 200_000)
 CHUNKS = st.integers(1, 8192)
 
 
-def seconds(cost: Cost, prefix: int, count: float) -> float:
-    a, b, _ = cost  # without the constant, whose rounding would swallow the shortest times
-    return a * (prefix + count) ** 2 - a * prefix**2 + b * count
+def seconds(cost: Cost, prefix: int, count: int) -> Fraction:
+    """f(prefix + count) - f(prefix), exactly."""
+    a, b, c = map(Fraction, cost)
+    end = prefix + count
+    return a * end * end + b * end + c - (a * prefix * prefix + b * prefix + c)
 
 
 def longest(cost: Cost, prefix: int, chunk: int) -> int:
     """By trying: the longest chunk that takes no longer than the first one."""
-    limit = seconds(cost, 0, chunk) * (1 + 1e-9)
+    limit = seconds(cost, 0, chunk) * (1 + Fraction(1, 10**9))
     return max((count for count in range(1, chunk + 1) if seconds(cost, prefix, count) <= limit), default=0)
 
 

@@ -99,7 +99,7 @@ def random_store(geometry: Geometry, pages: int, seed: int = 0) -> ArrayPageStor
 
 def gather(store: ArrayPageStore, geometry: Geometry, pages: Sequence[int], start: int, count: int) -> np.ndarray:
     """Token by token: bytes of positions [start, start + count) when pages[0] holds position start. The twin of
-    what layout.py does with segments."""
+    what layout.py does with pages."""
     first = start // geometry.page_size
     tokens = [
         store.data[pages[p // geometry.page_size - first], :, :, :, p % geometry.page_size]

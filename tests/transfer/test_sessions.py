@@ -1,11 +1,13 @@
 """The desk's decisions, without a socket and with time by hand."""
 
+from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from core.arrays import pack
 from core.config import TransferConfig
@@ -21,11 +23,13 @@ from core.peers import (
     TellFinished,
 )
 from core.request import FirstToken, TokenLogprob
+from tests.transfer.ranks import sides
 from transfer import messages, metadata
-from transfer.matching import Offer, check_welcome, make_hello
+from transfer.matching import Offer, check_geometries, check_welcome, make_hello
 from transfer.messages import (
     Cancel,
     Cancelled,
+    Component,
     Failed,
     Finished,
     Goodbye,
@@ -34,9 +38,10 @@ from transfer.messages import (
     Pong,
     Refuse,
     Reserve,
+    StageInfo,
     Welcome,
 )
-from transfer.sessions import PeerBook
+from transfer.sessions import RESTARTED, PeerBook
 
 CONFIG = TransferConfig(max_peers=2, max_tickets_per_peer=3, peer_timeout_s=3.0)
 GEOMETRY = Geometry("float32", layers=4, kv_heads=2, head_dim=8, page_size=16)
@@ -48,6 +53,7 @@ OFFER = Offer(
     max_model_len=4096,
 )
 HALF = replace(GEOMETRY, layers=2)
+DRAFT = Component("draft_kv", "float16", (2, 64))
 FIRST = FirstToken(token=7, prompt_tokens=40, cached_tokens=0, finish_reason="stop")
 
 
@@ -103,11 +109,32 @@ MISMATCHES = [
     ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
     ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
     ({"backends": ("nixl",)}, "backend_mismatch", "zmq", "nixl"),
-    ({"geometries": (GEOMETRY, GEOMETRY)}, "layer_start_mismatch", "4", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layer_start_mismatch", "2", "3"),
+    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [2, 64] there"),
+    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5 there"),
+    (
+        {"geometries": (replace(HALF, layers=1), replace(HALF, layer_start=2))},
+        "split_mismatch",
+        "8 heads",
+        "6: layers 0 to 0 and heads 0 to 1 in stage 0",
+    ),
+    (
+        {"geometries": (GEOMETRY, HALF)},
+        "split_mismatch",
+        "each head of each layer once",
+        "layers 0 to 3 and heads 0 to 1 in stage 0; layers 0 to 1 and heads 0 to 1 in stage 1 there",
+    ),
+    (
+        {"geometries": (replace(HALF, layers=3), replace(HALF, layers=3, layer_start=1))},
+        "split_mismatch",
+        "once",
+        "layers 0 to 2",
+    ),
     ({"geometries": (HALF, replace(HALF, layer_start=2, layers=0))}, "layers_mismatch", "1 or more", "0"),
     ({"geometries": (HALF, replace(HALF, layer_start=2, layers=1))}, "layers_mismatch", "4", "3"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=1))}, "kv_heads_mismatch", "2", "1"),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=1))}, "split_mismatch", "8 heads", "6: "),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=0))}, "kv_heads_mismatch", "1 or more", "0"),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=3))}, "kv_heads_mismatch", "2", "3 there"),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, head_start=-1))}, "head_start_mismatch", "0", "-1 there"),
     (
         {"geometries": (HALF, replace(HALF, layer_start=2, page_size=8))},
         "page_size_mismatch",
@@ -125,13 +152,56 @@ MISMATCHES = [
 ]
 
 
-def test_layers_may_be_split_otherwise_on_the_two_sides() -> None:
-    sizes = (1, 2, 1)
-    parts = tuple(replace(HALF, layers=n, layer_start=sum(sizes[:i])) for i, n in enumerate(sizes))
+@given(st.data(), st.integers(1, 8), st.integers(1, 16))
+def test_layers_and_heads_may_be_split_in_any_way_and_order_on_the_two_sides(
+    data: st.DataObject, layers: int, heads: int
+) -> None:
+    ours, theirs = (tuple(data.draw(sides(layers, heads, page_size))) for page_size in (16, 5))
+    assert check_geometries(ours, theirs) is None
+    assert check_geometries(theirs, ours) is None
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 16))
+def test_ranks_that_leave_a_gap_or_overlap_are_refused(data: st.DataObject, layers: int, heads: int) -> None:
+    ours, theirs = (data.draw(sides(layers, heads, page_size)) for page_size in (16, 5))
+    number = data.draw(st.integers(0, len(theirs) - 1))
+    field = data.draw(st.sampled_from(["layers", "kv_heads", "layer_start", "head_start"]))
+    changed = replace(theirs[number], **{field: asdict(theirs[number])[field] + data.draw(st.sampled_from([-1, 1]))})
+    for ranks in ([*theirs[:number], changed, *theirs[number + 1 :]], theirs[:number] + theirs[number + 1 :]):
+        owned = Counter(
+            (layer, head)
+            for rank in ranks
+            for layer in range(rank.layer_start, rank.layer_end)
+            for head in range(rank.head_start, rank.head_end)
+        )
+        assert owned != Counter(dict.fromkeys(product(range(layers), range(heads)), 1))
+        if ranks:
+            refuse = check_geometries(tuple(ours), tuple(ranks), replicas=True)
+            assert refuse is not None
+            assert " here, " in refuse.message
+
+
+def test_a_peer_may_repeat_heads_in_more_ranks_than_there_are_heads_and_a_prefill_server_may_not() -> None:
+    halves = tuple(replace(GEOMETRY, kv_heads=1, head_start=head) for head in (0, 0, 1, 1))
     made = book()
-    [(_, welcome)] = made.receive(b"a", hello(geometries=parts), 0.0).replies
+    [(_, welcome)] = made.receive(b"a", hello(geometries=halves), 0.0).replies
     assert isinstance(welcome, Welcome)
-    assert check_welcome(hello(geometries=parts), welcome) is None
+    assert check_welcome(hello(geometries=halves), welcome) is None
+    stages = tuple(StageInfo(rank, 7001 + rank, geometry) for rank, geometry in enumerate(halves))
+    refuse = check_welcome(hello(), replace(welcome, stages=stages))
+    assert refuse is not None
+    assert refuse.code == "split_mismatch"
+
+
+def test_a_welcome_that_names_components_is_refused() -> None:
+    [(_, welcome)] = book().receive(b"a", hello(), 0.0).replies
+    assert isinstance(welcome, Welcome)
+    refuse = check_welcome(hello(), replace(welcome, components=(DRAFT,)))
+    assert refuse is not None
+    assert (refuse.code, refuse.message) == (
+        "components_mismatch",
+        "components: none here, draft_kv float16 [2, 64] there",
+    )
 
 
 @pytest.mark.parametrize(("changes", "code", "ours", "theirs"), MISMATCHES)
@@ -144,8 +214,8 @@ def test_a_mismatch_is_refused_at_the_hello_naming_both_values(
     [(_, refuse)] = outcome.replies
     assert isinstance(refuse, Refuse)
     assert refuse.code == code
-    assert f"{ours} here" in refuse.message or f"{ours}',) here" in refuse.message
-    assert theirs in refuse.message
+    assert ours in refuse.message.split(" here, ")[0]
+    assert theirs in refuse.message.split(" here, ")[1]
     assert (outcome.events, made.peers) == ([], 0)
 
 
@@ -306,6 +376,21 @@ def test_goodbye() -> None:
         PeerGone(session=session, reason="goodbye: draining")
     ]
     assert made.peers == 0
+
+
+def test_sessions_end_when_the_stages_have_started_again_elsewhere() -> None:
+    made, session = joined()
+    made.ready(OFFER)
+    assert made.next_deadline() == CONFIG.peer_timeout_s, "the same ports: connections find them again"
+    made.ready(replace(OFFER, data_ports=(7002,)))
+    assert made.next_deadline() == 0.0
+    outcome = made.tick(1.0)
+    assert [reply for _, reply in outcome.replies] == [Goodbye(reason=RESTARTED)]
+    assert outcome.events == [PeerGone(session=session, reason=RESTARTED)]
+    [(_, welcome)] = made.receive(b"a", hello(), 1.0).replies
+    assert isinstance(welcome, Welcome)
+    assert welcome.stages[0].data_port == 7002
+    assert made.next_deadline() == 1.0 + CONFIG.peer_timeout_s
 
 
 def test_a_second_hello_of_an_instance_replaces_its_session_and_a_repeated_one_does_not() -> None:

@@ -11,6 +11,7 @@ from core.arrays import pack
 from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Arrived, Cancel, Dial, DropPeer, Expect, Quiet, Send
 from tests.transfer.harness import CONFIG, FIRST, Loop, part, random_store, value, zmq_context
+from tests.transfer.ranks import assemble, grid
 from tests.transfer.raw import SESSION, RawPeer
 from transfer.messages import Ack, Attached, Chunk, Refuse
 from transfer.receiver import Receiver
@@ -20,10 +21,7 @@ PAGES = 64
 
 
 def stages(page_size: int, layers: Sequence[int]) -> list[Geometry]:
-    return [
-        Geometry("float16", n, kv_heads=2, head_dim=4, page_size=page_size, layer_start=sum(layers[:i]))
-        for i, n in enumerate(layers)
-    ]
+    return grid(page_size, layers, heads=[2])
 
 
 @pytest.fixture
@@ -84,9 +82,23 @@ class Group:
             ),
         )  # fmt: skip
 
-    def positions(self, stores: Sequence[Any], page_size: int, pages: range, start: int, count: int) -> np.ndarray:
-        whole = np.concatenate([store.data for store in stores], axis=1)
-        return np.stack([whole[pages[p // page_size], :, :, :, p % page_size] for p in range(start, start + count)])
+    def hand_over(self, start: int, end: int, cuts: Sequence[int], pages: range, dst: range) -> None:
+        """Send [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
+        self.expect(part(self.destinations[0].page_size, dst, 0, start, end - start), start, end - start)
+        for chunk, (left, right) in enumerate(pairwise(cuts)):
+            for sender in reversed(self.senders):
+                self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
+        for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
+            arrived = self.loop.wait_for(receiver, Arrived)
+            assert arrived.bytes == (end - start) * geometry.token_bytes
+        for sender in self.senders:
+            self.loop.wait_for(sender, Acked, len(cuts) - 1)
+
+    def positions(
+        self, stores: Sequence[Any], ranks: Sequence[Geometry], pages: range, start: int, count: int
+    ) -> np.ndarray:
+        whole, size = assemble(stores, ranks), ranks[0].page_size
+        return np.stack([whole[pages[p // size], :, :, :, p % size] for p in range(start, start + count)])
 
 
 @pytest.mark.parametrize(
@@ -103,21 +115,13 @@ def test_every_stage_gets_its_own_layers_and_no_byte_more(
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
         group.dial(receiver)
-    group.expect(part(destination_size, dst, 0, start, end - start), start, end - start)
-    cuts = [start, 16, 45, end]
-    for chunk, (left, right) in enumerate(pairwise(cuts)):
-        for sender in reversed(group.senders):
-            group.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
-    for receiver, geometry in zip(group.receivers, group.destinations, strict=True):
-        arrived = group.loop.wait_for(receiver, Arrived)
-        assert arrived.bytes == (end - start) * geometry.token_bytes
+    group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     for sender, geometry in zip(group.senders, group.sources, strict=True):
-        group.loop.wait_for(sender, Acked, 3)
         assert [event.chunk for event in group.loop.of(sender, Acked)] == [0, 1, 2]
         assert sum(event.bytes for event in group.loop.of(sender, Acked)) == (end - start) * geometry.token_bytes
         assert value(sender.statistics(), "bytes_sent_total") == (end - start) * geometry.token_bytes
-    sent = group.positions(group.stores, source_size, pages, start, end - start)
-    assert np.array_equal(group.positions(group.targets, destination_size, dst, start, end - start), sent)
+    sent = group.positions(group.stores, group.sources, pages, start, end - start)
+    assert np.array_equal(group.positions(group.targets, group.destinations, dst, start, end - start), sent)
     group.loop.close()
 
 
@@ -171,5 +175,5 @@ def test_a_stage_without_layers_in_common_is_refused(context: Any) -> None:
         refused = peer.take()[0]
         assert isinstance(refused, Refuse)
         assert refused.code == "wrong_stage"
-        assert refused.message == f"stage {stage} shares no layers with stage {peer_stage} of the peer"
+        assert refused.message == f"stage {stage} shares no layers and heads with stage {peer_stage} of the peer"
     group.loop.close()
