@@ -212,7 +212,8 @@ class Acked(StageEvent, frozen=True, kw_only=True):
 
 
 class SendFailed(StageEvent, frozen=True, kw_only=True):
-    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent."""
+    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent. code "cancelled": the peer does not
+    expect it any more."""
 
     request: int
     code: str

@@ -5,7 +5,7 @@ Forward [0, 512)   Send [0, 512)   Forward [512, 1000)   (first token known)   S
 """
 
 from core.arrays import pack
-from core.errors import PEER_GONE, ErrorInfo
+from core.errors import CANCELLED, PEER_GONE, ErrorInfo
 from core.intake import Progress
 from core.orders import Acked, Sampled, Send, SendFailed
 from core.request import FirstToken
@@ -91,7 +91,8 @@ class Handoff:
         if request is None or request.ended:
             self._state.drop("unknown_request")
             return
-        error = ErrorInfo(code=event.code, message=event.message, status=502, stage=event.stage)
+        status = 499 if event.code == CANCELLED else 502
+        error = ErrorInfo(code=event.code, message=event.message, status=status, stage=event.stage)
         self._endings.fail(request, error, now)
 
     def timed_out(self, request: Request, now: float) -> None:

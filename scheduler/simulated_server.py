@@ -24,10 +24,12 @@ class Client:
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run. violations: empty when everything held."""
+    """What came of a run. violations: empty when everything held. results: tokens and reason of every request that
+    finished, by server and rid."""
 
     violations: list[str] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
+    results: dict[tuple[str, str], tuple[tuple[int, ...], str]] = field(default_factory=dict)
     events: int = 0
     seconds: float = 0.0
 
@@ -195,6 +197,7 @@ class Server:
             client.ends.append(output)
             if isinstance(output, Finished):
                 self._check_tokens(client, output)
+                self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
             key = output.reason if isinstance(output, Finished) else output.error.code
             self.report.outcomes[f"{self.name}:{key}"] = self.report.outcomes.get(f"{self.name}:{key}", 0) + 1
         self.on_output(output)
