@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from core.arrays import unpack
 from core.config import SchedulerConfig
 from core.intake import Failed, Finished, Output, Submit, Tokens
-from core.orders import Acked, Arrived, Expect, Forgotten, Forward, Order, Quiet, Send, StageFailed
+from core.orders import Acked, Arrived, Begin, Expect, Forgotten, Forward, Order, Quiet, Send, StageFailed
 from scheduler.scheduler import Effect, Event, Scheduler
 from scheduler.simulated_engine import Channel, Chunk, Pipeline, World, expected_tokens
 
@@ -239,3 +239,5 @@ class Server:
         for stage in self.pipeline.stages:
             if stage.log != self._stream[: len(stage.log)]:
                 self.violation(f"stage {stage.index} logged another stream")
+            if stage.log and not isinstance(stage.log[0], Begin):
+                self.violation(f"stage {stage.index} was ordered about before all of its group were ready")
