@@ -102,6 +102,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._group = _Group(0, make_stages(0) if make_stages is not None else [])
         self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
         self._ending = False
         self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -114,8 +115,9 @@ class Supervisor:
     async def end(self) -> None:
         """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
         self._ending = True
-        for task in self._tasks:
-            task.cancel()
+        async with self._starting:  # a process that is being made could otherwise be lost
+            for task in self._tasks:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.fatal.done():
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
@@ -155,8 +157,9 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             restarts += 1
             epoch = self._group.epoch + 1
-            self._group = _Group(epoch, make_stages(epoch))
-            await self._group.start()
+            async with self._starting:
+                self._group = _Group(epoch, make_stages(epoch))
+                await self._group.start()
 
     async def _first_loss(self, group: "_Group") -> str:
         """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.arrays import pack
@@ -135,7 +135,8 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.text(max_size=40), VALUES, max_size=20))
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text(max_size=40), VALUES, max_size=5))
 def test_its_decoder_reads_what_msgspec_writes(values: dict[str, Any]) -> None:
     message = {**values, "type": "Any"}
     assert minimal_peer.decode(msgspec.msgpack.encode(message)) == message
