@@ -17,6 +17,11 @@ class SystemClock:
         return time.monotonic()
 
 
+def wall_offset() -> float:
+    """Seconds by which the time of day is ahead of this machine's monotonic clock."""
+    return time.time() - time.monotonic()
+
+
 class VirtualClock:
     """A clock that tests and the simulator move by hand."""
 

@@ -5,6 +5,7 @@ import msgspec
 from core.errors import ErrorInfo
 from core.request import Entrance, Exit, Handoff, SamplingParams, Timing, TokenLogprob, Usage
 from core.stats import Stats
+from core.trace import SchedulerTrace
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -13,7 +14,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 class Submit(Intake, frozen=True, kw_only=True):
     """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
-    prefill server (entrance "wire"). deadline_s: seconds the client is willing to wait in all."""
+    prefill server (entrance "wire"). hold (exit "wire"): compute before a peer has come, and keep the KV for one under
+    a lease. deadline_s: seconds the client is willing to wait in all."""
 
     rid: str
     prompt: bytes
@@ -22,6 +24,7 @@ class Submit(Intake, frozen=True, kw_only=True):
     exit: Exit = "here"
     ticket: str | None = None
     prefill: str | None = None
+    hold: bool = False
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
@@ -60,6 +63,18 @@ class QueryStats(Intake, frozen=True, kw_only=True):
     token: int
 
 
+class StartTrace(Intake, frozen=True, kw_only=True):
+    """Have the scheduler and its stages record what they do. A recording that is under way is dropped."""
+
+    trace: int
+
+
+class EndTrace(Intake, frozen=True, kw_only=True):
+    """End the recording; answered by Traced, and by StageTraced from each of the stages that Traced counts."""
+
+    trace: int
+
+
 class StageLost(Intake, frozen=True, kw_only=True):
     """The supervisor saw a stage process end."""
 
@@ -76,12 +91,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class EngineState(Output, frozen=True, kw_only=True):
-    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for."""
+    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for. data: where the
+    stages' data sockets listen. kv_pages: of the smallest pool."""
 
     ready: bool
     reason: str = ""
     desk_port: int = 0
-    data_ports: tuple[int, ...] = ()
+    data: tuple[str, ...] = ()
+    kv_pages: int = 0
     instance: str = ""
     fingerprint: str = ""
 
@@ -127,6 +144,17 @@ class Tokens(Output, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Held(Output, frozen=True, kw_only=True):
+    """The prompt of a request with hold set is computed; Finished or Failed follows when its KV is fetched or let go.
+    lease_s: how long a peer has to come for it or renew it; 0 when one has come already."""
+
+    rid: str
+    lease_s: float
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
 class Finished(Output, frozen=True, kw_only=True):
     """The end of a request that went well; all its tokens were sent in Tokens before."""
 
@@ -156,7 +184,36 @@ class StatsReply(Output, frozen=True, kw_only=True):
     stats: Stats
 
 
-IntakeMessage = Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StageLost | Shutdown
+class Traced(Output, frozen=True, kw_only=True):
+    """The scheduler's part of a recording."""
+
+    trace: int
+    scheduler: SchedulerTrace
+
+
+class StageTraced(Output, frozen=True, kw_only=True):
+    """A stage's part of a recording. spans: an encoded core.trace.StageTrace."""
+
+    trace: int
+    stage: int
+    spans: bytes
+
+
+IntakeMessage = (
+    Submit | Abort | AddPrefill | RemovePrefill | Drain | QueryStats | StartTrace | EndTrace | StageLost | Shutdown
+)
 OutputMessage = (
-    EngineState | StageDown | PrefillState | Reserved | Progress | Tokens | Finished | Failed | Drained | StatsReply
+    EngineState
+    | StageDown
+    | PrefillState
+    | Reserved
+    | Progress
+    | Tokens
+    | Held
+    | Finished
+    | Failed
+    | Drained
+    | StatsReply
+    | Traced
+    | StageTraced
 )

@@ -153,6 +153,19 @@ class Beat(Order, frozen=True, kw_only=True):
     digest: bytes
 
 
+class Record(Order, frozen=True, kw_only=True):
+    """Note the times of plans and transfers from now on, in buffers of limited size. A stage that does so already for
+    this trace goes on; one that does for another begins anew."""
+
+    trace: int
+
+
+class Report(Order, frozen=True, kw_only=True):
+    """End the recording; answered by Recorded, at once and whether or not there was one."""
+
+    trace: int
+
+
 class Halt(Order, frozen=True, kw_only=True):
     """End the stage process."""
 
@@ -164,15 +177,16 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
-    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach.
-    epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens take
-    here, where they were measured."""
+    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
+    attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
+    take here, where they were measured."""
 
     geometry: Geometry
     fingerprint: str
     data_port: int
     kv_pages: int
     vocab_size: int
+    data_host: str = ""
     epoch: int = 0
     cost: tuple[float, float, float] | None = None
 
@@ -268,6 +282,13 @@ class StageBeat(StageEvent, frozen=True, kw_only=True):
     stats: Stats
 
 
+class Recorded(StageEvent, frozen=True, kw_only=True):
+    """Answer to Report. spans: an encoded core.trace.StageTrace, which the scheduler passes on as it is."""
+
+    trace: int
+    spans: bytes
+
+
 class StageFailed(StageEvent, frozen=True, kw_only=True):
     """The stage cannot go on; its process ends after this."""
 
@@ -275,7 +296,21 @@ class StageFailed(StageEvent, frozen=True, kw_only=True):
 
 
 OrderMessage = (
-    Begin | Forward | Send | Cancel | Release | AdmitPeer | DropPeer | Dial | HangUp | Expect | Forget | Beat | Halt
+    Begin
+    | Forward
+    | Send
+    | Cancel
+    | Release
+    | AdmitPeer
+    | DropPeer
+    | Dial
+    | HangUp
+    | Expect
+    | Forget
+    | Beat
+    | Record
+    | Report
+    | Halt
 )
 StageMessage = (
     StageReady
@@ -289,10 +324,13 @@ StageMessage = (
     | FetchFailed
     | Forgotten
     | StageBeat
+    | Recorded
     | StageFailed
 )
 
 
-def stage_identity(stage: int, epoch: int = 0) -> bytes:
-    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start."""
-    return b"stage-%d-%d" % (epoch, stage)
+def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:
+    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start. Where
+    others could reach the socket, the session keeps them from guessing it."""
+    name = f"stage-{epoch}-{stage}"
+    return (f"{name}-{session}" if session else name).encode()

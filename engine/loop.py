@@ -23,7 +23,7 @@ from core.orders import Forward, Halt, OrderMessage, PlanDone, PromptLogprobs, R
 from engine.meter import Meter
 from engine.pipeline import PipelineLinks
 from engine.runner import Runner
-from engine.wire import Outbox
+from engine.wire import Computed, Outbox
 
 
 class StageLoop:
@@ -69,8 +69,8 @@ class StageLoop:
 
     def _next(self) -> OrderMessage:
         if not self._ahead:
-            self._take_in(self._inbox.get())
             self._meter.idle()
+            self._take_in(self._inbox.get())
         self._look_ahead()
         return self._ahead.popleft()
 
@@ -85,12 +85,13 @@ class StageLoop:
 
     def _execute(self, plan: Forward) -> None:
         runner, links, meter = self._runner, self._links, self._meter
-        meter.busy()
+        meter.begin(plan)
         runner.feed(links.tokens_for(plan.rows))
         hidden = links.take(plan)
-        meter.waiting()
+        meter.step()
         self._look_ahead()
         hidden = runner.forward(plan.rows, hidden)
+        meter.step()
         samples: list[Sampled] = []
         prompt_logprobs: list[PromptLogprobs] = []
         if links.last:
@@ -98,12 +99,12 @@ class StageLoop:
         else:
             meter.passed_on(links.pass_on(plan, hidden))
         links.share(plan, samples)
-        self._outbox.post(
-            PlanDone(
-                stage=self._stage,
-                seq=plan.seq,
-                duration_s=meter.busy(),
-                samples=tuple(samples),
-                prompt_logprobs=tuple(prompt_logprobs),
-            )
+        run, seconds = meter.end()
+        done = PlanDone(
+            stage=self._stage,
+            seq=plan.seq,
+            duration_s=seconds,
+            samples=tuple(samples),
+            prompt_logprobs=tuple(prompt_logprobs),
         )
+        self._outbox.post(Computed(run, done))

@@ -15,7 +15,7 @@ import zmq
 from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
-from core.orders import Halt, OrderMessage, StageFailed, StageReady
+from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
 from core.process import die_with_parent
 from engine.layers import ranges
 from engine.loop import StageLoop
@@ -23,6 +23,7 @@ from engine.measure import measure
 from engine.meter import Meter
 from engine.model.standin import is_stand_in
 from engine.pipeline import LinkBroken, PipelineLinks, join_group
+from engine.recorder import Recorder
 from engine.runner import ModelRunner, Runner
 from engine.standin import StandInRunner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
@@ -31,21 +32,30 @@ from transfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0  # for whoever ends a broken group, before a stage complains of it
+LAST_WORDS_S = 2.0
 
 
 def run(config: StageConfig) -> int:
-    """Load, announce readiness, compute. Returns the exit status."""
+    """Load, announce readiness, compute. Returns the exit status. Raises ConfigError, and LinkBroken when the stages do
+    not find together."""
     if config.stages > 1:
-        device = torch.device(config.model.device)
-        join_group(config.stage, config.stages, device, config.rendezvous, config.stage_timeout_s)
+        join_group(config, torch.device(config.model.device))
     runner = _runner(config)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
     outbox = Outbox(context)
-    meter = Meter(config.stage)
-    sender = Sender(config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context)
+    clock = SystemClock()
+    meter = Meter(config.stage, clock)
+    recorder = Recorder(config.stage, meter)
+    sender = Sender(
+        config.transfer,
+        stage=config.stage,
+        geometry=runner.geometry,
+        store=runner.pool,
+        context=context,
+        transfers=recorder.transfers,
+    )
     receiver = Receiver(
         config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context
     )
@@ -53,19 +63,22 @@ def run(config: StageConfig) -> int:
         context=context,
         endpoint=config.endpoint,
         stage=config.stage,
-        epoch=config.epoch,
+        identity=stage_identity(config.stage, config.epoch, config.session),
+        remote=bool(config.session),
         sender=sender,
         receiver=receiver,
         meter=meter,
+        recorder=recorder,
         inbox=inbox,
         outbox=outbox,
-        clock=SystemClock(),
+        clock=clock,
     )
     outbox.post(
         StageReady(
             stage=config.stage,
             geometry=runner.geometry,
             fingerprint=runner.fingerprint,
+            data_host=config.transfer.host,
             data_port=sender.port,
             kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,
@@ -74,7 +87,10 @@ def run(config: StageConfig) -> int:
         )
     )
     wire.start()
-    status = _compute(StageLoop(config.stage, runner, links, meter, inbox, outbox), config.stage, outbox)
+    # A stage on another machine is told by its membership, which notices an end a heartbeat later than a parent does.
+    patience_s = config.transfer.peer_timeout_s if config.session else LAST_WORDS_S
+    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
+    status = _compute(loop, config.stage, outbox, patience_s)
     wire.join(timeout=5)
     outbox.close_writer()
     return status
@@ -96,13 +112,14 @@ def _cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | N
     return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: Outbox) -> int:
-    """Run the loop to its end, and say why when that is no Halt. Returns the exit status."""
+def _compute(loop: StageLoop, stage: int, outbox: Outbox, patience_s: float) -> int:
+    """Run the loop to its end, and say why when that is no Halt. Returns the exit status. patience_s: for whoever
+    ends a broken group, before a stage complains of it."""
     try:
         loop.run()
         return 0
     except LinkBroken as error:
-        if loop.halts_within(LAST_WORDS_S):  # whoever watches the group knows better which stage was the first
+        if loop.halts_within(patience_s):  # whoever watches the group knows better which stage was the first
             return 0
         log.error("stage %d: a link to another stage has broken: %s", stage, error)
         outbox.post(StageFailed(stage=stage, message=f"a link to another stage has broken: {error}"))

@@ -1,7 +1,7 @@
 """The stage's I/O thread: orders in, events out, pages to and from peers.
 
     scheduler ──orders──► ┌──────────┐ ──Forward, Release──► compute thread
-              ◄──events── │ I/O      │ ◄──PlanDone────────────
+              ◄──events── │ I/O      │ ◄──Computed────────────
     peers ◄──── pages ───►│ thread   │
                           └──────────┘
 
@@ -17,7 +17,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -38,17 +38,19 @@ from core.orders import (
     HangUp,
     OrderMessage,
     PlanDone,
+    Record,
     Release,
+    Report,
     Send,
     StageBeat,
     StageEvent,
     StageFailed,
     StageMessage,
-    stage_identity,
 )
 from core.ports import Port
 from core.stats import Sample, Stats, join
-from engine.meter import Meter
+from engine.meter import Meter, Run
+from engine.recorder import Recorder
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
@@ -61,11 +63,21 @@ ORDERS_PER_PASS = 256
 WirePort = Port[StageEvent, Any]
 
 
+class Computed(NamedTuple):
+    """A plan that is done: when it was where, and what to report of it."""
+
+    run: Run
+    done: PlanDone
+
+
+OutboxItem = StageMessage | Computed | Halt
+
+
 class Outbox:
     """What the compute thread hands to the I/O thread: a bounded queue, and a socket pair that wakes the poller."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._items: queue.Queue[StageMessage | Halt] = queue.Queue(QUEUE_LIMIT)
+        self._items: queue.Queue[OutboxItem] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
         self.reader = context.socket(zmq.PAIR)  # the I/O thread's
         self.reader.set_hwm(0)  # the queue is what is bounded
@@ -74,15 +86,15 @@ class Outbox:
         self._writer.set_hwm(0)
         self._writer.connect(endpoint)
 
-    def post(self, item: StageMessage | Halt) -> None:
+    def post(self, item: OutboxItem) -> None:
         """Compute thread only."""
         self._items.put_nowait(item)
         with contextlib.suppress(zmq.Again):  # the I/O thread has ended, and nobody listens any more
             self._writer.send(b"", zmq.NOBLOCK)
 
-    def drain(self) -> list[StageMessage | Halt]:
+    def drain(self) -> list[OutboxItem]:
         """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
-        items: list[StageMessage | Halt] = []
+        items: list[OutboxItem] = []
         while len(items) < ORDERS_PER_PASS:
             try:
                 self.reader.recv(zmq.NOBLOCK)
@@ -109,24 +121,30 @@ class StageWire(threading.Thread):
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         stage: int,
-        epoch: int,
+        identity: bytes,
+        remote: bool,
         sender: Sender,
         receiver: Receiver,
         meter: Meter,
+        recorder: Recorder,
         inbox: "queue.Queue[OrderMessage]",
         outbox: Outbox,
         clock: Clock,
     ) -> None:
         super().__init__(name="stage-wire", daemon=True)
         self._control = context.socket(zmq.DEALER)
-        self._control.routing_id = stage_identity(stage, epoch)
+        self._control.routing_id = identity
         self._control.set_hwm(0)
+        self._control.ipv6 = True
+        if remote:  # what is on a connection that breaks is lost, and a stage that missed an order must not go on
+            self._control.reconnect_ivl = -1
         self._control.linger = 1000
         self._control.connect(endpoint)
         self._stage = stage
         self._sender = sender
         self._receiver = receiver
         self._meter = meter
+        self._recorder = recorder
         self._ports: tuple[WirePort, ...] = (sender, receiver)
         self._inbox = inbox
         self._outbox = outbox
@@ -156,15 +174,14 @@ class StageWire(threading.Thread):
 
     def _turn(self) -> None:
         readable = self._wait()
-        now = self._clock.now()
         if self._control in readable:
-            self._take_orders(now)
+            self._take_orders()
         if self._outbox.reader in readable:
-            self._take_results(now)
+            self._take_results()
         for port in self._ports:
             if any(socket in readable for socket in port.sockets()):
-                self._report(port.receive(now))
-            deadline = port.next_deadline()
+                self._report(port.receive(self._clock.now()))
+            deadline, now = port.next_deadline(), self._clock.now()
             if deadline is not None and deadline <= now:
                 self._report(port.tick(now))
 
@@ -180,7 +197,7 @@ class StageWire(threading.Thread):
         timeout_ms = max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
         return {socket for socket, _ in poller.poll(timeout_ms)}
 
-    def _take_orders(self, now: float) -> None:
+    def _take_orders(self) -> None:
         for _ in range(ORDERS_PER_PASS):
             try:
                 frame = self._control.recv(zmq.NOBLOCK)
@@ -189,7 +206,7 @@ class StageWire(threading.Thread):
             order = self._orders.decode(frame)
             if not isinstance(order, Beat):
                 self._log.add(frame)
-            self._obey(order, now)
+            self._obey(order, self._clock.now())
 
     def _obey(self, order: OrderMessage, now: float) -> None:
         match order:
@@ -209,6 +226,10 @@ class StageWire(threading.Thread):
             case Beat():
                 self._compare(order)
                 self._report([StageBeat(stage=self._stage, stats=self._statistics())])
+            case Record():
+                self._recorder.start(order.trace)
+            case Report():
+                self._report([self._recorder.report(order.trace, now, self._sender.unanswered(now))])
             case Halt():
                 self._inbox.put_nowait(order)
                 self._running = False
@@ -219,16 +240,19 @@ class StageWire(threading.Thread):
             mine, theirs = f"{log.count} ({log.digest.hex()})", f"{beat.orders} ({beat.digest.hex()})"
             raise OutOfStep(f"its orders are not those of the scheduler: {mine} came, {theirs} were sent")
 
-    def _take_results(self, now: float) -> None:
+    def _take_results(self) -> None:
         for item in self._outbox.drain():
-            if isinstance(item, Halt):
-                self._running = False
-                continue
-            self._report([item])
-            if isinstance(item, PlanDone):
-                self._computed = item.seq
-                while self._held and self._held[0].after <= self._computed:
-                    self._report(self._sender.apply(self._held.popleft(), now))
+            match item:
+                case Halt():
+                    self._running = False
+                case Computed():
+                    self._recorder.computed(item.run)
+                    self._report([item.done])
+                    self._computed = item.done.seq
+                    while self._held and self._held[0].after <= self._computed:
+                        self._report(self._sender.apply(self._held.popleft(), self._clock.now()))
+                case _:
+                    self._report([item])
 
     def _fail(self, message: str) -> None:
         self._report([StageFailed(stage=self._stage, message=message)])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from core.arrays import ITEM_BYTES
+from scheduler.journal import CacheJournal
 from scheduler.pages import PageAllocator
 from scheduler.prefix import Node, PrefixTree
 
@@ -34,14 +35,16 @@ class Lease:
 class KvCache:
     """The pool of one engine: the page allocator, the prefix tree, and the leases on both.
 
-    version rises whenever a lease that was refused might now be granted.
+    version rises whenever a lease that was refused might now be granted. journal: is told what the tree holds.
     """
 
-    def __init__(self, pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, pages: int, page_size: int, prefix_cache: bool = True, journal: CacheJournal | None = None
+    ) -> None:
         self._page_size = page_size
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(pages)
-        self._tree = PrefixTree()
+        self._tree = PrefixTree(journal)
         self._leases: dict[int, Lease] = {}
         self._owners = 0
         self.version = 0

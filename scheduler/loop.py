@@ -5,6 +5,7 @@
     stages    ──►│ wait ─► receive ─► handle(event) ─► plan while credits ─► apply   │──► stages (orders)
     desk      ──►│  (sockets readable,                   effects in order            │──► desk
     dialer    ──►│   or next deadline)                                               │──► dialer
+                 │                                                                   │──► publisher (KV events)
                  └───────────────────────────────────────────────────────────────────┘
 
 Nothing in a turn blocks but the wait. Applying an effect may bring events (a port that closes a session, say); they
@@ -20,6 +21,7 @@ import zmq
 
 from core.clock import Clock
 from core.intake import Output, Shutdown
+from core.kv_events import KvEvent
 from core.orders import Order
 from core.peers import DeskEffect, DialerEffect
 from core.ports import Port
@@ -34,8 +36,8 @@ AnyPort = Port[Any, Any]  # of one kind of Event each
 class SchedulerLoop:
     """Drains ports into one Scheduler and applies what it decides.
 
-    front takes Output effects, stages Orders, desk and dialer their own; desk and dialer may be absent, and
-    effects for them are then a programming error. observe sees every event before it is handled.
+    front takes Output effects, stages Orders, desk and dialer their own, publisher KvEvents; the last three may be
+    absent, and effects for them are then a programming error. observe sees every event before it is handled.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SchedulerLoop:
         stages: AnyPort,
         desk: AnyPort | None,
         dialer: AnyPort | None,
+        publisher: AnyPort | None,
         clock: Clock,
         observe: Callable[[Event], None] = lambda _event: None,
     ) -> None:
@@ -54,7 +57,8 @@ class SchedulerLoop:
         self._stages = stages
         self._desk = desk
         self._dialer = dialer
-        self._ports = [port for port in (front, stages, desk, dialer) if port is not None]
+        self._publisher = publisher
+        self._ports = [port for port in (front, stages, desk, dialer, publisher) if port is not None]
         self._clock = clock
         self._observe = observe
         self._stopping = False
@@ -66,17 +70,16 @@ class SchedulerLoop:
             self.turn()
 
     def turn(self) -> None:
-        events = self._wait_and_receive()
+        for event in self._wait_and_receive():
+            self._handle(event)
         now = self._clock.now()
-        for event in events:
-            self._handle(event, now)
         for port in self._ports:
             if _due(port.next_deadline(), now):
                 for event in port.tick(now):
-                    self._handle(event, now)
+                    self._handle(event)
         if _due(self._scheduler.next_deadline(), now):
-            self._settle(self._scheduler.tick(now))
-        while effects := self._scheduler.plan(now):
+            self._settle(self._scheduler.tick(self._clock.now()))
+        while effects := self._scheduler.plan(self._clock.now()):
             self._settle(effects)
 
     def _wait_and_receive(self) -> list[Event]:
@@ -96,11 +99,12 @@ class SchedulerLoop:
         waits = [deadline - now for deadline in deadlines if deadline is not None]
         return max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
 
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event) -> None:
+        """The clock is read for every event: to the scheduler, time never runs backwards."""
         if isinstance(event, Shutdown):
             self._stopping = True
         self._observe(event)
-        self._settle(self._scheduler.handle(event, now))
+        self._settle(self._scheduler.handle(event, self._clock.now()))
 
     def _settle(self, effects: Iterable[Effect]) -> None:
         """Apply effects in order, and handle the events that applying them brings."""
@@ -121,6 +125,8 @@ class SchedulerLoop:
             return self._desk
         if isinstance(effect, DialerEffect) and self._dialer is not None:
             return self._dialer
+        if isinstance(effect, KvEvent) and self._publisher is not None:
+            return self._publisher
         raise TypeError(f"no port takes a {type(effect).__name__} in this role")
 
 

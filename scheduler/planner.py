@@ -174,7 +174,10 @@ class Planner:
         state.out.add(Forward(seq=plan.seq, rows=tuple(draft.rows)))
         if not state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
+            state.bubbles.begin(now)
         state.plans[plan.seq] = plan
+        if state.trace_log is not None:
+            state.trace_log.issued()
         state.counters.add("plans_total")
         state.histograms.observe("plan_tokens", tokens, bounds=TOKENS)
         state.histograms.observe("plan_rows", len(draft.rows), bounds=ROWS)

@@ -8,17 +8,21 @@ A lease locks every node of its path; what is locked cannot be evicted, and a lo
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
+from scheduler.journal import CacheJournal
+
 
 class Node:
-    """One cached page. locks: leases whose path runs through it. used: tick of its last use."""
+    """One cached page. locks: leases whose path runs through it. used: tick of its last use. digest: its name in
+    the journal; None when there is none, and in roots."""
 
-    __slots__ = ("children", "key", "locks", "number", "page", "parent", "queued", "used")
+    __slots__ = ("children", "digest", "key", "locks", "number", "page", "parent", "queued", "used")
 
     def __init__(self, key: bytes, page: int, parent: "Node | None", number: int) -> None:
         self.key = key
         self.page = page
         self.parent = parent
         self.number = number
+        self.digest: bytes | None = None
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.used = 0
@@ -29,10 +33,12 @@ class PrefixTree:
     """Longest-prefix match, insertion and LRU eviction of unlocked leaves, O(log n) a page evicted.
 
     Candidates for eviction stand in a heap by the tick at which they were last seen unlocked; a node has at most
-    one entry there, which is checked, and put back or dropped, when it comes up.
+    one entry there, which is checked, and put back or dropped, when it comes up. journal: is told of every page that
+    comes and goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: CacheJournal | None = None) -> None:
+        self._journal = journal
         self._roots: dict[bytes, Node] = {}
         self._heap: list[tuple[int, int, Node]] = []
         self._tick = 0
@@ -76,6 +82,8 @@ class PrefixTree:
             raise ValueError("an equal page is already in the tree")
         self._numbers += 1
         node = Node(key, page, parent, self._numbers)
+        if self._journal is not None:
+            node.digest = self._journal.stored(parent.digest, salt.encode(), key)
         parent.children[key] = node
         self._nodes += 1
         self._unlocked += 1
@@ -137,6 +145,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "roots are never queued"
         del parent.children[node.key]
+        if self._journal is not None and node.digest is not None:
+            self._journal.removed(node.digest)
         self._nodes -= 1
         self._unlocked -= 1
         if parent.children:

@@ -14,13 +14,16 @@ from core.intake import (
     AddPrefill,
     Drain,
     Drained,
+    EndTrace,
     QueryStats,
     RemovePrefill,
     Shutdown,
     StageLost,
+    StartTrace,
     StatsReply,
     Submit,
 )
+from core.joining import Gathering
 from core.orders import (
     Acked,
     Arrived,
@@ -31,6 +34,7 @@ from core.orders import (
     Halt,
     PlanDone,
     Quiet,
+    Recorded,
     SendFailed,
     StageBeat,
     StageFailed,
@@ -40,6 +44,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -56,11 +62,13 @@ from scheduler.events import Effect, Event
 from scheduler.fetch import Fetch
 from scheduler.generate import Generate
 from scheduler.handoff import Handoff
+from scheduler.holding import Holding
 from scheduler.planner import Planner
 from scheduler.rendezvous import Rendezvous
 from scheduler.stages import Stages
 from scheduler.state import State
 from scheduler.statistics import snapshot
+from scheduler.tracing import Tracing
 
 __all__ = ["Effect", "Event", "Scheduler"]
 
@@ -75,13 +83,15 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._state = State(config)
         self._endings = Endings(self._state)
-        self._rendezvous = Rendezvous(self._state, self._endings)
+        self._holding = Holding(self._state, self._endings)
+        self._handoff = Handoff(self._state, self._endings, self._holding)
+        self._rendezvous = Rendezvous(self._state, self._endings, self._handoff)
         self._admission = Admission(self._state, self._rendezvous)
-        self._handoff = Handoff(self._state, self._endings)
         self._generate = Generate(self._state, self._endings, self._handoff)
         self._fetch = Fetch(self._state, self._endings, self._generate)
         self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
         self._stages = Stages(self._state, self._endings, self._generate)
+        self._tracing = Tracing(self._state)
         self._drained = False
         self._problems: list[str] = []
 
@@ -141,6 +151,10 @@ class Scheduler:
                 self._fetch.fetch_failed(event, now)
             case PeerReserved():
                 self._rendezvous.reserved(event, now)
+            case PeerRenewed():
+                self._holding.renewed(event, now)
+            case PeerReleased():
+                self._holding.released(event, now)
             case PeerCancelled():
                 self._rendezvous.cancelled(event, now)
             case PeerJoined():
@@ -165,14 +179,23 @@ class Scheduler:
                 if self._stages.ready(event, now):
                     self._rendezvous.introduce()
                     self._fetch.introduce()
+                    self._tracing.introduce()
+            case Gathering():
+                self._stages.gathering(event)
             case StageFailed() | StageLost():
                 self._stages.failed(event.stage, event.message, now)
             case QueryStats():
                 if self.idle:
                     self.check_integrity()
                 state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+            case StartTrace():
+                self._tracing.start(event, now)
+            case EndTrace():
+                self._tracing.end(event, now)
+            case Recorded():
+                self._tracing.recorded(event)
             case Drain():
-                self._drain()
+                self._drain(now)
             case Shutdown():
                 self._shutdown(now)
             case StageBeat() | TicketCancelled():
@@ -183,9 +206,13 @@ class Scheduler:
         state = self._state
         self._rendezvous.promote(now)
         self._planner.start(None, now)
+        self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True
             state.out.add(Drained())
+        if state.journal is not None:
+            for event in state.journal.take():
+                state.out.add(event)
         return state.out.take()
 
     def _answered(self, event: Quiet | Forgotten) -> None:
@@ -205,12 +232,13 @@ class Scheduler:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._endings.fail(request, error, now)
 
-    def _drain(self) -> None:
+    def _drain(self, now: float) -> None:
+        """Requests that only a lease keeps are not waited for."""
+        error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         self._state.draining = True
         self._stages.announce("draining")
-        self._rendezvous.drop_reservations(
-            ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
-        )
+        self._rendezvous.drop_reservations(error)
+        self._holding.drop_all(error, now)
 
     def _shutdown(self, now: float) -> None:
         state = self._state
@@ -236,6 +264,8 @@ class Scheduler:
                 self._rendezvous.request_timed_out(request, now)
             case Timer.TRANSFER:
                 self._handoff.timed_out(request, now)
+            case Timer.LEASE:
+                self._holding.expired(request, now)
             case Timer.ANSWER:
                 self._stages.answer_timed_out(request, now)
             case _:

@@ -2,6 +2,7 @@
 
 from core.errors import STAGE_FAILED, ErrorInfo
 from core.intake import EngineState, StageDown
+from core.joining import Gathering
 from core.orders import Begin, PlanDone, StageReady
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
@@ -42,6 +43,12 @@ class Stages:
             self.announce(f"stage {event.stage} has pages of {page_size} tokens; expected are {expected}")
             return False
         self._up[event.stage] = event
+        if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
+            text = (
+                f"its model is another one than that of stage {other.stage}: {event.fingerprint}, {other.fingerprint}"
+            )
+            self.failed(event.stage, text, now)
+            return False
         if len(self._up) < state.config.stages:
             return False
         sizes = [stage.kv_pages for stage in self._up.values()]
@@ -54,11 +61,17 @@ class Stages:
         self.announce("draining" if state.draining else "")
         return True
 
+    def gathering(self, event: Gathering) -> None:
+        """Stages that others start are on their way; while they are not up, that is why we do not serve."""
+        if not self._state.ready:
+            self.announce(event.message)
+
     def done(self, event: PlanDone, now: float) -> None:
         """A stage has computed a plan; with the last stage, it is done."""
         state = self._state
         plan = state.plans.get(event.seq)
         if event.stage != state.config.stages - 1:
+            state.bubbles.computed(event.stage, event.duration_s, now)
             if plan is not None:  # else the last stage's word has overtaken it
                 plan.reported.add(event.stage)
             return
@@ -66,11 +79,13 @@ class Stages:
             state.drop("unknown_plan")
             return
         del state.plans[event.seq]
+        state.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
         if state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
         else:
             state.deadlines.clear(Timer.PLAN, 0)
+            state.bubbles.end(now)
         state.rate.observe(plan.tokens, event.duration_s)
         state.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generate.done(plan, event, now)
@@ -103,6 +118,7 @@ class Stages:
         state.ready = False
         self._up.clear()
         state.plans.clear()
+        state.bubbles.reset()
         state.deadlines.clear(Timer.PLAN, 0)
         self._endings.void(error, now)
         state.new_cache(state.cache.total)

@@ -6,15 +6,18 @@ from dataclasses import dataclass, field
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.stats import Counters, Histograms
+from scheduler.bubbles import Bubbles
 from scheduler.chunking import Cost
-from scheduler.deadlines import Deadlines
+from scheduler.deadlines import Deadlines, Timer
 from scheduler.events import Outbox
+from scheduler.journal import CacheJournal
 from scheduler.lease import KvCache
 from scheduler.metrics import QUEUES
 from scheduler.pages import PageAllocator
 from scheduler.policy import make_policy
 from scheduler.record import Phase, Request
 from scheduler.tickets import Tickets
+from scheduler.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
@@ -87,11 +90,13 @@ class State:
 
     records: every request until its pages are back, by the serial that stages know; arrivals: the same by their
     arrival number, which deadlines and queues use; rids: the live ones by name.
-    The queues, by arrival number: rowless (BOOTSTRAP, its peer has come, no metadata row yet), waiting (WAITING),
-    prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
-    in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
-    unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
-    stage; empty when chunks are to have one length.
+    The queues, by arrival number: rowless (its peer has come, no metadata row yet: BOOTSTRAP, or held), waiting
+    (WAITING), prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first).
+    Whoever is in none of them waits for somebody else, under a deadline. preempting: requests on their way back to
+    waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be held for a
+    peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing takes
+    each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
+    trace_log: what a recording notes, while there is one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -100,12 +105,15 @@ class State:
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.histograms = Histograms()
+        self.bubbles = Bubbles(config.stages, self.counters)
+        self.trace_log: TraceLog | None = None
         self.rate = PlanRate()
         self.ready = False
         self.costs: tuple[Cost, ...] = ()
         self.draining = False
         self.vocab_size = config.vocab_size
-        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache)
+        self.journal = CacheJournal(config.page_size) if config.kv_events else None
+        self.cache = self._empty_cache(config.kv_pages)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.records: dict[int, Request] = {}
         self.arrivals: dict[int, Request] = {}
@@ -121,6 +129,8 @@ class State:
         self.fetches: dict[tuple[str, str, int], Request] = {}
         self.preempting = 0
         self.unplanned = 0
+        self.unclaimed: dict[int, Request] = {}
+        self.held_pages = 0
         self.queue_requests = dict.fromkeys(QUEUES, 0)
         self.queue_tokens = dict.fromkeys(QUEUES, 0)
         self._serials = 0
@@ -135,7 +145,12 @@ class State:
 
     def new_cache(self, pages: int) -> None:
         """Start over with an empty pool: the one before is gone with its engine."""
-        self.cache = KvCache(pages, self.config.page_size, self.config.prefix_cache)
+        self.cache = self._empty_cache(pages)
+        if self.journal is not None:
+            self.journal.cleared()
+
+    def _empty_cache(self, pages: int) -> KvCache:
+        return KvCache(pages, self.config.page_size, self.config.prefix_cache, self.journal)
 
     def count(self, request: Request) -> None:
         """Count a new request in its phase."""
@@ -144,12 +159,37 @@ class State:
 
     def enter(self, request: Request, phase: Phase, now: float) -> None:
         """Move a request to another phase, and keep the counts and durations."""
-        left = request.phase
+        left, since = request.phase, request.since
         self.queue_requests[left] -= 1
         self.queue_tokens[left] -= request.prompt_tokens
         self.histograms.observe("phase_duration_seconds", request.enter(phase, now), (left.value,))
         if not request.ended:
             self.count(request)
+        if self.trace_log is not None:
+            self.trace_log.phase(request, left, since, now, self.peer_of(request))
+
+    def peer_of(self, request: Request) -> str:
+        """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""
+        if request.outgoing is None:
+            return request.submit.prefill or ""
+        peer = self.peers.get(request.outgoing.session)
+        return "" if peer is None else peer.name
+
+    @property
+    def max_held_pages(self) -> int:
+        """Pages that requests may take while they are held for a peer that has not come."""
+        return self.cache.total * self.config.hold_percent // 100
+
+    def hold(self, request: Request) -> None:
+        """Count a request as one to be held for a peer that has not come."""
+        self.unclaimed[request.arrival] = request
+        self.held_pages += self.cache.pages_for(request.prompt_tokens)
+
+    def unhold(self, request: Request) -> None:
+        """A peer has come for it, or it has ended."""
+        if self.unclaimed.pop(request.arrival, None) is not None:
+            self.held_pages -= self.cache.pages_for(request.prompt_tokens)
+        self.deadlines.clear(Timer.LEASE, request.arrival)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nobody."""

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from core.config import ServerConfig
+from server.api.debug import debug_routes
 from server.api.errors import install_handlers
 from server.api.middleware import Accounts, ApiKeys
 from server.api.native import native_routes
@@ -15,7 +16,12 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
     """The ASGI application over a service, which the caller starts and stops."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    for routes in (operation_routes(service), native_routes(service, config), openai_routes(service, config)):
+    for routes in (
+        operation_routes(service),
+        debug_routes(service),
+        native_routes(service, config),
+        openai_routes(service, config),
+    ):
         app.include_router(routes)
     app.add_middleware(ApiKeys, keys=config.api_keys)
     app.add_middleware(Accounts, metrics=service.metrics, clock=service.clock)

@@ -26,6 +26,14 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec("expected_requests", "gauge", "Requests whose KV is expected by wire."),
 )
 
+KV_EVENTS: tuple[MetricSpec, ...] = (
+    MetricSpec("kv_events_published_total", "counter", "Events of the prefix cache, by kind.", ("event",)),
+    MetricSpec("kv_event_blocks_total", "counter", "Pages named in events of the prefix cache.", ("event",)),
+    MetricSpec("kv_event_batches_total", "counter", "Batches of events published."),
+    MetricSpec("kv_event_batches_replayed_total", "counter", "Batches sent again to subscribers that asked."),
+    MetricSpec("kv_event_replays_total", "counter", "Requests for replay, by outcome.", ("outcome",)),
+)
+
 STAGES: tuple[MetricSpec, ...] = (
     MetricSpec("orders_total", "counter", "Orders sent to every stage since their group began."),
     MetricSpec(
@@ -56,4 +64,4 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("open_requests", "gauge", "Requests between submission and their end."),
 )
 
-CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *FRONT)
+CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *KV_EVENTS, *FRONT)

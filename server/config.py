@@ -12,13 +12,23 @@ from typing import Any
 
 import msgspec
 
-from core.config import Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from server.consistency import check
 from server.settings import BY_KEY, SETTINGS, Kind, Setting
 
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 PREFILL_API_KEY_VARIABLE = "HEADRACE_PREFILL_API_KEY"
+STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 _SIZE = re.compile(r"(\d+)\s*(b|kib|mib|gib|kb|mb|gb)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -80,6 +90,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         values["api-key"] = tuple(key.strip() for key in keys.split(",") if key.strip())
     if key := environ.get(PREFILL_API_KEY_VARIABLE, ""):
         values["prefill-api-key"] = key.strip()
+    if key := environ.get(STAGE_KEY_VARIABLE, ""):
+        values["stage-key"] = key.strip()
     for key, given in flags.items():
         if key in BY_KEY:
             values[key] = parse_value(BY_KEY[key], given, BY_KEY[key].flag)
@@ -210,7 +222,7 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
 
 def _build(values: Mapping[str, Any]) -> Config:
     """Distribute the values over the slices, and copy into the scheduler's slice what it shares with others."""
-    fields: dict[str, dict[str, Any]] = {"model": {}, "engine": {}, "scheduler": {}, "transfer": {}, "server": {}}
+    fields: dict[str, dict[str, Any]] = {setting.slice: {} for setting in SETTINGS}
     for key, value in values.items():
         setting = BY_KEY[key]
         fields[setting.slice][setting.field] = value
@@ -221,18 +233,21 @@ def _build(values: Mapping[str, Any]) -> Config:
             engine=EngineConfig(**fields["engine"]),
             scheduler=SchedulerConfig(**fields["scheduler"]),
             transfer=TransferConfig(**fields["transfer"]),
+            group=GroupConfig(**fields["group"]),
+            kv_events=KvEventsConfig(**fields["kv_events"]),
             server=ServerConfig(**{**fields["server"], "prefill": prefill}),
         )
     )
 
 
 def share(config: Config) -> Config:
-    """Fill the scheduler's copies of fields that belong to the model and engine slices."""
+    """Fill the scheduler's copies of fields that belong to other slices."""
     scheduler = msgspec.structs.replace(
         config.scheduler,
         page_size=config.engine.page_size,
         kv_pages=config.engine.kv_pages,
         max_model_len=config.model.max_model_len,
+        kv_events=config.kv_events.port != 0,
     )
     return msgspec.structs.replace(config, scheduler=scheduler)
 

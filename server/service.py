@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
-from core.clock import Clock, SystemClock
+from core.clock import Clock, SystemClock, wall_offset
 from core.config import Config
 from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
 from core.intake import Drain, EngineState, Progress, Shutdown, StageDown, StageLost, Tokens
@@ -19,6 +19,8 @@ from server.prefills import NO_PREFILL_SERVER, PrefillPool, PrefillServer
 from server.scheduler_client import SchedulerClient
 from server.tokenizer import Tokenizer, load_tokenizer
 from server.tokens import TokenService
+from server.trace_report import trace_json
+from server.tracer import Tracer
 from server.version import headrace_version
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Service:
         self.metrics = FrontMetrics()
         self.draining = False
         self._client = SchedulerClient(link, self.clock)
+        self._tracer = Tracer(self._client.post)
+        self._client.on_trace = self._tracer.take
         self._tokenizer = tokenizer
         self._tokens: TokenService | None = None
         self._generation: Generation | None = None
@@ -108,6 +112,17 @@ class Service:
     async def wait_ready(self) -> None:
         """Until the engine has loaded. A decode server may then still lack a prefill server."""
         await self._client.wait_for(lambda: self._client.engine is not None and self._client.engine.ready)
+
+    async def next_engine_news(self, told: str) -> str:
+        """Whether the stages are up, or why not, in words; waits until these are others than the ones told before."""
+        await self._client.wait_for(lambda: self._engine_news() not in ("", told))
+        return self._engine_news()
+
+    def _engine_news(self) -> str:
+        engine = self._client.engine
+        if engine is None:
+            return ""
+        return "all stages are up" if engine.ready else engine.reason
 
     @property
     def model_name(self) -> str:
@@ -198,6 +213,14 @@ class Service:
         ready = Sample("ready", float(self.not_ready() is None))
         mine = Stats((ready, Sample("open_requests", self.open_requests)))
         return [theirs, self.metrics.statistics(), mine]
+
+    async def trace(self, seconds: float) -> bytes:
+        """What this server does in the next seconds, in Chrome's trace event format. Raises HeadraceError (409, 503);
+        cancelling it ends the recording."""
+        recording = await self._tracer.record(seconds)
+        about = {"version": headrace_version(), "role": self.config.server.role, "model": self.model_name}
+        # Thousands of spans take a while to draw, and this loop has others to serve.
+        return await asyncio.to_thread(trace_json, recording, wall_offset(), about)
 
     def _timed(self, emit: Emit) -> Emit:
         """Note when the first token passes."""

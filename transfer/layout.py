@@ -6,9 +6,9 @@ each the C-contiguous bytes of [layers, 2, kv_heads, tokens in that page, head_d
 of the same layers and heads a frame of a full page is the page itself.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
@@ -18,8 +18,7 @@ from core.geometry import Geometry
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """Layers and heads of one pool, counted from its first ones."""
 
     layers: slice
@@ -29,8 +28,7 @@ class Box:
 WHOLE = Box(slice(None), slice(None))
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True):
     """A payload frame: slots [slot, slot + count) of the page-th page of the source's list."""
 
     page: int
@@ -38,8 +36,7 @@ class Frame:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """Slots [source_slot, source_slot + count) of the source_page-th page of the source's list, of the layers and heads
     in source, go to slots [slot, slot + count) of the page-th page of the destination's list, to those in destination.
     The payload frame that carries them has the number source_page."""

@@ -15,6 +15,7 @@ peer answers it or its connection ends: a peer that does not read gains nothing 
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -58,11 +59,13 @@ class OutChunk:
 
 @dataclass(slots=True, eq=False)
 class OutPart:
-    """What one lane gets of a chunk. handles: of the frames of all its transmissions."""
+    """What one lane gets of a chunk. handles: of the frames of all its transmissions. sent_at: when the last
+    of these was."""
 
     chunk: OutChunk
     payload_bytes: int
     handles: list[Handle] = field(default_factory=list)
+    sent_at: float = 0.0
 
     @property
     def owner(self) -> Outgoing:
@@ -87,9 +90,10 @@ class OutPart:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One stage of a peer. destination: its pool. part: the layers and heads of this stage that it takes. route: its
-    connection of the moment. checksum: whether chunks carry one."""
+    """One stage of a peer. stage: its number. destination: its pool. part: the layers and heads of this stage that
+    it takes. route: its connection of the moment. checksum: whether chunks carry one."""
 
+    stage: int
     destination: Geometry
     part: Geometry
     window_bytes: int
@@ -147,7 +151,7 @@ class Outbound:
         for stage, theirs in enumerate(order.geometries or (order.geometry,)):
             part = overlap(self._geometry, theirs)
             if part is not None:
-                lanes[stage] = Lane(theirs, part, order.window_bytes)
+                lanes[stage] = Lane(stage, theirs, part, order.window_bytes)
         self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, lanes)
 
     def drop(self, session: str) -> None:
@@ -182,6 +186,13 @@ class Outbound:
         lane.queue.extendleft(reversed([part for part in lane.in_flight.values() if part.owner.open]))
         lane.in_flight.clear()
         lane.unacked_bytes = 0
+
+    def in_flight(self) -> Iterator[tuple[Lane, OutPart]]:
+        """Parts that were sent and not answered."""
+        for session in self._sessions.values():
+            for lane in session.lanes.values():
+                for part in lane.in_flight.values():
+                    yield lane, part
 
     def enqueue(self, session: OutSession, order: Send, row: bytes) -> None:
         """Queue a chunk on every lane, unless its request has been cancelled or has failed: Cancel overtakes Sends that

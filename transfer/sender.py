@@ -7,6 +7,7 @@ so a page is in use until libzmq has let go of it. A MessageTracker has no file 
 next_deadline() asks for short re-checks, and only while an Acked or a Quiet waits for one.
 """
 
+from collections.abc import Iterator
 from typing import assert_never
 
 from core.arrays import packed_length, unpack
@@ -16,6 +17,7 @@ from core.errors import CANCELLED, PEER_GONE
 from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
+from core.trace import Buffer, Outcome, TransferTrace
 from transfer import checksum, messages, metadata, sockets
 from transfer.layout import PageStore, box_in, copies, frames_of, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
@@ -28,16 +30,25 @@ LAST_RECHECK_S = 0.02
 
 
 class Sender:
-    """A Port of StageEvents and SenderOrders. port: where peers attach. Raises ConfigError when it cannot bind."""
+    """A Port of StageEvents and SenderOrders. port: where peers attach. transfers: takes what was answered, while it is
+    on. Raises ConfigError when it cannot bind."""
 
     def __init__(
-        self, config: TransferConfig, *, stage: int, geometry: Geometry, store: PageStore, context: Context
+        self,
+        config: TransferConfig,
+        *,
+        stage: int,
+        geometry: Geometry,
+        store: PageStore,
+        context: Context,
+        transfers: Buffer[TransferTrace] | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
         self._geometry = geometry
         self._store = store
         self._outbound = Outbound(geometry)
+        self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
         self._counters = Counters()
         for name in ("bytes_sent_total", "chunks_sent_total"):
             self._counters.add(name, 0)
@@ -64,7 +75,7 @@ class Sender:
             frames = sockets.take(self._socket)
             if frames is None:
                 break
-            events += self._read(frames)
+            events += self._read(frames, now)
         return [*events, *self._settle(now)]
 
     def apply(self, command: SenderOrder, now: float) -> list[StageEvent]:
@@ -74,7 +85,7 @@ class Sender:
             case DropPeer():
                 self._outbound.drop(command.session)
             case Send():
-                return self._send(command)
+                return self._send(command, now)
             case Cancel():
                 self._outbound.cancel(command.request)
                 return self._settle(now)
@@ -101,7 +112,12 @@ class Sender:
         )
         return Stats(samples=(*gauges, *self._counters.snapshot()))
 
-    def _read(self, frames: list[bytes]) -> list[StageEvent]:
+    def unanswered(self, now: float) -> Iterator[TransferTrace]:
+        """What is on its way."""
+        for lane, part in self._outbound.in_flight():
+            yield _traced(lane, part, "open", now)
+
+    def _read(self, frames: list[bytes], now: float) -> list[StageEvent]:
         route, *body = frames
         try:
             if len(body) != 1 or len(body[0]) > messages.ANSWER_FRAME_BYTES:
@@ -111,7 +127,7 @@ class Sender:
             self._counters.add("malformed_frames_total", labels=("data",))
             return self._refuse(route, messages.BAD_MESSAGE, str(error))
         if isinstance(message, Attach):
-            return self._attach(route, message)
+            return self._attach(route, message, now)
         lane = self._outbound.lane_at(route)
         if lane is None:
             return self._refuse(route, messages.NO_SESSION, "this connection is not attached to a session")
@@ -120,9 +136,9 @@ class Sender:
                 self._say(route, Pong(number=message.number))
                 return []
             case Ack() | Nack():
-                return self._answer(lane, message)
+                return self._answer(lane, message, now)
 
-    def _attach(self, route: bytes, attach: Attach) -> list[StageEvent]:
+    def _attach(self, route: bytes, attach: Attach, now: float) -> list[StageEvent]:
         session = self._outbound.session(attach.session)
         if session is None:
             return self._refuse(route, messages.NO_SESSION, "no session of this name is admitted here")
@@ -135,20 +151,22 @@ class Sender:
         lane.checksum = self._config.checksum or attach.checksum != checksum.NONE
         self._outbound.attach(lane, route)
         self._say(route, Attached(stage=self._stage))
-        self._pump(lane)
+        self._pump(lane, now)
         return []
 
-    def _answer(self, lane: Lane, answer: Ack | Nack) -> list[StageEvent]:
+    def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
         events: list[StageEvent] = []
         if part is None:
             self._counters.add("stale_messages_total", labels=("ack",))
         elif isinstance(answer, Ack):
+            self._note(lane, part, "acknowledged", now)
             self._outbound.acked(part)
         else:
+            self._note(lane, part, "refused", now)
             self._counters.add("nacks_total", labels=(answer.code,))
             events = self._refused(part.owner.request, answer)
-        self._pump(lane)
+        self._pump(lane, now)
         return events
 
     def _refused(self, request: int, nack: Nack) -> list[StageEvent]:
@@ -158,7 +176,7 @@ class Sender:
             return self._fail(request, CANCELLED, "the peer has taken the ticket back")
         return self._fail(request, nack.code, nack.message)
 
-    def _send(self, order: Send) -> list[StageEvent]:
+    def _send(self, order: Send, now: float) -> list[StageEvent]:
         session = self._outbound.session(order.session)
         if session is None:
             return self._fail(order.request, PEER_GONE, "the peer's session has ended")
@@ -176,8 +194,12 @@ class Sender:
             return self._fail(order.request, messages.BAD_METADATA, str(error))
         self._outbound.enqueue(session, order, row)
         for lane in session.lanes.values():
-            self._pump(lane)
+            self._pump(lane, now)
         return []
+
+    def _note(self, lane: Lane, part: OutPart, outcome: Outcome, now: float) -> None:
+        if self._transfers.on:
+            self._transfers.add(_traced(lane, part, outcome, now))
 
     def _fail(self, request: int, code: str, message: str) -> list[StageEvent]:
         """Report a request's failure, once."""
@@ -185,9 +207,10 @@ class Sender:
             return []
         return [SendFailed(stage=self._stage, request=request, code=code, message=message)]
 
-    def _pump(self, lane: Lane) -> None:
+    def _pump(self, lane: Lane, now: float) -> None:
         """Put out what the window allows. One lane's pace never holds up another: nothing here waits."""
         while (part := self._outbound.next_part(lane)) is not None:
+            part.sent_at = now
             if not self._transmit(lane, part):
                 self._outbound.detach(lane)
 
@@ -239,3 +262,17 @@ class Sender:
     def _say(self, route: bytes, message: StageMessage) -> None:
         """Best effort: if the connection has closed, the peer asks again on the next one."""
         sockets.put(self._socket, (route, self._sent.encode(message)))
+
+
+def _traced(lane: Lane, part: OutPart, outcome: Outcome, now: float) -> TransferTrace:
+    order = part.chunk.order
+    return TransferTrace(
+        request=order.request,
+        ticket=order.ticket,
+        chunk=order.chunk,
+        peer_stage=lane.stage,
+        bytes=part.payload_bytes,
+        sent=part.sent_at,
+        ended=now,
+        outcome=outcome,
+    )

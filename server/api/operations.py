@@ -1,11 +1,16 @@
-"""GET /health, /ready, /metrics: open without a key, for orchestrators and Prometheus."""
+"""GET /health, /ready, /metrics: open without a key, for orchestrators and Prometheus; GET /kv_event_sources for
+routers, with the key."""
+
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from core.config import Config
 from core.errors import ErrorInfo
 from server.api.answers import json_response
 from server.api.errors import error_response
+from server.kv_events import endpoint
 from server.metrics import CONTENT_TYPE, render
 from server.service import Service
 
@@ -32,4 +37,29 @@ def operation_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         return Response(render(await service.stats()), media_type=CONTENT_TYPE)
 
+    @router.get("/kv_event_sources")
+    async def kv_event_sources() -> Response:
+        """Where routers can follow the prefix cache."""
+        return json_response(_kv_event_sources(service.config))
+
     return router
+
+
+def _kv_event_sources(config: Config) -> dict[str, Any]:
+    """By data-parallel rank, of which there is one, as vLLM 0.32 has it; nothing when no events are published."""
+    events = config.kv_events
+    if not events.port:
+        return {}
+    source = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint(events.host, events.port),
+        "replay_endpoint": endpoint(events.host, events.replay_port) if events.replay_port else None,
+        "buffer_steps": events.buffer,
+        "hwm": events.buffer,
+        "topic": events.topic,
+        "data_parallel_rank": 0,
+        "block_size": config.engine.page_size,
+        "block_hash": "headrace-kv-1",
+    }
+    return {"0": source}

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.clock import VirtualClock
+from core.config import KvEventsConfig
 from core.errors import ErrorInfo, HeadraceError
 from core.intake import Abort, Drain, EngineState, QueryStats, Shutdown, StageLost, Submit, Tokens
 from core.stats import Counters, Sample, Stats
@@ -205,3 +207,25 @@ def test_nobody_may_submit_to_a_service_that_has_not_started(tokenizer: Tokenize
             service.admit()
 
     asyncio.run(main())
+
+
+@in_loop
+async def test_where_routers_find_kv_events(tokenizer: Tokenizer) -> None:
+    """The shape that vLLM 0.32 answers with, by data-parallel rank; nothing when there are none."""
+    async with running(FakeLink(), tokenizer) as service, client(service) as http:
+        assert (await http.get("/kv_event_sources")).json() == {}
+        events = KvEventsConfig(host="0.0.0.0", port=5557, replay_port=5558, topic="kv", buffer=7)
+        service.config = msgspec.structs.replace(service.config, kv_events=events)
+        source = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "tcp://*:5557",
+            "replay_endpoint": "tcp://*:5558",
+            "buffer_steps": 7,
+            "hwm": 7,
+            "topic": "kv",
+            "data_parallel_rank": 0,
+            "block_size": service.config.engine.page_size,
+            "block_hash": "headrace-kv-1",
+        }
+        assert (await http.get("/kv_event_sources")).json() == {"0": source}

@@ -1,15 +1,14 @@
 """The desk's decisions, without a socket and with time by hand."""
 
-from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from core.arrays import pack
+from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.geometry import Geometry
@@ -17,19 +16,23 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
+    PrefillUp,
     TellCancelled,
     TellFailed,
     TellFinished,
 )
 from core.request import FirstToken, TokenLogprob
-from tests.transfer.ranks import sides
+from core.stats import Counters
 from transfer import messages, metadata
-from transfer.matching import Offer, check_geometries, check_welcome, make_hello
+from transfer.link import DeskLink
+from transfer.matching import Offer, check_welcome, make_hello
 from transfer.messages import (
     Cancel,
     Cancelled,
-    Component,
+    DeskMessage,
     Failed,
     Finished,
     Goodbye,
@@ -38,7 +41,6 @@ from transfer.messages import (
     Pong,
     Refuse,
     Reserve,
-    StageInfo,
     Welcome,
 )
 from transfer.sessions import RESTARTED, PeerBook
@@ -52,8 +54,6 @@ OFFER = Offer(
     data_ports=(7001,),
     max_model_len=4096,
 )
-HALF = replace(GEOMETRY, layers=2)
-DRAFT = Component("draft_kv", "float16", (2, 64))
 FIRST = FirstToken(token=7, prompt_tokens=40, cached_tokens=0, finish_reason="stop")
 
 
@@ -99,130 +99,6 @@ def test_a_fitting_hello_is_welcomed_with_what_both_keep_to() -> None:
         session=welcome.session, name="decode", geometry=replace(GEOMETRY, page_size=32), window_bytes=1000,
         geometries=(replace(GEOMETRY, page_size=32),),
     )  # fmt: skip
-
-
-MISMATCHES = [
-    ({"protocols": (2, 3)}, "protocol_mismatch", "1", "(2, 3)"),
-    ({"fingerprint": "model-2"}, "fingerprint_mismatch", "model-1", "model-2"),
-    ({"metadata_version": 9}, "metadata_version_mismatch", "1", "9"),
-    ({"metadata_bytes": 64}, "metadata_bytes_mismatch", "256", "64"),
-    ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
-    ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
-    ({"backends": ("nixl",)}, "backend_mismatch", "zmq", "nixl"),
-    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [2, 64] there"),
-    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5 there"),
-    (
-        {"geometries": (replace(HALF, layers=1), replace(HALF, layer_start=2))},
-        "split_mismatch",
-        "8 heads",
-        "6: layers 0 to 0 and heads 0 to 1 in stage 0",
-    ),
-    (
-        {"geometries": (GEOMETRY, HALF)},
-        "split_mismatch",
-        "each head of each layer once",
-        "layers 0 to 3 and heads 0 to 1 in stage 0; layers 0 to 1 and heads 0 to 1 in stage 1 there",
-    ),
-    (
-        {"geometries": (replace(HALF, layers=3), replace(HALF, layers=3, layer_start=1))},
-        "split_mismatch",
-        "once",
-        "layers 0 to 2",
-    ),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, layers=0))}, "layers_mismatch", "1 or more", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, layers=1))}, "layers_mismatch", "4", "3"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=1))}, "split_mismatch", "8 heads", "6: "),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=0))}, "kv_heads_mismatch", "1 or more", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=3))}, "kv_heads_mismatch", "2", "3 there"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, head_start=-1))}, "head_start_mismatch", "0", "-1 there"),
-    (
-        {"geometries": (HALF, replace(HALF, layer_start=2, page_size=8))},
-        "page_size_mismatch",
-        "one for all stages",
-        "[16, 8]",
-    ),
-    ({"geometries": (replace(GEOMETRY, dtype="bfloat16"),)}, "dtype_mismatch", "float32", "bfloat16"),
-    ({"geometries": (replace(GEOMETRY, kv_heads=1),)}, "kv_heads_mismatch", "2", "1"),
-    ({"geometries": (replace(GEOMETRY, head_start=3),)}, "head_start_mismatch", "0", "3"),
-    ({"geometries": (replace(GEOMETRY, head_dim=16),)}, "head_dim_mismatch", "8", "16"),
-    ({"geometries": (replace(GEOMETRY, layers=5),)}, "layers_mismatch", "4", "5"),
-    ({"geometries": (replace(GEOMETRY, layer_start=4),)}, "layer_start_mismatch", "0", "4"),
-    ({"geometries": (replace(GEOMETRY, page_size=0),)}, "page_size_mismatch", "1 to 65536", "0"),
-    ({"geometries": (replace(GEOMETRY, page_size=-4),)}, "page_size_mismatch", "1 to 65536", "-4"),
-]
-
-
-@given(st.data(), st.integers(1, 8), st.integers(1, 16))
-def test_layers_and_heads_may_be_split_in_any_way_and_order_on_the_two_sides(
-    data: st.DataObject, layers: int, heads: int
-) -> None:
-    ours, theirs = (tuple(data.draw(sides(layers, heads, page_size))) for page_size in (16, 5))
-    assert check_geometries(ours, theirs) is None
-    assert check_geometries(theirs, ours) is None
-
-
-@given(st.data(), st.integers(1, 8), st.integers(1, 16))
-def test_ranks_that_leave_a_gap_or_overlap_are_refused(data: st.DataObject, layers: int, heads: int) -> None:
-    ours, theirs = (data.draw(sides(layers, heads, page_size)) for page_size in (16, 5))
-    number = data.draw(st.integers(0, len(theirs) - 1))
-    field = data.draw(st.sampled_from(["layers", "kv_heads", "layer_start", "head_start"]))
-    changed = replace(theirs[number], **{field: asdict(theirs[number])[field] + data.draw(st.sampled_from([-1, 1]))})
-    for ranks in ([*theirs[:number], changed, *theirs[number + 1 :]], theirs[:number] + theirs[number + 1 :]):
-        owned = Counter(
-            (layer, head)
-            for rank in ranks
-            for layer in range(rank.layer_start, rank.layer_end)
-            for head in range(rank.head_start, rank.head_end)
-        )
-        assert owned != Counter(dict.fromkeys(product(range(layers), range(heads)), 1))
-        if ranks:
-            refuse = check_geometries(tuple(ours), tuple(ranks), replicas=True)
-            assert refuse is not None
-            assert " here, " in refuse.message
-
-
-def test_a_peer_may_repeat_heads_in_more_ranks_than_there_are_heads_and_a_prefill_server_may_not() -> None:
-    halves = tuple(replace(GEOMETRY, kv_heads=1, head_start=head) for head in (0, 0, 1, 1))
-    made = book()
-    [(_, welcome)] = made.receive(b"a", hello(geometries=halves), 0.0).replies
-    assert isinstance(welcome, Welcome)
-    assert check_welcome(hello(geometries=halves), welcome) is None
-    stages = tuple(StageInfo(rank, 7001 + rank, geometry) for rank, geometry in enumerate(halves))
-    refuse = check_welcome(hello(), replace(welcome, stages=stages))
-    assert refuse is not None
-    assert refuse.code == "split_mismatch"
-
-
-def test_a_welcome_that_names_components_is_refused() -> None:
-    [(_, welcome)] = book().receive(b"a", hello(), 0.0).replies
-    assert isinstance(welcome, Welcome)
-    refuse = check_welcome(hello(), replace(welcome, components=(DRAFT,)))
-    assert refuse is not None
-    assert (refuse.code, refuse.message) == (
-        "components_mismatch",
-        "components: none here, draft_kv float16 [2, 64] there",
-    )
-
-
-@pytest.mark.parametrize(("changes", "code", "ours", "theirs"), MISMATCHES)
-def test_a_mismatch_is_refused_at_the_hello_naming_both_values(
-    changes: dict[str, Any], code: str, ours: str, theirs: str
-) -> None:
-    """G6"""
-    made = book()
-    outcome = made.receive(b"a", hello(**changes), 0.0)
-    [(_, refuse)] = outcome.replies
-    assert isinstance(refuse, Refuse)
-    assert refuse.code == code
-    assert ours in refuse.message.split(" here, ")[0]
-    assert theirs in refuse.message.split(" here, ")[1]
-    assert (outcome.events, made.peers) == ([], 0)
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 17, 64])
-def test_page_sizes_may_differ(page_size: int) -> None:
-    made, _ = joined(geometries=(replace(GEOMETRY, page_size=page_size),))
-    assert made.peers == 1
 
 
 def test_the_peer_checks_the_welcome_in_the_same_way() -> None:
@@ -300,6 +176,32 @@ def test_a_reservation_outside_of_what_the_hello_said_fails_alone(changes: dict[
     assert made.open_tickets == 1
 
 
+def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_desk() -> None:
+    geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
+    offer = replace(
+        OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")
+    )
+    made = PeerBook(CONFIG, lambda: "0" * 32)
+    made.ready(offer)
+    [(_, welcome)] = made.receive(b"a", hello(), 0.0).replies
+    assert isinstance(welcome, Welcome)
+    link = DeskLink("p", "desk.local", hello, CONFIG, Counters())
+    link.tick(0.0)
+    [up] = link.receive(welcome, 0.0).events
+    assert isinstance(up, PrefillUp)
+    assert up.endpoints == ("tcp://desk.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
+
+
+@pytest.mark.parametrize("host", ["a b", "x;tcp://y", "[::1]", "/tmp/x", "*", "-a", ".", "a\n", "a" * 254])
+def test_a_data_host_that_is_none_is_refused(host: str) -> None:
+    welcome = book().receive(b"a", hello(), 0.0).replies[0][1]
+    assert isinstance(welcome, Welcome)
+    codec: Codec[DeskMessage] = Codec(DeskMessage)
+    stage = replace(welcome.stages[0], data_host=host)
+    with pytest.raises(DecodeError):
+        codec.decode(codec.encode(replace(welcome, stages=(stage,))))
+
+
 def test_quotas() -> None:
     """G7"""
     made, session = joined()
@@ -328,7 +230,10 @@ def test_a_ticket_that_has_not_ended_cannot_be_used_again() -> None:
 def test_cancelling_is_always_answered_once_per_question() -> None:
     made, session = joined()
     cancel = Cancel(ticket="t", generation=1, reason="client left")
-    assert made.receive(b"a", cancel, 0.0).replies == [(b"a", Cancelled(ticket="t", generation=1))]
+    answer = [(b"a", Cancelled(ticket="t", generation=1))]
+    released = PeerReleased(session=session, ticket="t", reason="client left")  # if it is held; the scheduler knows
+    assert made.receive(b"a", cancel, 0.0) == (answer, [released])
+    assert made.receive(b"a", cancel, 0.0) == (answer, [])  # a late one releases nothing of a later use
     made.receive(b"a", reserve(generation=2), 0.0)
     cancel = replace(cancel, generation=2)
     assert made.receive(b"a", cancel, 0.0).events == [
@@ -338,6 +243,24 @@ def test_cancelling_is_always_answered_once_per_question() -> None:
     told = made.tell(TellCancelled(session=session, ticket="t", generation=2))
     assert told.replies == [(b"a", Cancelled(ticket="t", generation=2))]
     assert made.receive(b"a", reserve(generation=2), 0.0).events == []  # a late one revives nothing
+
+
+def test_pings_carry_renewals_of_those_who_have_a_session() -> None:
+    made, session = joined()
+    outcome = made.receive(b"a", Ping(number=1, renew=("t", "u")), 0.0)
+    assert outcome == ([(b"a", Pong(number=1))], [PeerRenewed(session=session, tickets=("t", "u"))])
+    assert made.receive(b"a", Ping(number=2), 0.0).events == []
+    stranger = made.receive(b"b", Ping(number=1, renew=("t",)), 0.0)
+    assert stranger.events == []
+    assert isinstance(stranger.replies[0][1], Refuse)
+
+
+def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:
+    made, _ = joined()
+    for wait in (True, False):
+        [event] = made.receive(b"a", reserve(f"t-{wait}", wait=wait), 0.0).events
+        assert isinstance(event, PeerReserved)
+        assert event.wait is wait
 
 
 def test_failures_and_early_ends_reach_the_peer() -> None:
@@ -438,9 +361,10 @@ def test_every_ticket_use_that_was_reserved_is_reported_once_and_ends_once(steps
                 reserved.add(use)
         elif kind == "cancel":
             outcome = made.receive(b"a", Cancel(ticket=ticket, generation=generation), 0.0)
-            if outcome.events:
+            if any(isinstance(event, PeerCancelled) for event in outcome.events):
                 assert use in reserved - ended
             elif outcome.replies:
+                assert not outcome.events or use not in reserved | ended
                 ended.add(use)
         elif use in reserved - ended:
             error = ErrorInfo(code="x", message="y", status=500)
