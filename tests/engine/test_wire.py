@@ -27,6 +27,7 @@ from core.orders import (
     stage_identity,
 )
 from engine.meter import Meter
+from engine.recorder import Recorder
 from engine.wire import Outbox, StageWire
 from transfer.arrays import ArrayPageStore
 from transfer.receiver import Receiver
@@ -56,14 +57,17 @@ class Bench:
         transfer = TransferConfig()
         self.inbox: queue.Queue[OrderMessage] = queue.Queue()
         self.outbox = Outbox(context)
+        meter = Meter(STAGE, SystemClock())
         self.wire = StageWire(
             context=context,
             endpoint=ENDPOINT,
             stage=STAGE,
-            epoch=0,
+            identity=stage_identity(STAGE),
+            remote=False,
             sender=Sender(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
             receiver=Receiver(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
-            meter=Meter(STAGE),
+            meter=meter,
+            recorder=Recorder(STAGE, meter),
             inbox=self.inbox,
             outbox=self.outbox,
             clock=SystemClock(),

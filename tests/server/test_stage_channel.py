@@ -89,7 +89,7 @@ def test_a_silent_stage_is_named(context: "zmq.Context[Socket]") -> None:
 
 def test_a_stream_begins_when_all_stages_of_the_group_are_ready(context: "zmq.Context[Socket]") -> None:
     """Whatever the scheduler decided before it had heard of them all was meant for others, and goes to none."""
-    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
     old = [stage_socket(context, stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         say(socket, ready(stage, 0))
@@ -113,7 +113,7 @@ def test_a_stream_begins_when_all_stages_of_the_group_are_ready(context: "zmq.Co
 
 
 def test_a_heartbeat_tells_what_the_stream_was(context: "zmq.Context[Socket]") -> None:
-    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
     sockets = [stage_socket(context, stage, 0) for stage in (0, 1)]
     say(sockets[0], ready(0, 0))
     channel.receive(0.0)
