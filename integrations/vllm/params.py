@@ -87,7 +87,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool) -> Wish | None:
     """What kv_transfer_params asks for; None when they ask for nothing. beyond_tokens: its KV does not
-    follow from its token ids alone (a LoRA adapter, images), and no hash of them would tell."""
+    follow from its token ids alone (a LoRA adapter, images, embeddings), and no hash of them would tell."""
     if not params or not params.get("do_remote_prefill"):
         return None
     tokens = list(prompt or ())
@@ -103,7 +103,7 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond
         refusal = Refusal(BAD_PARAMS, "neither remote_host with remote_port nor remote_bootstrap_addr says where it is")
     if not tokens or beyond_tokens:
         refusal = Refusal(
-            "not_supported", "only prompts that are token ids and nothing else (LoRA, images) are fetched"
+            "not_supported", "only prompts that are token ids and nothing else (LoRA, images, embeddings) are fetched"
         )
     return Wish(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)
 

@@ -26,6 +26,7 @@ class RequestView(Protocol):
     kv_transfer_params: dict[str, Any] | None
     lora_request: Any
     mm_features: Any
+    prompt_embeds: Any
 
 
 class State(Enum):
@@ -64,7 +65,8 @@ class Planner:
 
     def added(self, request: RequestView) -> None:
         """A request has come in."""
-        beyond_tokens = request.lora_request is not None or bool(request.mm_features)
+        others = request.lora_request, request.prompt_embeds, request.mm_features or None
+        beyond_tokens = any(one is not None for one in others)
         wish = read_wish(request.kv_transfer_params, request.prompt_token_ids, beyond_tokens=beyond_tokens)
         if wish is None:
             return

@@ -27,6 +27,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default_factory=params)
     lora_request: Any = None
     mm_features: Any = field(default_factory=list)
+    prompt_embeds: Any = None
 
 
 def added(request: Request, planner: Planner | None = None) -> Planner:
@@ -156,7 +157,9 @@ def test_what_must_not_be_loaded_fails_as_vllm_is_configured(changes: dict[str, 
     assert rejected.message
 
 
-@pytest.mark.parametrize("changes", [{"lora_request": object()}, {"mm_features": ["an image"]}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"lora_request": object()}, {"mm_features": ["an image"]}, {"prompt_embeds": object()}], ids=str
+)
 def test_kv_that_does_not_follow_from_token_ids_is_not_loaded(changes: dict[str, Any]) -> None:
     request = Request(**changes)
     planner = added(request)
