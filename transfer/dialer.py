@@ -4,7 +4,10 @@ It owns the sockets; transfer/link.py decides when to speak. A connection is mad
 nothing queued for a server that died reaches the one that took its place.
 """
 
+import hashlib
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
@@ -96,11 +99,18 @@ class Dialer:
         if known is not None and known.endpoint == command.endpoint:
             return []
         events = self._hang_up(command.name, now) if known else []
-        link = DeskLink(
-            command.name, sockets.host_of(command.endpoint), lambda: self._hello, self._config, self._counters
-        )
+        name, host = command.name, sockets.host_of(command.endpoint)
+        link = DeskLink(name, host, lambda: self._hello_of(name), self._config, self._counters)
         line = self._lines[command.name] = _Line(command.endpoint, link)
         return [*events, *self._act(line, link.tick(now))]
+
+    def _hello_of(self, name: str) -> Hello | None:
+        """With an instance for each line: two names may lead to one desk, where the second hello of an instance would
+        end the session of the first."""
+        if self._hello is None:
+            return None
+        instance = hashlib.sha256(f"{self._hello.instance} {name}".encode()).hexdigest()[:32]
+        return replace(self._hello, instance=instance)
 
     def _hang_up(self, name: str, now: float) -> list[PeerEvent]:
         line = self._lines.pop(name, None)

@@ -46,6 +46,7 @@ class Vllm:
             "PYTHONPATH": str(Path(__file__).parent / "in_vllm"),
         }  # fmt: skip
         self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=env)
+        self._alone: dict[tuple[int, ...], str] = {}
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
     @property
@@ -64,9 +65,9 @@ class Vllm:
         raise AssertionError(f"vLLM is not ready within {READY_S:g} s:\n{self.log[-6000:]}")
 
     def complete(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
-        """Greedy, 24 tokens. A salt of its own keeps each call from what others have left in the prefix cache."""
+        """Greedy, 12 tokens. A salt of its own keeps each call from what others have left in the prefix cache."""
         body = {
-            "model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True,
+            "model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True,
             "cache_salt": os.urandom(8).hex(), **more,
         }  # fmt: skip
         if params is not None:
@@ -77,6 +78,13 @@ class Vllm:
         answer = self.complete(prompt, params, **more)
         assert answer.status_code == 200, f"{answer.text}\n{self.log[-4000:]}"
         return str(answer.json()["choices"][0]["text"])
+
+    def alone(self, prompt: list[int]) -> str:
+        """What vLLM says without a ticket; computed once for each prompt."""
+        key = tuple(prompt)
+        if key not in self._alone:
+            self._alone[key] = self.text(prompt)
+        return self._alone[key]
 
     def metric(self, name: str, label: str = "") -> float:
         """The sum of the samples of a metric whose labels contain this text."""

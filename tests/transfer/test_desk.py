@@ -123,6 +123,17 @@ def test_hello_reserve_and_the_three_ends_of_a_ticket(both: Both) -> None:
     assert both.loop.wait_for(both.dialer, TicketFinished).first == FIRST
 
 
+def test_two_names_of_one_desk_are_two_sessions_that_both_stand(both: Both) -> None:
+    """Else each hello would end the other's session, for ever."""
+    first = both.up.session
+    both.loop.apply(both.dialer, AskDial(name="q", endpoint=both.endpoint.replace("127.0.0.1", "localhost")))
+    both.loop.until(lambda: len(both.loop.of(both.dialer, PrefillUp)) == 2)
+    end = CLOCK.now() + 2 * CONFIG.peer_timeout_s
+    both.loop.until(lambda: CLOCK.now() >= end)
+    assert not both.loop.of(both.dialer, PrefillDown)
+    assert [up.session != first for up in both.loop.of(both.dialer, PrefillUp)] == [False, True]
+
+
 def test_pings_keep_a_quiet_session_alive(both: Both) -> None:
     session = both.up.session
     end = CLOCK.now() + 2 * CONFIG.peer_timeout_s
