@@ -22,11 +22,11 @@ from core import arrays
 from core.config import EngineConfig, ModelConfig
 from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams, TokenLogprob
-from engine.device import TORCH_DTYPES, available_memory, resolve_device, resolve_dtype
+from engine.device import available_memory, resolve_device, resolve_dtype
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.standin import END, parse_stand_in
-from engine.pool import KVPool
+from engine.pool import TORCH_DTYPES, KVPool
 from engine.runner import WARM_UP_REQUEST, Hidden
 from engine.sampling import Sampler, SampleRow
 

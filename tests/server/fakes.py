@@ -12,7 +12,6 @@ import msgspec
 import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from core.clock import Clock
 from core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
@@ -35,6 +34,7 @@ from core.intake import (
 from core.request import Handoff, Timing, TokenLogprob, Usage
 from core.stats import Stats
 from server.app import create_app
+from server.chat_template import ChatTemplate
 from server.service import Service
 from server.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def tiny_tokenizer() -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>", chat_template=TEMPLATE))
+    return Tokenizer(rust, (rust.token_to_id("<eos>"),), ChatTemplate(TEMPLATE, {"eos_token": "<eos>"}))
 
 
 Script = Callable[["FakeLink", Submit], Iterable[OutputMessage]]
