@@ -89,12 +89,19 @@ class FakeLink:
         self.stats = Stats()
         self.sent: list[IntakeMessage] = []
         self.closed = False
+        self.failed = False
         self._open: set[str] = set()
         self._draining = False
-        self._outputs: asyncio.Queue[OutputMessage] = asyncio.Queue()
+        self._take: Callable[[OutputMessage], None] | None = None
+        self._early: list[OutputMessage] = []
         self._news = asyncio.Event()
 
-    async def send(self, message: IntakeMessage) -> None:
+    def open(self, take: Callable[[OutputMessage], None]) -> None:
+        self._take = take
+        for message in ([] if self.state is None else [self.state]) + self._early:
+            self._deliver(message)
+
+    def send(self, message: IntakeMessage) -> None:
         self.sent.append(message)
         self._news.set()
         self._news = asyncio.Event()
@@ -112,25 +119,26 @@ class FakeLink:
                 self._draining = True
                 self._say_drained()
 
-    async def outputs(self) -> AsyncIterator[OutputMessage]:
-        if self.state is not None:
-            yield self.state
-        while True:
-            yield await self._outputs.get()
-
     def close(self) -> None:
         self.closed = True
 
     def say(self, message: OutputMessage) -> None:
         """Have the scheduler send this."""
-        self._outputs.put_nowait(message)
+        self._deliver(message)
         if isinstance(message, Finished | Failed):
             self._open.discard(message.rid)
             self._say_drained()
 
     def _say_drained(self) -> None:
         if self._draining and not self._open:
-            self._outputs.put_nowait(Drained())
+            self._deliver(Drained())
+
+    def _deliver(self, message: OutputMessage) -> None:
+        """In order, and in a later turn of the event loop, as over a socket."""
+        if self._take is None:
+            self._early.append(message)
+        else:
+            asyncio.get_running_loop().call_soon(self._take, message)
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Messages of this kind that came so far."""
