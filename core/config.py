@@ -36,8 +36,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     once. kv_events: report what the prefix cache gains and loses. pipeline_depth: plans in flight beyond one per
     stage. max_queued_tokens: prompt tokens not yet planned; above it requests get 429. bootstrap_timeout_s: a
     ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
-    stage_timeout_s: one plan.
-    start_timeout_s: stages that load.
+    stage_timeout_s: one plan. start_timeout_s: stages that load. hold_lease_s: how long a computed prompt is held for
+    a peer that neither comes nor renews; hold_limit_s: how long in all; hold_percent: of the pool's pages, what prompts
+    held for later may take.
     """
 
     page_size: int = 16
@@ -59,6 +60,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout_s: float = 10.0
     stage_timeout_s: float = 120.0
     start_timeout_s: float = 600.0
+    hold_lease_s: float = 30.0
+    hold_limit_s: float = 600.0
+    hold_percent: int = 50
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,16 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 64
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20
+
+
+class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who starts the stages. "local": this server, on this machine. "external": somebody else, anywhere; they join at
+    host:port (port 0 takes a free one) and show the key."""
+
+    start: Literal["local", "external"] = "local"
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str = ""
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +126,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
+    group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
     server: ServerConfig = ServerConfig()
 
@@ -120,9 +135,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage process is told at its start. endpoint: the scheduler's order socket.
 
     stages: how many there are. epoch: counts the starts of the group of stages, so that what a dead group has left
-    behind is not taken for the new one's. rendezvous: HOST:PORT where the stages of one start meet ("": as the
-    environment says). stage_timeout_s: longest wait for another stage. measure_tokens: chunk length around which to
-    measure the stage's speed before it is ready; 0 does not.
+    behind is not taken for the new one's. session: secret of the group's start where stages are not the server's own
+    processes, "" where they are. rendezvous: HOST:PORT where the stages of one start meet. rendezvous_hosted: somebody
+    else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage.
+    measure_tokens: chunk length around which to measure the stage's speed before it is ready; 0 does not.
     """
 
     stage: int
@@ -133,6 +149,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     stages: int = 1
     epoch: int = 0
+    session: str = ""
     rendezvous: str = ""
+    rendezvous_hosted: bool = False
     stage_timeout_s: float = 120.0
     measure_tokens: int = 0

@@ -55,4 +55,5 @@ DRAINING = "draining"  # 503
 NOT_READY = "not_ready"  # 503
 STAGE_FAILED = "stage_failed"  # 503
 CHECKSUM = "checksum_mismatch"  # 502
+LEASE_EXPIRED = "lease_expired"  # 504: nobody came for a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404

@@ -14,7 +14,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 class Submit(Intake, frozen=True, kw_only=True):
     """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
-    prefill server (entrance "wire"). deadline_s: seconds the client is willing to wait in all."""
+    prefill server (entrance "wire"). hold (exit "wire"): compute before a peer has come, and keep the KV for one under
+    a lease. deadline_s: seconds the client is willing to wait in all."""
 
     rid: str
     prompt: bytes
@@ -23,6 +24,7 @@ class Submit(Intake, frozen=True, kw_only=True):
     exit: Exit = "here"
     ticket: str | None = None
     prefill: str | None = None
+    hold: bool = False
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
@@ -89,12 +91,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class EngineState(Output, frozen=True, kw_only=True):
-    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for."""
+    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for. data: where the
+    stages' data sockets listen. kv_pages: of the smallest pool."""
 
     ready: bool
     reason: str = ""
     desk_port: int = 0
-    data_ports: tuple[int, ...] = ()
+    data: tuple[str, ...] = ()
+    kv_pages: int = 0
     instance: str = ""
     fingerprint: str = ""
 
@@ -138,6 +142,17 @@ class Tokens(Output, frozen=True, kw_only=True):
     rid: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Held(Output, frozen=True, kw_only=True):
+    """The prompt of a request with hold set is computed; Finished or Failed follows when its KV is fetched or let go.
+    lease_s: how long a peer has to come for it or renew it; 0 when one has come already."""
+
+    rid: str
+    lease_s: float
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class Finished(Output, frozen=True, kw_only=True):
@@ -194,6 +209,7 @@ OutputMessage = (
     | Reserved
     | Progress
     | Tokens
+    | Held
     | Finished
     | Failed
     | Drained

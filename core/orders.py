@@ -165,15 +165,16 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
-    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_port: where peers attach.
-    epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens take
-    here, where they were measured."""
+    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
+    attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
+    take here, where they were measured."""
 
     geometry: Geometry
     fingerprint: str
     data_port: int
     kv_pages: int
     vocab_size: int
+    data_host: str = ""
     epoch: int = 0
     cost: tuple[float, float, float] | None = None
 
@@ -314,6 +315,8 @@ StageMessage = (
 )
 
 
-def stage_identity(stage: int, epoch: int = 0) -> bytes:
-    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start."""
-    return b"stage-%d-%d" % (epoch, stage)
+def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:
+    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start. Where
+    others could reach the socket, the session keeps them from guessing it."""
+    name = f"stage-{epoch}-{stage}"
+    return (f"{name}-{session}" if session else name).encode()

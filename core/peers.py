@@ -35,7 +35,8 @@ class PeerGone(PeerEvent, frozen=True, kw_only=True):
 
 class PeerReserved(PeerEvent, frozen=True, kw_only=True):
     """Desk: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
-    cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row."""
+    cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row. wait: for a prompt that has not
+    come yet; otherwise that is a failure."""
 
     session: str
     ticket: str
@@ -44,6 +45,14 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
     cached_tokens: int
     pages: bytes
     row: int
+    wait: bool = True
+
+
+class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
+    """Desk: the peer will come for these tickets; their leases begin anew."""
+
+    session: str
+    tickets: tuple[str, ...]
 
 
 class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
@@ -52,6 +61,14 @@ class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
     session: str
     ticket: str
     generation: int
+    reason: str
+
+
+class PeerReleased(PeerEvent, frozen=True, kw_only=True):
+    """Desk: the peer cancels a ticket that it has not reserved. If it is held, nobody will come for it."""
+
+    session: str
+    ticket: str
     reason: str
 
 

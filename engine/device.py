@@ -28,6 +28,13 @@ def resolve_device(device: str) -> str:
     raise ConfigError(f"device {device!r} is not supported; supported are auto, cpu, cuda, cuda:N")
 
 
+def own_device(device: str, local_rank: int) -> str:
+    """The device of one of several processes on this machine. A launcher may also show each process its own only.
+    Raises ConfigError for a device this machine lacks."""
+    resolved = resolve_device(device)
+    return f"cuda:{local_rank % torch.cuda.device_count()}" if resolved == "cuda" else resolved
+
+
 def resolve_dtype(dtype: Dtype, device: str) -> ResolvedDtype:
     """ "auto" takes bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
     if dtype != "auto":

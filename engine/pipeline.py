@@ -10,6 +10,7 @@ queue behind hidden states; its result is waited for only when a later plan feed
 later). A plan whose rows feed no later one causes no broadcast.
 """
 
+import ipaddress
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.TCPStore, but typed here only
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but typed here only
 
+from core.config import StageConfig
 from core.orders import Forward, Row, Sampled
 from engine.runner import Hidden
 
@@ -43,29 +45,38 @@ class LinkBroken(Exception):
     """A neighbour is gone. The group cannot go on, and all of it is started again."""
 
 
-def join_group(stage: int, stages: int, device: torch.device, rendezvous: str, timeout_s: float) -> None:
-    """Meet the other stages at HOST:PORT, which stage 0 opens on that address alone; "" takes what the environment
-    says (MASTER_ADDR, MASTER_PORT). Raises LinkBroken when they do not come together."""
+def join_group(config: StageConfig, device: torch.device) -> None:
+    """Meet the other stages at the rendezvous. Raises LinkBroken when they do not come together."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=config.stage_timeout_s)
     try:
-        store = _store(rendezvous, stage, stages, timeout) if rendezvous else None
-        where = None if rendezvous else "env://"
-        dist.init_process_group(backend, init_method=where, store=store, rank=stage, world_size=stages, timeout=timeout)
+        # Whoever hosts the store may have hosted it for an earlier group, and what that one has left must not be read.
+        store = PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, timeout))
+        dist.init_process_group(backend, store=store, rank=config.stage, world_size=config.stages, timeout=timeout)
     except (RuntimeError, OSError) as error:
         raise LinkBroken(f"the stages did not find together: {error}") from error
 
 
-def _store(rendezvous: str, stage: int, stages: int, timeout: timedelta) -> TCPStore:
-    """Left to itself, a TCPStore listens on every interface: it is given a socket that does not."""
-    host, _, port = rendezvous.rpartition(":")
-    if stage:
-        return TCPStore(host, int(port), stages, timeout=timeout)
-    listener = socket.create_server((host, int(port)))
+def _store(config: StageConfig, timeout: timedelta) -> TCPStore:
+    """The store at HOST:PORT, which stage 0 opens unless somebody else does."""
+    host, _, port = config.rendezvous.rpartition(":")
+    host = host.strip("[]")
+    opens = config.stage == 0 and not config.rendezvous_hosted
     return TCPStore(
-        host, int(port), stages, is_master=True, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, int(port), config.stages, is_master=opens, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=_listen(host, int(port)) if opens else None,
     )  # fmt: skip
+
+
+def _listen(host: str, port: int) -> int | None:
+    """A listening socket for the store, which left to itself listens on every interface. None for a name: that may
+    mean another address on its own machine than on others."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return None
+    family = socket.AF_INET6 if version == 6 else socket.AF_INET
+    return socket.create_server((host, port), family=family).detach()
 
 
 class PipelineLinks:

@@ -15,7 +15,7 @@ import zmq
 from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
-from core.orders import Halt, OrderMessage, StageFailed, StageReady
+from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
 from core.process import die_with_parent
 from engine.layers import ranges
 from engine.loop import StageLoop
@@ -32,14 +32,14 @@ from transfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0  # for whoever ends a broken group, before a stage complains of it
+LAST_WORDS_S = 2.0
 
 
 def run(config: StageConfig) -> int:
-    """Load, announce readiness, compute. Returns the exit status."""
+    """Load, announce readiness, compute. Returns the exit status. Raises ConfigError, and LinkBroken when the stages do
+    not find together."""
     if config.stages > 1:
-        device = torch.device(config.model.device)
-        join_group(config.stage, config.stages, device, config.rendezvous, config.stage_timeout_s)
+        join_group(config, torch.device(config.model.device))
     runner = _runner(config)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -63,7 +63,8 @@ def run(config: StageConfig) -> int:
         context=context,
         endpoint=config.endpoint,
         stage=config.stage,
-        epoch=config.epoch,
+        identity=stage_identity(config.stage, config.epoch, config.session),
+        remote=bool(config.session),
         sender=sender,
         receiver=receiver,
         meter=meter,
@@ -77,6 +78,7 @@ def run(config: StageConfig) -> int:
             stage=config.stage,
             geometry=runner.geometry,
             fingerprint=runner.fingerprint,
+            data_host=config.transfer.host,
             data_port=sender.port,
             kv_pages=runner.pool.pages,
             vocab_size=runner.vocab_size,
@@ -85,7 +87,10 @@ def run(config: StageConfig) -> int:
         )
     )
     wire.start()
-    status = _compute(StageLoop(config.stage, runner, links, meter, inbox, outbox), config.stage, outbox)
+    # A stage on another machine is told by its membership, which notices an end a heartbeat later than a parent does.
+    patience_s = config.transfer.peer_timeout_s if config.session else LAST_WORDS_S
+    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
+    status = _compute(loop, config.stage, outbox, patience_s)
     wire.join(timeout=5)
     outbox.close_writer()
     return status
@@ -107,13 +112,14 @@ def _cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | N
     return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: Outbox) -> int:
-    """Run the loop to its end, and say why when that is no Halt. Returns the exit status."""
+def _compute(loop: StageLoop, stage: int, outbox: Outbox, patience_s: float) -> int:
+    """Run the loop to its end, and say why when that is no Halt. Returns the exit status. patience_s: for whoever
+    ends a broken group, before a stage complains of it."""
     try:
         loop.run()
         return 0
     except LinkBroken as error:
-        if loop.halts_within(LAST_WORDS_S):  # whoever watches the group knows better which stage was the first
+        if loop.halts_within(patience_s):  # whoever watches the group knows better which stage was the first
             return 0
         log.error("stage %d: a link to another stage has broken: %s", stage, error)
         outbox.post(StageFailed(stage=stage, message=f"a link to another stage has broken: {error}"))

@@ -42,7 +42,6 @@ from core.orders import (
     StageEvent,
     StageFailed,
     StageMessage,
-    stage_identity,
 )
 from core.ports import Port
 from core.stats import Stats, join
@@ -114,7 +113,8 @@ class StageWire(threading.Thread):
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         stage: int,
-        epoch: int,
+        identity: bytes,
+        remote: bool,
         sender: Sender,
         receiver: Receiver,
         meter: Meter,
@@ -125,8 +125,11 @@ class StageWire(threading.Thread):
     ) -> None:
         super().__init__(name="stage-wire", daemon=True)
         self._control = context.socket(zmq.DEALER)
-        self._control.routing_id = stage_identity(stage, epoch)
+        self._control.routing_id = identity
         self._control.set_hwm(0)
+        self._control.ipv6 = True
+        if remote:  # what is on a connection that breaks is lost, and a stage that missed an order must not go on
+            self._control.reconnect_ivl = -1
         self._control.linger = 1000
         self._control.connect(endpoint)
         self._stage = stage

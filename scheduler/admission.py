@@ -9,6 +9,7 @@ from scheduler.rendezvous import Rendezvous
 from scheduler.state import State
 
 MIN_RETRY_S = 0.05
+HOLD_RETRY_S = 1.0  # peers come within a moment, as a rule
 
 
 class Admission:
@@ -21,7 +22,7 @@ class Admission:
 
     def submit(self, submit: Submit, now: float) -> None:
         error = self._unavailable() or _malformed(submit) or self._in_use(submit) or self._misfit(submit)
-        error = error or self._overload(submit) or self._no_prefill(submit)
+        error = error or self._overload(submit) or self._no_prefill(submit) or self._held_too_many(submit)
         if error is not None:
             self._refuse(submit, error)
         else:
@@ -30,7 +31,8 @@ class Admission:
     def _admit(self, submit: Submit, now: float) -> None:
         state = self._state
         self._arrivals += 1
-        bootstrap = submit.exit == "wire"
+        by_wire = submit.exit == "wire"
+        bootstrap = by_wire and not self._held_for_later(submit)
         request = Request(
             submit=submit,
             arrival=self._arrivals,
@@ -45,12 +47,16 @@ class Admission:
         state.count(request)
         if submit.deadline_s is not None:
             state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
-        if bootstrap:
+        if by_wire:
             self._rendezvous.arrive(request, now)
             return
         state.waiting.push(request)
         if submit.entrance == "wire" and submit.prefill is not None:
             state.prefills[submit.prefill].requests[request.arrival] = request
+
+    def _held_for_later(self, submit: Submit) -> bool:
+        """To be computed before its peer comes."""
+        return submit.hold and submit.ticket not in self._state.tickets.early
 
     def _token_limit(self, submit: Submit) -> int:
         """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""
@@ -91,6 +97,9 @@ class Admission:
         if pages > state.cache.total:
             text = f"the prompt of {length} tokens needs {pages} KV pages; the pool has {state.cache.total}"
             return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
+        if submit.hold and pages > state.max_held_pages:
+            text = f"the prompt of {length} tokens needs {pages} KV pages; {state.max_held_pages} may be held for later"
+            return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
         ids = unpack(submit.prompt)
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or (state.vocab_size and highest >= state.vocab_size):
@@ -114,6 +123,14 @@ class Admission:
         retry = max(MIN_RETRY_S, round(state.rate.seconds_for(excess), 3))
         return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=retry)
 
+    def _held_too_many(self, submit: Submit) -> ErrorInfo | None:
+        state = self._state
+        pages, limit = state.cache.pages_for(packed_length(submit.prompt)), state.max_held_pages
+        if not self._held_for_later(submit) or state.held_pages + pages <= limit:
+            return None
+        text = f"{state.held_pages} KV pages are held for peers that have not come; {pages} more exceed {limit}"
+        return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=HOLD_RETRY_S)
+
     def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
         if submit.entrance != "wire":
             return None
@@ -136,6 +153,8 @@ def _malformed(submit: Submit) -> ErrorInfo | None:
         problem = ("max_tokens", f"max_tokens is {submit.sampling.max_tokens}; it has to be at least 1")
     elif "wire" in (submit.entrance, submit.exit) and not submit.ticket:
         problem = ("ticket", "a handoff needs a ticket")
+    elif submit.hold and submit.exit != "wire":
+        problem = ("hold", "only KV that leaves by wire can be held for a peer")
     elif submit.entrance == "wire" and submit.exit != "here":
         problem = ("exit", "a request whose KV comes by wire is decoded here")
     if problem is None:

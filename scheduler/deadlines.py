@@ -17,6 +17,7 @@ class Timer(IntEnum):
     REQUEST = 3  # what the client is willing to wait
     ANSWER = 4  # Cancel, Expect or Forget without its answer from every stage
     PLAN = 5  # plans in flight without any of them done
+    LEASE = 6  # a held ticket that no peer reserves or renews
 
 
 class Deadlines:
@@ -39,6 +40,10 @@ class Deadlines:
 
     def clear(self, timer: Timer, key: Key) -> None:
         self._at.pop((timer, key), None)
+
+    def active(self, timer: Timer, key: Key) -> bool:
+        """A deadline is set and has not come up."""
+        return (timer, key) in self._at
 
     def reset(self) -> None:
         """Clear all of them."""

@@ -17,6 +17,7 @@ from core.request import FirstToken
 from scheduler.deadlines import Timer
 from scheduler.record import Outgoing, Phase, Request
 from scheduler.state import State
+from scheduler.tickets import Ended
 
 
 class Endings:
@@ -138,20 +139,23 @@ class Endings:
             state.deadlines.clear(timer, request.arrival)
         if left is Phase.WAITING:
             state.waiting.remove(request)
+        state.unhold(request)
         state.rowless.pop(request.arrival, None)
         state.prefilling.pop(request.arrival, None)
         state.decoding.pop(request.arrival, None)
         if request.preempting:
             request.preempting = False
             state.preempting -= 1
-        self._leave_peers(request)
+        self._leave_peers(request, now)
 
-    def _leave_peers(self, request: Request) -> None:
+    def _leave_peers(self, request: Request, now: float) -> None:
         state = self._state
         submit, outgoing, incoming = request.submit, request.outgoing, request.incoming
         if submit.exit == "wire" and submit.ticket is not None:
             session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
-            state.tickets.end(submit.ticket, session, generation, request.error)
+            first = request.first if outgoing is None else None
+            until = now + state.config.hold_lease_s
+            state.tickets.end(submit.ticket, Ended(session, generation, request.error, first, until))
         if outgoing is not None and outgoing.session in state.peers:
             state.peers[outgoing.session].requests.pop(request.arrival, None)
         if submit.prefill is not None and submit.prefill in state.prefills:

@@ -1,6 +1,7 @@
 """What goes into the scheduler and what comes out of it."""
 
 from core.intake import IntakeMessage, OutputMessage
+from core.joining import Gathering
 from core.kv_events import KvEventMessage
 from core.orders import OrderMessage, StageMessage
 from core.peers import (
@@ -9,6 +10,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -17,9 +20,9 @@ from core.peers import (
     TicketFinished,
 )
 
-DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerCancelled
+DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
-Event = IntakeMessage | StageMessage | DeskEvent | DialerEvent
+Event = IntakeMessage | StageMessage | Gathering | DeskEvent | DialerEvent
 Effect = OrderMessage | DeskEffect | DialerEffect | OutputMessage | KvEventMessage
 
 

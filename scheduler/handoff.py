@@ -2,6 +2,7 @@
 
 Forward [0, 512)   Send [0, 512)   Forward [512, 1000)   (first token known)   Send [512, 1000) + metadata
                    └ page-aligned                                              └ unless that token ends the request
+A held request that is computed before its peer comes is sent then, in chunks of about the same size.
 """
 
 from core.arrays import pack
@@ -11,6 +12,7 @@ from core.orders import Acked, Sampled, Send, SendFailed
 from core.request import FirstToken
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
+from scheduler.holding import Holding
 from scheduler.record import Outgoing, Phase, Request
 from scheduler.state import Plan, State
 
@@ -20,14 +22,15 @@ COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
 class Handoff:
     """Sends what is computed, counts what has arrived, and ends the request when all of it has."""
 
-    def __init__(self, state: State, endings: Endings) -> None:
+    def __init__(self, state: State, endings: Endings, holding: Holding) -> None:
         self._state = state
         self._endings = endings
+        self._holding = holding
 
     def follow(self, plan: Plan, request: Request, end: int) -> None:
         """Tokens below end are computed once the plan is done: send the full pages among them."""
         outgoing = request.outgoing
-        if outgoing is None or request.max_tokens == 1 or end >= request.prompt_tokens:
+        if outgoing is None or request.row is None or request.max_tokens == 1 or end >= request.prompt_tokens:
             return  # the last chunk waits for the first token, and a sole token needs no KV at all
         aligned = end - end % self._state.config.page_size
         if aligned > outgoing.sent:
@@ -36,20 +39,26 @@ class Handoff:
 
     def first(self, plan: Plan, request: Request, sampled: Sampled, reason: str, now: float) -> None:
         """The plan has given the first token: send the rest, or end the request with that token."""
-        state = self._state
-        outgoing = request.outgoing
-        assert outgoing is not None, "a request leaves BOOTSTRAP with its peer"
-        first = request.first_token(sampled.token, sampled.logprob, reason)
+        request.first = request.first_token(sampled.token, sampled.logprob, reason)
+        request.computed_by = plan.seq
         if reason:
-            self._endings.complete(request, reason, now, first)
+            self._endings.complete(request, reason, now, request.first)
             return
-        state.enter(request, Phase.INFLIGHT, now)
-        if request.submit.progress:
-            total = request.prompt_tokens
-            state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
-        outgoing.final = True
-        self._send(request, outgoing, request.prompt_tokens, plan.seq, first)
-        self.reached(request, outgoing.chunks - 1, now)
+        self._state.enter(request, Phase.INFLIGHT, now)
+        if request.row is not None:
+            proceed = self.resume if request.submit.hold else self._finish
+            proceed(request, now)
+        if request.submit.hold:
+            self._holding.computed(request, now)
+
+    def resume(self, request: Request, now: float) -> None:
+        """A held request is computed, its peer has come, and a metadata row: send all that is left."""
+        outgoing = request.outgoing
+        assert outgoing is not None, "a row is given out with the peer"
+        size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)
+        while (end := outgoing.sent + length) < request.prompt_tokens:
+            self._send(request, outgoing, end - end % size, request.computed_by, None)
+        self._finish(request, now)
 
     def reached(self, request: Request, chunk: int, now: float) -> None:
         """The stages have come to this Send: from now on silence about it is the peer's."""
@@ -107,6 +116,17 @@ class Handoff:
             return
         text = f"the decode peer acknowledged nothing for {timeout:g} s"
         self._endings.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
+
+    def _finish(self, request: Request, now: float) -> None:
+        """Order the last chunk out, with the metadata row."""
+        outgoing = request.outgoing
+        assert outgoing is not None, "a row is given out with the peer"
+        if request.submit.progress:
+            total = request.prompt_tokens
+            self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
+        outgoing.final = True
+        self._send(request, outgoing, request.prompt_tokens, request.computed_by, request.first)
+        self.reached(request, outgoing.chunks - 1, now)
 
     def _watch(self, request: Request, outgoing: Outgoing) -> None:
         if outgoing.overdue:

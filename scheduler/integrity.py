@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from scheduler.deadlines import Timer
 from scheduler.record import Phase, Request
 from scheduler.state import State
 
@@ -44,6 +45,10 @@ def _counts(state: State) -> Iterator[str]:
     unplanned = sum(request.unplanned for request in state.records.values())
     if unplanned != state.unplanned:
         yield f"{state.unplanned} unplanned tokens counted, {unplanned} found"
+    unclaimed = {request.arrival: request for request in state.records.values() if request.unclaimed}
+    pages = sum(state.cache.pages_for(request.prompt_tokens) for request in unclaimed.values())
+    if (unclaimed, pages) != (state.unclaimed, state.held_pages):
+        yield f"{len(state.unclaimed)} held requests, {state.held_pages} pages counted; {len(unclaimed)}, {pages} found"
     preempting = sum(request.preempting for request in state.records.values())
     if preempting != state.preempting:
         yield f"{state.preempting} preemptions counted, {preempting} found"
@@ -58,14 +63,19 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} is {'still' if request.ended else 'not'} found by its id"
     if (request in state.waiting) != (phase is Phase.WAITING):
         yield f"{name} is {'' if request in state.waiting else 'not '}in the waiting queue"
-    if request.arrival in state.rowless and phase is not Phase.BOOTSTRAP:
+    if request.arrival in state.rowless and not (phase is Phase.BOOTSTRAP or request.submit.hold):
         yield f"{name} waits for a metadata row"
+    if (
+        phase is Phase.INFLIGHT
+        and request.outgoing is None
+        and not state.deadlines.active(Timer.LEASE, request.arrival)
+    ):
+        yield f"{name} is held without a lease"
     if request.arrival in state.prefilling and phase is not Phase.RUNNING:
         yield f"{name} is among the prefills"
     if request.arrival in state.decoding and phase not in (Phase.RUNNING, Phase.GENERATING):
         yield f"{name} is among the decoding"
-    queues = (state.rowless, state.prefilling, state.decoding)
-    if sum(request.arrival in queue for queue in queues) > 1:
+    if request.arrival in state.prefilling and request.arrival in state.decoding:
         yield f"{name} is in several queues"
     if phase in (Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING) and request.lease is None:
         yield f"{name} has no pages"

@@ -4,6 +4,7 @@ SUBMITTED ─► BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ─�
                           WAITING ─► RUNNING ──► GENERATING ─► DONE         (exit "here")
                           WAITING ─► FETCHING ─► GENERATING ─► DONE         (entrance "wire")
                              ▲────── preempted ──────┘
+                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (exit "wire", held for a later fetch)
 any of them ─► FAILED, which is absorbing and keeps the first reason
 """
 
@@ -23,7 +24,7 @@ class Phase(Enum):
     BOOTSTRAP = "bootstrap"  # a peer has to reserve pages, or a metadata row to come free
     WAITING = "waiting"  # may be started
     RUNNING = "running"  # some chunk planned, first token not known
-    INFLIGHT = "inflight"  # computed; not every stage's bytes acknowledged
+    INFLIGHT = "inflight"  # computed; held for a peer, or not every stage's bytes acknowledged
     FETCHING = "fetching"  # KV is coming from a prefill server
     GENERATING = "generating"  # decoding here
     DONE = "done"
@@ -96,7 +97,8 @@ class Request:
     target: tokens to prefill (all there were when it was last started). planned: positions [0, planned) are in some
     plan; computed: their plan is done. in_flight: plans in flight that contain it. sampled_here: the token at position
     planned is sampled by this pipeline. token_limit: prompt and generated tokens together. awaiting: stages that still
-    have to answer Cancel or Forget.
+    have to answer Cancel or Forget. first: what the metadata row is to say, once it is known. computed_by: number of
+    the plan that gave it. lease_limit: no renewal keeps a held request beyond this time.
     """
 
     submit: Submit
@@ -117,6 +119,9 @@ class Request:
     lease: Lease | None = None
     cached_tokens: int = 0
     row: int | None = None
+    first: FirstToken | None = None
+    computed_by: int = 0
+    lease_limit: float = 0.0
     outgoing: Outgoing | None = None
     incoming: Incoming | None = None
     awaiting: set[int] = field(default_factory=set)
@@ -156,6 +161,11 @@ class Request:
     def unplanned(self) -> int:
         """Tokens whose KV nobody has planned to compute or to fetch."""
         return 0 if self.ended else max(0, self.target - self.planned)
+
+    @property
+    def unclaimed(self) -> bool:
+        """To be held, or held, for a peer that has not come."""
+        return self.submit.hold and self.outgoing is None and not self.ended
 
     @property
     def salt(self) -> str:

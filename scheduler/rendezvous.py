@@ -1,22 +1,25 @@
 """The two halves of a ticket: the prompt from a client, the pages of a peer. Either may come first."""
 
 from core.arrays import packed_length, unpack
-from core.errors import DRAINING, NO_PEER, NOT_READY, PEER_GONE, QUEUE_FULL, TICKET_IN_USE, ErrorInfo
+from core.errors import DRAINING, LEASE_EXPIRED, NO_PEER, NOT_READY, PEER_GONE, QUEUE_FULL, TICKET_IN_USE, ErrorInfo
 from core.intake import Progress
 from core.orders import AdmitPeer, DropPeer
-from core.peers import PeerCancelled, PeerGone, PeerJoined, PeerReserved, TellCancelled, TellFailed
+from core.peers import PeerCancelled, PeerGone, PeerJoined, PeerReserved, TellCancelled, TellFailed, TellFinished
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
+from scheduler.handoff import Handoff
 from scheduler.record import Outgoing, Phase, Request
 from scheduler.state import Peer, State
+from scheduler.tickets import Ended
 
 
 class Rendezvous:
     """Peers, their reservations, and the BOOTSTRAP phase."""
 
-    def __init__(self, state: State, endings: Endings) -> None:
+    def __init__(self, state: State, endings: Endings, handoff: Handoff) -> None:
         self._state = state
         self._endings = endings
+        self._handoff = handoff
 
     def joined(self, event: PeerJoined, now: float) -> None:
         peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries)
@@ -45,23 +48,26 @@ class Rendezvous:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 
     def arrive(self, request: Request, now: float) -> None:
-        """A request that leaves by wire: join it with its reservation, or wait for one."""
+        """Join a request that leaves by wire with its reservation, or wait. A held one is computed meanwhile."""
         state = self._state
         ticket = request.submit.ticket
         assert ticket is not None, "admission has seen to it"
         state.tickets.claim(ticket, request)
         early = state.tickets.early.get(ticket)
-        if early is None:
+        if early is not None:
+            self._drop_early(ticket)
+            self._match(request, early, now)
+        elif request.submit.hold:
+            state.hold(request)
+            state.waiting.push(request)
+        else:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
-            return
-        self._drop_early(ticket)
-        self._match(request, early, now)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:
         """The ticket's request was not admitted: its peer hears of it, now or when it comes."""
         early = self._state.tickets.early.get(ticket)
         if early is None:
-            self._state.tickets.end(ticket, None, 0, error)
+            self._state.tickets.end(ticket, Ended(None, 0, error))
         else:
             self._fail_early(early, error)
 
@@ -80,11 +86,13 @@ class Rendezvous:
         request = tickets.holder(event.ticket)
         if request is not None:
             self._match(request, event, now)
-        elif (error := tickets.unheard_failure(event.ticket)) is not None:
-            self._fail_early(event, error)
+        elif (ended := tickets.unheard(event.ticket)) is not None:
+            self._tell_ended(event, ended, now)
         elif state.draining or not state.ready:
             code = DRAINING if state.draining else NOT_READY
             self._tell_failed(event, code, f"the server is {code.replace('_', ' ')}", 503)
+        elif not event.wait:
+            self._tell_failed(event, "unknown_ticket", f"no prompt with ticket {event.ticket} is here", 404)
         elif tickets.full:
             self._tell_failed(event, QUEUE_FULL, "too many reservations wait for their prompts", 429)
         else:
@@ -121,16 +129,21 @@ class Rendezvous:
             self._fail_early(early, error)
 
     def promote(self, now: float) -> None:
-        """Give metadata rows to those whose peer has come, in that order, and let them wait for a plan."""
+        """Give metadata rows to those whose peer has come, in that order, and let them wait for a plan. Held requests
+        have been there, and are sent if they are computed."""
         state = self._state
         while state.rowless and state.metadata_rows.free:
             request = state.rowless.pop(next(iter(state.rowless)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
-            state.enter(request, Phase.WAITING, now)
-            state.waiting.push(request)
+            if request.phase is Phase.INFLIGHT:
+                self._handoff.resume(request, now)
+                continue
+            if request.phase is Phase.BOOTSTRAP:
+                state.enter(request, Phase.WAITING, now)
+                state.waiting.push(request)
             if request.submit.progress:
                 total = request.prompt_tokens
-                state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=0, total=total))
+                state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         state = self._state
@@ -149,6 +162,7 @@ class Rendezvous:
         peer.requests[request.arrival] = request
         state.tickets.match(outgoing.key, request)
         state.deadlines.clear(Timer.BOOTSTRAP, request.arrival)
+        state.unhold(request)
         problem = _mismatch(request, event, page_size)
         if problem:
             self._endings.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
@@ -170,8 +184,20 @@ class Rendezvous:
     def _fail_early(self, early: PeerReserved, error: ErrorInfo) -> None:
         """The ticket has failed for this peer, for good: a later use needs a later generation."""
         self._drop_early(early.ticket)
-        self._state.tickets.end(early.ticket, early.session, early.generation, error)
+        self._state.tickets.end(early.ticket, Ended(early.session, early.generation, error))
         self._tell_failed(early, error.code, error.message, error.status)
+
+    def _tell_ended(self, event: PeerReserved, ended: Ended, now: float) -> None:
+        """The request has ended with nobody there to hear of it."""
+        if ended.error is not None:
+            self._fail_early(event, ended.error)
+        elif ended.first is not None and now < ended.until:
+            session, ticket, generation = event.session, event.ticket, event.generation
+            self._state.tickets.end(ticket, Ended(session, generation, None))
+            self._state.out.add(TellFinished(session=session, ticket=ticket, generation=generation, first=ended.first))
+        else:
+            text = f"ticket {event.ticket} has ended with its first token, which is not kept any more"
+            self._fail_early(event, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504))
 
     def _drop_early(self, ticket: str) -> None:
         self._state.tickets.early.pop(ticket, None)

@@ -23,6 +23,7 @@ from core.intake import (
     StatsReply,
     Submit,
 )
+from core.joining import Gathering
 from core.orders import (
     Acked,
     Arrived,
@@ -43,6 +44,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -59,6 +62,7 @@ from scheduler.events import Effect, Event
 from scheduler.fetch import Fetch
 from scheduler.generate import Generate
 from scheduler.handoff import Handoff
+from scheduler.holding import Holding
 from scheduler.planner import Planner
 from scheduler.rendezvous import Rendezvous
 from scheduler.stages import Stages
@@ -79,9 +83,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._state = State(config)
         self._endings = Endings(self._state)
-        self._rendezvous = Rendezvous(self._state, self._endings)
+        self._holding = Holding(self._state, self._endings)
+        self._handoff = Handoff(self._state, self._endings, self._holding)
+        self._rendezvous = Rendezvous(self._state, self._endings, self._handoff)
         self._admission = Admission(self._state, self._rendezvous)
-        self._handoff = Handoff(self._state, self._endings)
         self._generate = Generate(self._state, self._endings, self._handoff)
         self._fetch = Fetch(self._state, self._endings, self._generate)
         self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
@@ -146,6 +151,10 @@ class Scheduler:
                 self._fetch.fetch_failed(event, now)
             case PeerReserved():
                 self._rendezvous.reserved(event, now)
+            case PeerRenewed():
+                self._holding.renewed(event, now)
+            case PeerReleased():
+                self._holding.released(event, now)
             case PeerCancelled():
                 self._rendezvous.cancelled(event, now)
             case PeerJoined():
@@ -171,6 +180,8 @@ class Scheduler:
                     self._rendezvous.introduce()
                     self._fetch.introduce()
                     self._tracing.introduce()
+            case Gathering():
+                self._stages.gathering(event)
             case StageFailed() | StageLost():
                 self._stages.failed(event.stage, event.message, now)
             case QueryStats():
@@ -184,7 +195,7 @@ class Scheduler:
             case Recorded():
                 self._tracing.recorded(event)
             case Drain():
-                self._drain()
+                self._drain(now)
             case Shutdown():
                 self._shutdown(now)
             case StageBeat() | TicketCancelled():
@@ -221,12 +232,13 @@ class Scheduler:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._endings.fail(request, error, now)
 
-    def _drain(self) -> None:
+    def _drain(self, now: float) -> None:
+        """Requests that only a lease keeps are not waited for."""
+        error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         self._state.draining = True
         self._stages.announce("draining")
-        self._rendezvous.drop_reservations(
-            ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
-        )
+        self._rendezvous.drop_reservations(error)
+        self._holding.drop_all(error, now)
 
     def _shutdown(self, now: float) -> None:
         state = self._state
@@ -252,6 +264,8 @@ class Scheduler:
                 self._rendezvous.request_timed_out(request, now)
             case Timer.TRANSFER:
                 self._handoff.timed_out(request, now)
+            case Timer.LEASE:
+                self._holding.expired(request, now)
             case Timer.ANSWER:
                 self._stages.answer_timed_out(request, now)
             case _:

@@ -9,6 +9,8 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -70,6 +72,17 @@ class Link:
         self._to_prefill.put(lambda: self._prefill.handle(gone))
         self._to_decode.put(lambda: self._decode.handle(down))
         self._world.after(0.05, self.connect)
+
+    def renew(self, ticket: str) -> None:
+        """A heartbeat names the ticket."""
+        if self.session is not None:
+            self._send(self._to_prefill, self._prefill, PeerRenewed(session=self.session, tickets=(ticket,)))
+
+    def release(self, ticket: str) -> None:
+        """The peer lets a ticket go that it has not reserved."""
+        if self.session is not None:
+            event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
+            self._send(self._to_prefill, self._prefill, event)
 
     def _from_dialer(self, effect: Effect) -> None:
         match effect:

@@ -29,7 +29,8 @@ class Scenario:
     """What to simulate. Probabilities are per request, those of lost_peer and crash per run.
 
     cancel: the client goes away at some point. stall: a chunk never arrives. abandon: the prompt is never posted to
-    the prefill server. lost_peer: the connection breaks. crash: a stage dies; engines come up again.
+    the prefill server. hold: the prompt is held there first, and fetched later. lost_peer: the connection breaks.
+    crash: a stage dies; engines come up again.
     """
 
     seed: int
@@ -40,6 +41,7 @@ class Scenario:
     cancel: float = 0.3
     stall: float = 0.0
     abandon: float = 0.05
+    hold: float = 0.3
     lost_peer: float = 0.2
     crash: float = 0.05
 
@@ -105,6 +107,9 @@ class Simulation:
             bootstrap_timeout_s=1.0,
             transfer_timeout_s=0.5,
             stage_timeout_s=60.0,
+            hold_lease_s=0.1,
+            hold_limit_s=0.4,
+            hold_percent=rng.choice([30, 100]),
         )
         tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
@@ -134,7 +139,10 @@ class Simulation:
             progress=rng.random() < 0.5,
         )
         client = Client(submit, prompt)
-        self._server.submit(client)
+        if pair and rng.random() < self._scenario.hold:
+            self._post(client, hold=True)
+        else:
+            self._server.submit(client)
         if rng.random() < self._scenario.cancel:
             finish = rng.random() < 0.3
             self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
@@ -152,13 +160,39 @@ class Simulation:
         client.finished_early = finish
         self._server.intake(Abort(rid=client.submit.rid, finish=finish))
 
-    def _post(self, client: Client) -> None:
-        """The decode server's front end sends the prompt to the prefill server, once."""
+    def _post(self, client: Client, hold: bool = False) -> None:
+        """The decode server's front end (to have it held: a router) sends the prompt to the prefill server, once."""
         prefill, submit = self._prefill, client.submit
         if prefill is None or submit.rid in prefill.clients:
             return
-        there = msgspec.structs.replace(submit, entrance="compute", exit="wire", prefill=None)
-        self._world.after(0.002, lambda: self._posted(prefill, Client(there, client.prompt)))
+        there = msgspec.structs.replace(submit, entrance="compute", exit="wire", prefill=None, hold=hold)
+        posted = Client(there, client.prompt)
+        self._world.after(0.002, lambda: self._posted(prefill, posted))
+        if hold:
+            self._follow_hold(client)
+
+    def _follow_hold(self, client: Client) -> None:
+        """The ticket of a held prompt is fetched early or late, kept alive meanwhile or let go; some are forgotten."""
+        rng, world = self._random, self._world
+        ticket = client.submit.ticket or ""
+        for _ in range(rng.choice([0, 0, 1, 6])):
+            world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
+        fate = rng.random()
+        if fate < 0.7:
+            world.after(rng.choice([0.001, 0.02, 0.1, 0.5]), lambda: self._server.submit(client))
+        elif fate < 0.8:
+            world.after(0.05, lambda: self._release(ticket))
+        elif fate < 0.9 and self._prefill is not None:
+            prefill, rid = self._prefill, client.submit.rid
+            world.after(0.05, lambda: prefill.intake(Abort(rid=rid)))
+
+    def _renew(self, ticket: str) -> None:
+        if self._link is not None:
+            self._link.renew(ticket)
+
+    def _release(self, ticket: str) -> None:
+        if self._link is not None:
+            self._link.release(ticket)
 
     def _posted(self, prefill: Server, client: Client) -> None:
         if client.submit.rid not in prefill.clients:

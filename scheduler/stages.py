@@ -2,6 +2,7 @@
 
 from core.errors import STAGE_FAILED, ErrorInfo
 from core.intake import EngineState, StageDown
+from core.joining import Gathering
 from core.orders import PlanDone, StageReady
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
@@ -42,6 +43,12 @@ class Stages:
             self.announce(f"stage {event.stage} has pages of {page_size} tokens; expected are {expected}")
             return False
         self._up[event.stage] = event
+        if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
+            text = (
+                f"its model is another one than that of stage {other.stage}: {event.fingerprint}, {other.fingerprint}"
+            )
+            self.failed(event.stage, text, now)
+            return False
         if len(self._up) < state.config.stages:
             return False
         sizes = [stage.kv_pages for stage in self._up.values()]
@@ -52,6 +59,11 @@ class Stages:
         state.ready = True
         self.announce("draining" if state.draining else "")
         return True
+
+    def gathering(self, event: Gathering) -> None:
+        """Stages that others start are on their way; while they are not up, that is why we do not serve."""
+        if not self._state.ready:
+            self.announce(event.message)
 
     def done(self, event: PlanDone, now: float) -> None:
         """A stage has computed a plan; with the last stage, it is done."""

@@ -8,7 +8,7 @@ from core.geometry import Geometry
 from core.stats import Counters, Histograms
 from scheduler.bubbles import Bubbles
 from scheduler.chunking import Cost
-from scheduler.deadlines import Deadlines
+from scheduler.deadlines import Deadlines, Timer
 from scheduler.events import Outbox
 from scheduler.journal import CacheJournal
 from scheduler.lease import KvCache
@@ -90,11 +90,12 @@ class State:
 
     records: every request until its pages are back, by the serial that stages know; arrivals: the same by their
     arrival number, which deadlines and queues use; rids: the live ones by name.
-    The queues, by arrival number: rowless (BOOTSTRAP, its peer has come, no metadata row yet), waiting (WAITING),
-    prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first). Whoever is
-    in none of them waits for somebody else, under a deadline. preempting: requests on their way back to waiting.
-    unplanned: prompt tokens admitted and not yet planned. ready: every stage is up. costs: what computing takes each
-    stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
+    The queues, by arrival number: rowless (its peer has come, no metadata row yet: BOOTSTRAP, or held), waiting
+    (WAITING), prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first).
+    Whoever is in none of them waits for somebody else, under a deadline. preempting: requests on their way back to
+    waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be held for a
+    peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing takes
+    each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
     trace_log: what a recording notes, while there is one.
     """
 
@@ -128,6 +129,8 @@ class State:
         self.fetches: dict[tuple[str, str, int], Request] = {}
         self.preempting = 0
         self.unplanned = 0
+        self.unclaimed: dict[int, Request] = {}
+        self.held_pages = 0
         self.queue_requests = dict.fromkeys(QUEUES, 0)
         self.queue_tokens = dict.fromkeys(QUEUES, 0)
         self._serials = 0
@@ -171,6 +174,22 @@ class State:
             return request.submit.prefill or ""
         peer = self.peers.get(request.outgoing.session)
         return "" if peer is None else peer.name
+
+    @property
+    def max_held_pages(self) -> int:
+        """Pages that requests may take while they are held for a peer that has not come."""
+        return self.cache.total * self.config.hold_percent // 100
+
+    def hold(self, request: Request) -> None:
+        """Count a request as one to be held for a peer that has not come."""
+        self.unclaimed[request.arrival] = request
+        self.held_pages += self.cache.pages_for(request.prompt_tokens)
+
+    def unhold(self, request: Request) -> None:
+        """A peer has come for it, or it has ended."""
+        if self.unclaimed.pop(request.arrival, None) is not None:
+            self.held_pages -= self.cache.pages_for(request.prompt_tokens)
+        self.deadlines.clear(Timer.LEASE, request.arrival)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nobody."""

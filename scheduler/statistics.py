@@ -21,6 +21,8 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("kv_pages", state.cache.free, ("free",))
     yield Sample("kv_pages", state.cache.cached, ("cached",))
     yield Sample("kv_pages", state.cache.leased, ("leased",))
+    yield Sample("held_requests", len(state.unclaimed))
+    yield Sample("held_pages", state.held_pages)
     yield Sample("plans_in_flight", len(state.plans))
     yield Sample("reservations_waiting", len(state.tickets.early))
     yield Sample("peers", len(state.peers))

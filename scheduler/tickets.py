@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from core.errors import ErrorInfo
 from core.peers import PeerReserved
+from core.request import FirstToken
 from scheduler.record import Request
 
 Key = tuple[str, str, int]  # session, ticket, generation
@@ -12,11 +13,14 @@ Key = tuple[str, str, int]  # session, ticket, generation
 
 @dataclass(slots=True)
 class Ended:
-    """How a ticket's last use ended. session is None while no peer has come for it; error None: it went well."""
+    """How a ticket's last use ended. session is None while no peer has come for it; error None: it went well.
+    first: of a held request that its first token ended; a peer may come to hear of it until that time."""
 
     session: str | None
     generation: int
     error: ErrorInfo | None
+    first: FirstToken | None = None
+    until: float = 0.0
 
 
 class Tickets:
@@ -41,7 +45,7 @@ class Tickets:
         return self._active.get(ticket)
 
     def claim(self, ticket: str, request: Request) -> None:
-        """A new use begins. A failure that no peer came to hear of is forgotten."""
+        """A new use begins. An end that no peer came to hear of is forgotten."""
         self._active[ticket] = request
         ended = self._ended.get(ticket)
         if ended is not None and ended.session is None:
@@ -58,11 +62,11 @@ class Tickets:
     def forget(self, key: Key) -> None:
         self._handoffs.pop(key, None)
 
-    def end(self, ticket: str, session: str | None, generation: int, error: ErrorInfo | None) -> None:
+    def end(self, ticket: str, ended: Ended) -> None:
         """The use is over; the ticket may be used again."""
         self._active.pop(ticket, None)
         self._ended.pop(ticket, None)
-        self._ended[ticket] = Ended(session, generation, error)
+        self._ended[ticket] = ended
         while len(self._ended) > self._limit:
             self._ended.popitem(last=False)
 
@@ -83,10 +87,10 @@ class Tickets:
         request = self._active.get(ticket)
         return ticket in self.early or (request is not None and request.outgoing is not None)
 
-    def unheard_failure(self, ticket: str) -> ErrorInfo | None:
-        """Why the ticket's request failed before any peer came for it."""
+    def unheard(self, ticket: str) -> Ended | None:
+        """How the ticket's request ended before any peer came for it."""
         ended = self._ended.get(ticket)
-        return ended.error if ended is not None and ended.session is None else None
+        return ended if ended is not None and ended.session is None else None
 
     @property
     def active(self) -> int:

@@ -1,21 +1,28 @@
 """The scheduler's ends of the channels to the front end and to the stages (ZMQ over local sockets, msgpack)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from core.codec import Codec
-from core.intake import EngineState, IntakeMessage, OutputMessage, StageLost, StatsReply
+from core.errors import ConfigError
+from core.intake import EngineState, IntakeMessage, OutputMessage, StageDown, StageLost, StatsReply
+from core.joining import Gathering
 from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
 from core.stats import Stats, join
+from server.gate import Gate
 
 log = logging.getLogger(__name__)
 
 BATCH = 256  # messages taken in one pass, so that one busy channel cannot starve the others
+MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
 HIGH_WATER = 100_000  # both ends are ours and bounded by credits; reaching this means the other end is dead
+
+
+ChannelEvent = StageMessage | Gathering
 
 
 class StatsSource(Protocol):
@@ -26,7 +33,8 @@ class StatsSource(Protocol):
 
 class FrontChannel:
     """PAIR socket to the front end. Completes EngineState with who and where we are, StatsReply with the counters
-    of the other ports; turns the supervisor's StageLost into the event that a silent stage causes too."""
+    of the other ports; turns the supervisor's StageLost into the event that a silent stage causes too.
+    on_stage_down: who else has to hear of it."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, desk_port: int, instance: str) -> None:
         self._socket = context.socket(zmq.PAIR)
@@ -36,26 +44,33 @@ class FrontChannel:
         self._desk_port = desk_port
         self._instance = instance
         self.stages: tuple[StageReady, ...] = ()
+        self.on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]] = lambda _down: ()
         self._in: Codec[IntakeMessage] = Codec(IntakeMessage)
         self._out: Codec[OutputMessage] = Codec(OutputMessage)
         self.more_stats: list[StatsSource] = []
+        self._early: list[bytes] | None = []  # said before the front end was heard, and may have been connected
 
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
         return (self._socket,)
 
     def receive(self, now: float) -> Sequence[IntakeMessage | StageFailed]:
+        if self._early is not None:
+            for frame in self._early:
+                self._socket.send(frame, zmq.NOBLOCK)
+            self._early = None
         messages = (self._in.decode(frame) for frame in _drain(self._socket))
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
             for message in messages
         ]
 
-    def apply(self, command: OutputMessage, now: float) -> Sequence[IntakeMessage]:
+    def apply(self, command: OutputMessage, now: float) -> Sequence[ChannelEvent]:
         if isinstance(command, EngineState):
             command = msgspec.structs.replace(
                 command,
                 desk_port=self._desk_port,
-                data_ports=tuple(stage.data_port for stage in self.stages),
+                data=tuple(_address(stage) for stage in self.stages),
+                kv_pages=min((stage.kv_pages for stage in self.stages), default=0),
                 instance=self._instance,
                 fingerprint=self.stages[0].fingerprint if self.stages else "",
             )
@@ -63,8 +78,12 @@ class FrontChannel:
             command = msgspec.structs.replace(
                 command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
             )
-        self._socket.send(self._out.encode(command), zmq.NOBLOCK)
-        return ()
+        frame = self._out.encode(command)
+        if self._early is None:
+            self._socket.send(frame, zmq.NOBLOCK)
+        else:
+            self._early.append(frame)
+        return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[IntakeMessage]:
         return ()
@@ -76,67 +95,107 @@ class FrontChannel:
         self._socket.close()
 
 
+def order_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, silence_s: float = 0.0
+) -> "zmq.Socket[bytes]":
+    """The ROUTER that stages send to, bound. silence_s: have libzmq itself drop connections whose other end is silent;
+    where that may be on another machine, nothing else tells. Raises ConfigError when the address is taken or not ours.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.set_hwm(HIGH_WATER)
+    socket.linger = 1000
+    socket.router_mandatory = True
+    socket.router_handover = True  # a restarted stage takes its predecessor's place
+    socket.ipv6 = True
+    if silence_s:
+        socket.maxmsgsize = MAX_EVENT_BYTES
+        socket.heartbeat_ivl = max(1, int(silence_s * 1000 / 3))
+        socket.heartbeat_timeout = max(1, int(silence_s * 1000))
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(
+            f"cannot listen on {endpoint}: {error.strerror}; write another --stage-host or --stage-port"
+        ) from error
+    return socket
+
+
+def bound_port(socket: "zmq.Socket[bytes]") -> int:
+    """The port that a socket has got."""
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+
+
 class StageChannel:
     """ROUTER socket to the stage processes: every order to every stage, and a heartbeat.
 
     A stage that has said nothing for silence_s is reported as StageFailed; its compute thread may be busy for much
     longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
     next epoch in their names; once one of a group has been heard, its predecessors are not listened to any more.
+
+    socket: from order_socket(). gate: what stages that somebody else starts have to pass first.
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, stages: int, *, beat_s: float, silence_s: float
+        self,
+        socket: "zmq.Socket[bytes]",
+        stages: int,
+        *,
+        beat_s: float,
+        silence_s: float,
+        gate: Gate | None = None,
     ) -> None:
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set_hwm(HIGH_WATER)
-        self._socket.linger = 1000
-        self._socket.router_mandatory = True
-        self._socket.router_handover = True  # a restarted stage takes its predecessor's place
-        self._socket.bind(endpoint)
+        self._socket = socket
         self._stages = stages
+        self._gate = gate
         self._epoch = 0
         self._beat_s = beat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
         self._heard: dict[int, float] = {}  # stages that are ready, and when each spoke last
         self._stats: dict[int, Stats] = {}
-        self._next_beat: float | None = None
+        self._next_beat: float | None = 0.0 if gate is not None else None
         self._in: Codec[StageMessage] = Codec(StageMessage)
         self._out: Codec[OrderMessage] = Codec(OrderMessage)
 
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
         return (self._socket,)
 
-    def receive(self, now: float) -> Sequence[StageMessage]:
-        events: list[StageMessage] = []
+    def receive(self, now: float) -> Sequence[ChannelEvent]:
+        events: list[ChannelEvent] = []
         for _ in range(BATCH):
             try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, frame, *more = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            if self._gate is not None and not self._gate.admitted(identity):
+                events.extend(self._gate.receive(identity, [frame, *more], now))
+                continue
             event = self._in.decode(frame)
             if isinstance(event, StageReady) and event.epoch > self._epoch:
                 self._begin(event.epoch)
-            if identity != stage_identity(event.stage, self._epoch):
+            if identity != self._identity(event.stage):
                 continue  # of a group that has ended
             self._note(event, now)
             if not isinstance(event, StageBeat):
                 events.append(event)
         return events
 
-    def apply(self, command: OrderMessage, now: float) -> Sequence[StageMessage]:
+    def apply(self, command: OrderMessage, now: float) -> Sequence[ChannelEvent]:
         frame = self._out.encode(command)
         return [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
 
-    def tick(self, now: float) -> Sequence[StageMessage]:
-        events: list[StageMessage] = []
+    def tick(self, now: float) -> Sequence[ChannelEvent]:
+        events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
         frame = self._out.encode(Beat(seq=0))
         for stage, heard in list(self._heard.items()):
             if now - heard > self._silence_s:
                 events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
             else:
                 events.extend(self._send(stage, frame, None))
-        self._next_beat = now + self._beat_s if self._heard else None
+        self._next_beat = now + self._beat_s if self._heard or self._gate is not None else None
         return events
 
     def next_deadline(self) -> float | None:
@@ -148,7 +207,15 @@ class StageChannel:
 
     def statistics(self) -> Stats:
         """The stages' counters as of their last heartbeat."""
-        return join(self._stats.values())
+        own = Stats(samples=self._gate.statistics()) if self._gate is not None else Stats()
+        return join([*self._stats.values(), own])
+
+    def stage_down(self, down: StageDown) -> Sequence[ChannelEvent]:
+        """The group is of no use any more. Stages that are not ours to kill are told to end."""
+        if self._gate is None:
+            return ()
+        self._begin(self._epoch)
+        return self._gate.dismiss(f"stage {down.stage} failed: {down.message}")
 
     def close(self) -> None:
         self._socket.close()
@@ -176,19 +243,29 @@ class StageChannel:
         if stage not in self._heard:
             return ()
         try:
-            self._socket.send_multipart((stage_identity(stage, self._epoch), frame), zmq.NOBLOCK)
+            self._socket.send_multipart((self._identity(stage), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # A process that is gone is silent, too; whoever watches it will say so first, and say how it ended.
-            if error.errno == zmq.EHOSTUNREACH or isinstance(command, Halt):
+            # A child that is gone is silent, too; its supervisor will say so first, and say how it ended. Nobody
+            # else watches a stage of another machine.
+            gone = error.errno == zmq.EHOSTUNREACH
+            if isinstance(command, Halt) or (gone and self._gate is None):
                 return ()
             return (self._lost(stage, f"stage {stage} does not take orders: {error.strerror}"),)
         return ()
+
+    def _identity(self, stage: int) -> bytes:
+        return stage_identity(stage, self._epoch, self._gate.session if self._gate is not None else "")
 
     def _lost(self, stage: int, message: str) -> StageFailed:
         log.error("%s", message)
         del self._heard[stage]
         self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)
+
+
+def _address(stage: StageReady) -> str:
+    host = f"[{stage.data_host}]" if ":" in stage.data_host else stage.data_host
+    return f"tcp://{host}:{stage.data_port}"
 
 
 def _drain(socket: "zmq.Socket[bytes]") -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, check, demo, bench."""
+"""The command `headrace`: serve, stage, check, demo, bench."""
 
 import argparse
 import os
@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from core.errors import ConfigError
+from server import place
 from server.config import add_flags, load, nearest, to_toml
 from server.settings import SETTINGS
 from server.version import headrace_version
 
 MISTAKE = 2  # exit status for a wrong flag, file or model
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
+STAGE = "run one pipeline stage of a server that was started with --stages external; by torchrun, srun, Kubernetes"
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
 
@@ -42,8 +44,12 @@ def _run(given: argparse.Namespace) -> int:
             return _serve(given)
         case "check":
             return _check(given)
+        case "stage":
+            from server import stage  # torch takes seconds to load
+
+            return stage.main(given, os.environ)
         case "demo":
-            from server import demo  # what only one command needs is loaded by that command
+            from server import demo
 
             return demo.main(given)
         case _:
@@ -54,9 +60,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _build_parser()
     given, extra = parser.parse_known_args(arguments)
     if extra:
-        known = {"serve": [setting.key for setting in SETTINGS], "check": [setting.key for setting in SETTINGS]}
+        settings = [*(setting.key for setting in SETTINGS), "config"]
+        known = {"serve": settings, "check": settings, "stage": list(place.FLAGS)}
         name = extra[0].partition("=")[0]
-        hint = nearest(name.lstrip("-"), [*known.get(given.command, ["model", "dtype"]), "config"], "--")
+        hint = nearest(name.lstrip("-"), known.get(given.command, ["model", "dtype"]), "--")
         raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
     return given
 
@@ -71,6 +78,8 @@ def _build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help=CHECK, description=CHECK, allow_abbrev=False)
     for each in (serve, check):
         add_flags(each)
+    stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
+    place.add_flags(stage)
     demo = commands.add_parser(
         "demo", help="hand four prompts from a prefill to a decode server on this machine", allow_abbrev=False
     )
@@ -99,6 +108,8 @@ def _check(given: argparse.Namespace) -> int:
     for stage, memory in enumerate(resolved.memory):
         where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
         print(f"# memory{where}: {memory.explanation}")
+    if not resolved.memory:
+        print("# memory: external stages plan theirs when they start")
     return 0
 
 

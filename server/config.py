@@ -12,13 +12,23 @@ from typing import Any
 
 import msgspec
 
-from core.config import Config, EngineConfig, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from server.consistency import check
 from server.settings import BY_KEY, SETTINGS, Kind, Setting
 
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 PREFILL_API_KEY_VARIABLE = "HEADRACE_PREFILL_API_KEY"
+STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 _SIZE = re.compile(r"(\d+)\s*(b|kib|mib|gib|kb|mb|gb)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -80,6 +90,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         values["api-key"] = tuple(key.strip() for key in keys.split(",") if key.strip())
     if key := environ.get(PREFILL_API_KEY_VARIABLE, ""):
         values["prefill-api-key"] = key.strip()
+    if key := environ.get(STAGE_KEY_VARIABLE, ""):
+        values["stage-key"] = key.strip()
     for key, given in flags.items():
         if key in BY_KEY:
             values[key] = parse_value(BY_KEY[key], given, BY_KEY[key].flag)
@@ -210,8 +222,7 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
 
 def _build(values: Mapping[str, Any]) -> Config:
     """Distribute the values over the slices, and copy into the scheduler's slice what it shares with others."""
-    slices = ("model", "engine", "scheduler", "transfer", "kv_events", "server")
-    fields: dict[str, dict[str, Any]] = {name: {} for name in slices}
+    fields: dict[str, dict[str, Any]] = {setting.slice: {} for setting in SETTINGS}
     for key, value in values.items():
         setting = BY_KEY[key]
         fields[setting.slice][setting.field] = value
@@ -222,6 +233,7 @@ def _build(values: Mapping[str, Any]) -> Config:
             engine=EngineConfig(**fields["engine"]),
             scheduler=SchedulerConfig(**fields["scheduler"]),
             transfer=TransferConfig(**fields["transfer"]),
+            group=GroupConfig(**fields["group"]),
             kv_events=KvEventsConfig(**fields["kv_events"]),
             server=ServerConfig(**{**fields["server"], "prefill": prefill}),
         )

@@ -3,7 +3,7 @@
 import ipaddress
 from urllib.parse import urlsplit
 
-from core.config import Config
+from core.config import Config, GroupConfig
 from core.errors import ConfigError
 
 
@@ -14,6 +14,7 @@ def check(config: Config) -> None:
     _check_ports(config)
     _check_engine(config)
     _check_stages(config)
+    _check_external_stages(config)
     _check_kv_events(config)
 
 
@@ -80,12 +81,14 @@ def _check_binds(config: Config) -> None:
 
 def _check_ports(config: Config) -> None:
     data_port, stages = config.transfer.data_port, config.scheduler.stages
+    here = config.group.start == "local"  # other machines have ports of their own
     ports = (
         ("port", config.server.port),
         ("desk-port", config.transfer.desk_port),
+        ("stage-port", config.group.port),
         ("kv-events-port", config.kv_events.port),
         ("kv-events-replay-port", config.kv_events.replay_port),
-        *(("data-port", data_port + stage) for stage in range(stages if data_port else 0)),
+        *(("data-port", data_port + stage) for stage in range(stages if data_port and here else 0)),
     )
     for index, (key, port) in enumerate(ports):
         for other, other_port in ports[:index]:
@@ -113,6 +116,24 @@ def _check_stages(config: Config) -> None:
         raise ConfigError("--pp-layers has a stage without a layer: give every stage 1 or more")
     if first and first + stages - 1 > 65535:
         raise ConfigError(f"--data-port {first} leaves no port for {stages} stages: write {65536 - stages} or less")
+
+
+def _check_external_stages(config: Config) -> None:
+    group = config.group
+    if group.start == "local":
+        for key, given in (("stage-host", group.host != GroupConfig().host), ("stage-port", group.port)):
+            if given:
+                raise ConfigError(
+                    f"--{key} is for stages that are started elsewhere; add --stages external, or leave it out"
+                )
+        return
+    if not group.key and not config.server.insecure and not is_loopback(group.host):
+        raise ConfigError(
+            f"--stage-host {group.host} is reachable from other machines and no stage key is set: set "
+            f"HEADRACE_STAGE_KEY here and for the stages, bind to 127.0.0.1, or add --insecure if anybody may join"
+        )
+    if config.model.dtype == "auto":
+        raise ConfigError("--stages external needs --dtype: what the stages' machines are good at is not known here")
 
 
 def _check_kv_events(config: Config) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from core import arrays
 from core.errors import ErrorInfo, HeadraceError
-from core.intake import Finished, Progress, Reserved, Submit, Tokens
+from core.intake import Finished, Held, Progress, Reserved, Submit, Tokens
 from core.request import Entrance, Exit, FinishReason, Handoff, SamplingParams, Timing, TokenLogprob, Usage
 from server.fetch import FetchProgress, PrefillAnswer
 from server.prefills import PrefillPool
@@ -40,6 +40,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     progress: bool = False
     ticket: str | None = None
+    hold: bool = False
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -52,13 +53,15 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended. finish_reason None: handed over after its first token, decoding goes on elsewhere."""
+    """How a job ended. finish_reason None: handed over after its first token, decoding goes on elsewhere.
+    lease_s: how long its KV is held for a peer, 0 if it is not; None unless the job asked for that."""
 
     finish_reason: FinishReason | None
     usage: Usage
     timing: Timing
     handoff: Handoff = Handoff()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    lease_s: float | None = None
 
 
 Emit = Callable[[Progress | Delta], Awaitable[None]]
@@ -97,7 +100,7 @@ class Generation:
 
     async def prefill(self, job: Job, emit: Emit) -> tuple[Tokens, Result]:
         """Compute the prompt and hand it over under the job's ticket (no ticket: drop its KV). Returns the first
-        token with how it ended."""
+        token with how it ended, or that its KV is held for a peer."""
         first: Tokens | None = None
         async with self._client.open(await self._submit(job, "compute", "wire" if job.ticket else "fake")) as call:
             while True:
@@ -106,12 +109,18 @@ class Generation:
                     first = event
                 elif isinstance(event, Progress):
                     await emit(event)
+                elif isinstance(event, Held):
+                    call.keep()
+                    break
                 elif isinstance(event, Finished):
                     break
         if first is None or not first.tokens:
             message = f"request {job.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
-        return first, _result(event, _reason(event.reason), event.usage.completion_tokens)
+        if isinstance(event, Held):
+            return first, _held(event)
+        result = _result(event, _reason(event.reason), event.usage.completion_tokens)
+        return first, msgspec.structs.replace(result, lease_s=0.0 if job.hold else None)
 
     async def _fetch(self, job: Job, emit: Emit, pool: PrefillPool) -> Result:
         server = pool.choose()
@@ -143,6 +152,7 @@ class Generation:
             exit=exit,
             ticket=ticket or job.ticket,
             prefill=prefill,
+            hold=job.hold,
             priority=job.priority,
             deadline_s=job.deadline_s,
             cache_salt=job.cache_salt,
@@ -209,6 +219,16 @@ def _result(event: Finished, reason: FinishReason | None, completion_tokens: int
         timing=event.timing,
         handoff=event.handoff,
         prompt_logprobs=event.prompt_logprobs,
+    )
+
+
+def _held(event: Held) -> Result:
+    return Result(
+        finish_reason=None,
+        usage=event.usage,
+        timing=event.timing,
+        prompt_logprobs=event.prompt_logprobs,
+        lease_s=event.lease_s,
     )
 
 

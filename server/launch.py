@@ -30,7 +30,7 @@ from server.app import create_app
 from server.kv_events import endpoint
 from server.link import ZmqSchedulerLink
 from server.local import free_port
-from server.scheduler_process import SchedulerProcessConfig
+from server.scheduler_process import ExternalStages, SchedulerProcessConfig
 from server.service import Service
 from server.supervisor import Child, Supervisor
 from server.version import headrace_version
@@ -62,10 +62,13 @@ def serve(config: Config) -> int:
 async def _serve(config: Config, folder: Path) -> int:
     stop = StopSignals()
     front_endpoint, stage_endpoint = f"ipc://{folder}/front", f"ipc://{folder}/stages"
+    external = config.group.start == "external"
+    if external:
+        stage_endpoint = _tcp(config.group.host, config.group.port)
     service = Service(ZmqSchedulerLink(front_endpoint), config)
     supervisor = Supervisor(
         _scheduler(config, front_endpoint, stage_endpoint),
-        partial(_stages, config, stage_endpoint),
+        None if external else partial(_stages, config, stage_endpoint),
         on_stage_lost=service.stage_lost,
         start_timeout_s=config.scheduler.start_timeout_s,
     )
@@ -77,7 +80,8 @@ async def _serve(config: Config, folder: Path) -> int:
         await supervisor.start()
         http = asyncio.ensure_future(server.serve())
         await service.start()
-        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http))
+        news = [_tell_engine_news(service)] if external else []
+        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
         await _first_of(over, service.wait_ready())
         if not over.done():
             _announce(config, service, time.monotonic() - started)
@@ -95,6 +99,14 @@ async def _serve(config: Config, folder: Path) -> int:
     if supervisor.fatal.done():
         return supervisor.fatal.result()
     return 0 if stop.first.is_set() else 1
+
+
+async def _tell_engine_news(service: Service) -> None:
+    """Print how far the stages have come, whenever that changes: they are on other machines, with logs of their own."""
+    told = ""
+    while True:
+        told = await service.next_engine_news(told)
+        print(told, flush=True)
 
 
 class StopSignals:
@@ -123,7 +135,15 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
                 future.cancel()
 
 
+def _tcp(host: str, port: int) -> str:
+    """An endpoint to bind; port 0 takes a free one."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+
+
 def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Child:
+    external: ExternalStages | None = None
+    if config.group.start == "external":
+        external = ExternalStages(key=config.group.key, template=_template(config))
     scheduler = SchedulerProcessConfig(
         role=config.server.role,
         http_port=config.server.port,
@@ -131,6 +151,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         stage_endpoint=stage_endpoint,
         scheduler=config.scheduler,
         transfer=config.transfer,
+        external=external,
         kv_events=config.kv_events,
         log_level=config.server.log_level,
     )
@@ -157,20 +178,30 @@ def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
 
 def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
     transfer, model = config.transfer, config.model
-    stages = config.scheduler.stages
     if transfer.data_port:
         transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + stage)
-    if model.device == "cuda" and stages > 1:
+    if model.device == "cuda" and config.scheduler.stages > 1:
         model = msgspec.structs.replace(model, device=f"cuda:{stage}")
-    return StageConfig(
+    return msgspec.structs.replace(
+        _template(config),
         stage=stage,
-        stages=stages,
         epoch=epoch,
         rendezvous=rendezvous,
         endpoint=endpoint,
         model=model,
-        engine=config.engine,
         transfer=transfer,
+    )
+
+
+def _template(config: Config) -> StageConfig:
+    """What all stages have in common."""
+    return StageConfig(
+        stage=0,
+        stages=config.scheduler.stages,
+        endpoint="",
+        model=config.model,
+        engine=config.engine,
+        transfer=config.transfer,
         stage_timeout_s=config.scheduler.stage_timeout_s,
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
@@ -200,14 +231,11 @@ def _announce(config: Config, service: Service, seconds: float) -> None:
     ]
     if engine.desk_port:
         lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
-        lines += [
-            f"  data   tcp://{config.transfer.host}:{port}  (stage {stage})"
-            for stage, port in enumerate(engine.data_ports)
-        ]
+        lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
     if config.kv_events.port:
         lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
-    tokens = config.engine.kv_pages * config.engine.page_size
-    lines.append(f"  kv     {config.engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+    tokens = engine.kv_pages * config.engine.page_size
+    lines.append(f"  kv     {engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
     lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
     lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
     print("\n".join(lines), flush=True)

@@ -5,7 +5,7 @@ from functools import partial
 
 import msgspec
 
-from core.config import Config
+from core.config import Config, EngineConfig, ModelConfig
 from core.errors import ConfigError
 from engine.device import available_memory, resolve_device, resolve_dtype
 from engine.layers import ranges, stage_layers
@@ -16,7 +16,8 @@ from server.config import share
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A configuration without anything left open, and the memory that each stage takes."""
+    """A configuration without anything left open, and the memory that each stage takes. With external stages, device,
+    threads and KV pages (and so the memory) are left to them."""
 
     config: Config
     memory: tuple[MemoryPlan, ...]
@@ -25,6 +26,8 @@ class Resolved(msgspec.Struct, frozen=True):
 def resolve(config: Config) -> Resolved:
     """Look at the model and the machine. Raises ConfigError for a model that cannot be served here."""
     spec = load_spec(resolve_source(config.model.model))
+    if config.group.start == "external":
+        return _resolve_model(config, spec)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     length = spec.resolve_length(config.model.max_model_len)
@@ -38,13 +41,20 @@ def resolve(config: Config) -> Resolved:
         memory = tuple(plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
     threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
     engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
-    resolved = msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
-        engine=engine,
-        scheduler=msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size),
-    )
-    return Resolved(share(resolved), memory)
+    model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
+    return Resolved(_completed(config, spec, model, engine), memory)
+
+
+def _resolve_model(config: Config, spec: ModelSpec) -> Resolved:
+    """What the model says. The machines are others, and each stage sizes its pool on its own."""
+    model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
+    engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
+    return Resolved(_completed(config, spec, model, engine), ())
+
+
+def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
+    scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
+    return share(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
 
 
 def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:

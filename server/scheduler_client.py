@@ -19,6 +19,7 @@ from core.intake import (
     EngineState,
     Failed,
     Finished,
+    Held,
     IntakeMessage,
     OutputMessage,
     PrefillState,
@@ -42,7 +43,7 @@ SILENT_S = 5.0  # without an answer to a probe: not healthy
 LOST_S = 20.0  # without an answer to a probe: whoever waits is told
 
 GONE_BY_CLIENT = ErrorInfo(code=CANCELLED, message="the client went away", status=499)
-CallEvent = Progress | Tokens | Reserved | Finished
+CallEvent = Progress | Tokens | Reserved | Held | Finished
 
 
 class Call:
@@ -54,6 +55,7 @@ class Call:
         self._events: asyncio.Queue[CallEvent | Failed] = asyncio.Queue()  # bounded by the request's max_tokens
         self.rid = submit.rid
         self.ended = False
+        self.kept = False
 
     async def __aenter__(self) -> Self:
         self._client.register(self)
@@ -64,7 +66,7 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._client.unregister(self)
-        if not self.ended:
+        if not self.ended and not self.kept:
             self._client.post(Abort(rid=self.rid, error=GONE_BY_CLIENT))
 
     async def next(self) -> CallEvent:
@@ -81,6 +83,10 @@ class Call:
     def abort(self, error: ErrorInfo) -> None:
         """Take the request back; next() raises this error unless the request ends otherwise before."""
         self._client.post(Abort(rid=self.rid, error=error))
+
+    def keep(self) -> None:
+        """Leave the request to the scheduler, which holds it for a peer; cancel() still finds it."""
+        self.kept = True
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether the scheduler ends the request with the last of these tokens by itself."""
@@ -100,6 +106,7 @@ class SchedulerClient:
         self._outbox: asyncio.Queue[IntakeMessage] = asyncio.Queue()
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
+        self._held: set[str] = set()  # rids answered and held for a peer
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._token = 0
         self._heard = clock.now()
@@ -130,7 +137,7 @@ class SchedulerClient:
         return Call(self, submit)
 
     def register(self, call: Call) -> None:
-        if call.rid in self._calls or call.rid in self._ending:
+        if call.rid in self._calls or call.rid in self._ending or call.rid in self._held:
             message = f"rid {call.rid!r} is in use by another request"
             raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
         if problem := self.problem():
@@ -140,18 +147,19 @@ class SchedulerClient:
     def unregister(self, call: Call) -> None:
         del self._calls[call.rid]
         if not call.ended:
-            self._ending.add(call.rid)
+            (self._held if call.kept else self._ending).add(call.rid)
         self._notify()
 
     def post(self, message: IntakeMessage) -> None:
         self._outbox.put_nowait(message)
 
     def cancel(self, rid: str) -> bool:
-        """Take an open request back. False when there is none of this name."""
-        call = self._calls.get(rid)
-        if call is not None:
-            call.abort(ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499))
-        return call is not None
+        """Take an open request back, or a held one. False when there is none of this name."""
+        known = rid in self._calls or rid in self._held
+        if known:
+            error = ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499)
+            self.post(Abort(rid=rid, error=error))
+        return known
 
     @property
     def open_calls(self) -> int:
@@ -259,3 +267,4 @@ class SchedulerClient:
                     call.deliver(message)
                 elif isinstance(message, Finished | Failed):
                     self._ending.discard(message.rid)
+                    self._held.discard(message.rid)

@@ -9,19 +9,23 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import zmq
 
 from core.clock import SystemClock
-from core.config import KvEventsConfig, Role, SchedulerConfig, TransferConfig
+from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
 from core.orders import StageReady
 from core.process import die_with_parent
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
-from server.channels import FrontChannel, StageChannel
+from server.channels import FrontChannel, StageChannel, bound_port, order_socket
+from server.gate import Gate
 from server.kv_events import KvEventPublisher
+from server.roster import Roster
+from server.version import headrace_version
 from transfer.desk import Desk
 from transfer.dialer import Dialer
 from transfer.matching import Offer, make_hello
@@ -30,8 +34,16 @@ from transfer.messages import Hello
 log = logging.getLogger(__name__)
 
 
+class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
+    """For stages that somebody else starts: the key they have to show, and what all of them are to be told."""
+
+    key: str
+    template: StageConfig
+
+
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler process is told at its start. The endpoints are local sockets it binds."""
+    """What the scheduler process is told at its start. The endpoints are sockets it binds, local ones but for that of
+    external stages."""
 
     role: Role
     http_port: int
@@ -39,6 +51,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     stage_endpoint: str
     scheduler: SchedulerConfig
     transfer: TransferConfig
+    external: ExternalStages | None = None
     kv_events: KvEventsConfig = KvEventsConfig()
     log_level: str = "info"
 
@@ -51,13 +64,8 @@ def run(config: SchedulerProcessConfig) -> None:
     dialer = Dialer(config.transfer, context) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
-    stages = StageChannel(
-        context,
-        config.stage_endpoint,
-        config.scheduler.stages,
-        beat_s=config.transfer.peer_timeout_s / 3,
-        silence_s=config.transfer.peer_timeout_s,
-    )
+    stages = _stage_channel(config, context)
+    front.on_stage_down = stages.stage_down
     front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]
 
     def introduce(event: Event) -> None:
@@ -88,6 +96,25 @@ def run(config: SchedulerProcessConfig) -> None:
         context.term()
 
 
+def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> StageChannel:
+    """With a gate before it where stages come from elsewhere."""
+    silence_s = config.transfer.peer_timeout_s
+    external = config.external
+    socket = order_socket(context, config.stage_endpoint, silence_s if external is not None else 0.0)
+    gate: Gate | None = None
+    if external is not None:
+        roster = Roster(
+            external.template,
+            key=external.key,
+            version=headrace_version(),
+            endpoint=f"{config.stage_endpoint.rpartition(':')[0]}:{bound_port(socket)}",
+            desk_host=config.transfer.host if config.role == "prefill" else None,
+            new_session=partial(secrets.token_hex, 16),
+        )
+        gate = Gate(socket, roster, config.scheduler.start_timeout_s)
+    return StageChannel(socket, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
+
+
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Offer:
     """What the desk tells decode peers."""
     return Offer(
@@ -95,6 +122,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         fingerprint=stages[0].fingerprint,
         geometries=tuple(stage.geometry for stage in stages),
         data_ports=tuple(stage.data_port for stage in stages),
+        data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
         max_model_len=config.scheduler.max_model_len,
     )
 

@@ -113,6 +113,17 @@ class Service:
         """Until the engine has loaded. A decode server may then still lack a prefill server."""
         await self._client.wait_for(lambda: self._client.engine is not None and self._client.engine.ready)
 
+    async def next_engine_news(self, told: str) -> str:
+        """Whether the stages are up, or why not, in words; waits until these are others than the ones told before."""
+        await self._client.wait_for(lambda: self._engine_news() not in ("", told))
+        return self._engine_news()
+
+    def _engine_news(self) -> str:
+        engine = self._client.engine
+        if engine is None:
+            return ""
+        return "all stages are up" if engine.ready else engine.reason
+
     @property
     def model_name(self) -> str:
         return self.config.server.served_model_name or self.config.model.model

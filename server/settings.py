@@ -7,7 +7,7 @@ import msgspec
 from core.config import Config
 from scheduler.policy import POLICIES
 
-SliceName = Literal["model", "engine", "scheduler", "transfer", "kv_events", "server"]
+SliceName = Literal["model", "engine", "scheduler", "transfer", "group", "kv_events", "server"]
 Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers"]
 
 
@@ -35,6 +35,7 @@ class Setting(msgspec.Struct, frozen=True):
             "engine": config.engine,
             "scheduler": config.scheduler,
             "transfer": config.transfer,
+            "group": config.group,
             "kv_events": config.kv_events,
             "server": config.server,
         }
@@ -101,6 +102,26 @@ SETTINGS: tuple[Setting, ...] = (
         "integers",
         "layers of each stage, such as 8,8,7,7 (default: so that stages take equal time)",
     ),
+    Setting(
+        "stages",
+        "group",
+        "start",
+        "choice",
+        "local: this server starts its stages; external: they are started elsewhere (headrace stage) and join it",
+        choices=("local", "external"),
+    ),
+    Setting("stage-host", "group", "host", "text", "address where external stages join"),
+    Setting(
+        "stage-port", "group", "port", "integer", "port where external stages join; 0: a free one", low=0, high=PORT
+    ),
+    Setting(
+        "stage-key",
+        "group",
+        "key",
+        "text",
+        "key that external stages must show; also HEADRACE_STAGE_KEY",
+        secret=True,
+    ),
     Setting("chunk-tokens", "scheduler", "chunk_tokens", "integer", "token budget of one forward pass", low=1),
     Setting(
         "chunking",
@@ -153,6 +174,31 @@ SETTINGS: tuple[Setting, ...] = (
         "number",
         "seconds without an acknowledgement or a chunk after which a handoff fails",
         low=0.001,
+    ),
+    Setting(
+        "hold-lease",
+        "scheduler",
+        "hold_lease_s",
+        "number",
+        "seconds a held prompt's KV waits for a peer that neither fetches nor renews it",
+        low=0.001,
+    ),
+    Setting(
+        "hold-limit",
+        "scheduler",
+        "hold_limit_s",
+        "number",
+        "seconds a held prompt's KV waits in all, however often it is renewed",
+        low=0.001,
+    ),
+    Setting(
+        "hold-percent",
+        "scheduler",
+        "hold_percent",
+        "integer",
+        "of the KV pool that prompts held for a later fetch may take; beyond it they get 429",
+        low=0,
+        high=100,
     ),
     Setting(
         "stage-timeout",

@@ -85,14 +85,14 @@ class Child:
 class Supervisor:
     """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good.
 
-    make_stages: the children of the group's epoch-th start, in stage order. start_timeout_s: longest time that a
-    group may take to be ready.
+    make_stages: the children of the group's epoch-th start, in stage order; None where stages are not our children.
+    start_timeout_s: longest time that a group may take to be ready.
     """
 
     def __init__(
         self,
         scheduler: Child,
-        make_stages: Callable[[int], list[Child]],
+        make_stages: Callable[[int], list[Child]] | None,
         on_stage_lost: Callable[[int, str], Awaitable[None]],
         start_timeout_s: float,
     ) -> None:
@@ -100,20 +100,24 @@ class Supervisor:
         self._make_stages = make_stages
         self._on_stage_lost = on_stage_lost
         self._start_timeout_s = start_timeout_s
-        self._group = _Group(0, make_stages(0))
+        self._group = _Group(0, make_stages(0) if make_stages is not None else [])
         self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
         self._ending = False
         self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
         await asyncio.gather(self._scheduler.start(), self._group.start())
-        self._tasks = [asyncio.create_task(self._watch_scheduler()), asyncio.create_task(self._watch_stages())]
+        self._tasks = [asyncio.create_task(self._watch_scheduler())]
+        if self._make_stages is not None:
+            self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages)))
 
     async def end(self) -> None:
         """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
         self._ending = True
-        for task in self._tasks:
-            task.cancel()
+        async with self._starting:  # a process that is being made could otherwise be lost
+            for task in self._tasks:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.fatal.done():
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
@@ -135,7 +139,7 @@ class Supervisor:
             log.error("the scheduler has ended with status %d", status)
             self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
-    async def _watch_stages(self) -> None:
+    async def _watch_stages(self, make_stages: Callable[[int], list[Child]]) -> None:
         """Restart the group of stages while that can help. One that has served starts with a clean record."""
         restarts = 0
         while True:
@@ -153,8 +157,9 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             restarts += 1
             epoch = self._group.epoch + 1
-            self._group = _Group(epoch, self._make_stages(epoch))
-            await self._group.start()
+            async with self._starting:
+                self._group = _Group(epoch, make_stages(epoch))
+                await self._group.start()
 
     async def _first_loss(self, group: "_Group") -> str:
         """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""

@@ -24,6 +24,7 @@ from transfer.messages import (
     Ping,
     Pong,
     Refuse,
+    StageInfo,
     Welcome,
 )
 
@@ -40,7 +41,7 @@ class Step(NamedTuple):
 
 
 class DeskLink:
-    """One prefill server as the decode side sees it. host: of its desk; data ports are dialled at the same host."""
+    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other."""
 
     def __init__(
         self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
@@ -126,11 +127,15 @@ class DeskLink:
         up = PrefillUp(
             name=self.name,
             session=welcome.session,
-            endpoints=tuple(f"tcp://{self._host}:{stage.data_port}" for stage in welcome.stages),
+            endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
             window_bytes=welcome.window_bytes,
         )
         return Step([], [*gone, up])
+
+    def _endpoint(self, stage: StageInfo) -> str:
+        host = f"[{stage.data_host}]" if ":" in stage.data_host else stage.data_host
+        return f"tcp://{host or self._host}:{stage.data_port}"
 
     def _refused(self, refuse: Refuse, now: float) -> Step:
         if self.state == "up" and refuse.code != messages.NO_SESSION:

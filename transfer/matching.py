@@ -12,20 +12,28 @@ from core.config import TransferConfig
 from core.geometry import Geometry
 from transfer import checksum, messages, metadata
 from transfer.layout import overlap
-from transfer.messages import Component, Hello, Refuse, Welcome
+from transfer.messages import Component, Hello, Refuse, StageInfo, Welcome
 
 MAX_PAGE_SIZE = 1 << 16
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill server is, known once all its stages are ready. geometries and data_ports: one per stage.
-    instance: random id of this process, 128 bits in hex."""
+    """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
+    stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
+    in hex."""
 
     instance: str
     fingerprint: str
     geometries: tuple[Geometry, ...]
     data_ports: tuple[int, ...]
     max_model_len: int
+    data_hosts: tuple[str, ...] = ()
+
+    def stages(self) -> tuple[StageInfo, ...]:
+        """As the desk tells them to peers."""
+        hosts = self.data_hosts or ("",) * len(self.data_ports)
+        columns = zip(self.data_ports, self.geometries, hosts, strict=True)
+        return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
 
 
 def make_hello(
@@ -40,7 +48,7 @@ def make_hello(
     max_model_len: int,
     metadata_rows: int,
 ) -> Hello:
-    """The hello of this version of the program. kv_pages: of one stage's pool (all are equal)."""
+    """The hello of this version of the program. kv_pages: of the smallest of the stages' pools."""
     return Hello(
         protocols=(messages.VERSION,),
         instance=instance,

@@ -19,6 +19,7 @@ MAX_TICKET_CHARS = 256
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1024
 MAX_STAGES = 64
+MAX_RENEWALS = 1024  # tickets in one ping
 MAX_PAGES = 1 << 20  # in one page list
 CONTROL_FRAME_BYTES = 5 << 20  # one control message, or the header of a chunk: a full page list and some air
 ANSWER_FRAME_BYTES = 16 << 10  # what a peer sends to a stage: Attach, Ack, Nack, Ping
@@ -40,6 +41,7 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
+Host = Annotated[str, Meta(max_length=253, pattern=r"^([0-9A-Za-z:][0-9A-Za-z.:_-]*)?\Z")]  # a name or an address
 Code = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -90,12 +92,14 @@ class Hello(Message, frozen=True, kw_only=True):
     components: Components = ()
 
 
-class StageInfo(msgspec.Struct, frozen=True):
-    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool."""
+class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool. data_host: of
+    its data socket; "" is the host where the peer dialled the desk."""
 
     rank: Size
     data_port: PortNumber
     geometry: Geometry
+    data_host: Host = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -128,7 +132,8 @@ class Refuse(Message, frozen=True, kw_only=True):
 
 class Reserve(Message, frozen=True, kw_only=True):
     """Peer to desk: pages are ready for a ticket. pages: packed ids in the peer's pool covering positions
-    [cached_tokens, prompt_tokens); the first one holds position cached_tokens. row: its metadata row."""
+    [cached_tokens, prompt_tokens); the first one holds position cached_tokens. row: its metadata row. wait: for a
+    prompt that has not come yet; False has a ticket that nobody knows answered by Failed at once."""
 
     ticket: Ticket
     generation: Natural
@@ -136,6 +141,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     cached_tokens: Size
     pages: PageList
     row: Size
+    wait: bool = True
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -160,7 +166,7 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Peer to desk: the ticket is taken back. Always answered by Cancelled."""
+    """Peer to desk: the ticket is taken back, or one that is held released unreserved. Always answered by Cancelled."""
 
     ticket: Ticket
     generation: Natural
@@ -175,9 +181,10 @@ class Cancelled(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Peer to desk or stage: a sign of life."""
+    """Peer to desk or stage: a sign of life. renew (to the desk): held tickets whose leases are to begin anew."""
 
     number: Natural
+    renew: Annotated[tuple[Ticket, ...], Meta(max_length=MAX_RENEWALS)] = ()
 
 
 class Pong(Message, frozen=True, kw_only=True):

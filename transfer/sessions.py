@@ -19,6 +19,8 @@ from core.peers import (
     PeerEvent,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     TellCancelled,
     TellFailed,
@@ -41,7 +43,6 @@ from transfer.messages import (
     Pong,
     Refuse,
     Reserve,
-    StageInfo,
     Welcome,
 )
 
@@ -129,7 +130,8 @@ class PeerBook:
             case Cancel():
                 return self._cancel(peer, message)
             case Ping():
-                return Outcome([(route, Pong(number=message.number))], [])
+                renewals = [PeerRenewed(session=peer.session, tickets=message.renew)] if message.renew else []
+                return Outcome([(route, Pong(number=message.number))], list[PeerEvent](renewals))
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
@@ -200,13 +202,12 @@ class PeerBook:
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 
     def _welcome(self, offer: Offer, hello: Hello) -> Welcome:
-        stages = zip(offer.data_ports, offer.geometries, strict=True)
         return Welcome(
             protocol=messages.VERSION,
             session=self._new_session(),
             instance=offer.instance,
             fingerprint=offer.fingerprint,
-            stages=tuple(StageInfo(rank, port, geometry) for rank, (port, geometry) in enumerate(stages)),
+            stages=offer.stages(),
             max_model_len=min(offer.max_model_len, hello.max_model_len),
             max_tickets=self._config.max_tickets_per_peer,
             window_bytes=min(self._config.window_bytes, hello.window_bytes),
@@ -235,6 +236,7 @@ class PeerBook:
             cached_tokens=reserve.cached_tokens,
             pages=reserve.pages,
             row=reserve.row,
+            wait=reserve.wait,
         )
         return Outcome([], [event])
 
@@ -252,9 +254,13 @@ class PeerBook:
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> Outcome:
         current = peer.tickets.get(cancel.ticket)
-        if current is None or current.generation != cancel.generation:  # it has ended, or never began
+        if current is None or current.generation != cancel.generation:
+            unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
             peer.end(cancel.ticket, cancel.generation)
-            return Outcome([(peer.route, Cancelled(ticket=cancel.ticket, generation=cancel.generation))], [])
+            reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
+            # What has ended, ended; what was never reserved may be held, and its name gives the right to release it.
+            released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
+            return Outcome([(peer.route, reply)], [released] if unknown else [])
         if current.cancelling:
             self.counters.add("stale_messages_total", labels=("cancel",))
             return Outcome([], [])

@@ -80,6 +80,7 @@ async def _job(service: Service, config: ServerConfig, body: PrefillBody) -> Job
         prompt=await encode_any(service, body),
         sampling=sampling,
         ticket=ticket,
+        hold=body.handoff == "hold",
         progress=bool(body.stream),
         **fields,
     )
@@ -87,8 +88,8 @@ async def _job(service: Service, config: ServerConfig, body: PrefillBody) -> Job
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
     """The ticket under which the KV leaves, None when the client says that nobody wants it."""
-    if body.handoff not in (None, "none"):
-        raise invalid("handoff", f'handoff is {body.handoff!r}; it has to be "none" or left out')
+    if body.handoff not in (None, "none", "hold"):
+        raise invalid("handoff", f'handoff is {body.handoff!r}; it has to be "hold", "none" or left out')
     if body.handoff == "none":
         if body.ticket is not None:
             raise invalid("ticket", 'a ticket and handoff "none" contradict each other; send one of them')
@@ -122,6 +123,7 @@ async def _prefill(service: Service, job: Job, emit: Emit) -> dict[str, Any]:
         },
         "timing_ms": timing_report(result.timing, decode=False),
         "handoff": handoff_report(result),
+        "lease_s": result.lease_s,
         "prompt_logprobs": native_entries(tokenizer, result.prompt_logprobs),
     }
 

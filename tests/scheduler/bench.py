@@ -118,6 +118,7 @@ class Bench:
         cached: int = 0,
         page_size: int = PAGE,
         pages: int | None = None,
+        wait: bool = True,
     ) -> list[Effect]:
         count = -(-tokens // page_size) - cached // page_size if pages is None else pages
         return self.do(
@@ -129,6 +130,7 @@ class Bench:
                 cached_tokens=cached,
                 pages=pack(range(500, 500 + count)),
                 row=7,
+                wait=wait,
             )
         )
 

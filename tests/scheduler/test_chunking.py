@@ -1,4 +1,4 @@
-"""Chunk lengths against a search that tries every length, and in plans."""
+"""Chunk lengths against exact arithmetic, and in plans."""
 
 from fractions import Fraction
 
@@ -22,17 +22,13 @@ def seconds(cost: Cost, prefix: int, count: int) -> Fraction:
     return a * end * end + b * end + c - (a * prefix * prefix + b * prefix + c)
 
 
-def longest(cost: Cost, prefix: int, chunk: int) -> int:
-    """By trying: the longest chunk that takes no longer than the first one."""
-    limit = seconds(cost, 0, chunk) * (1 + Fraction(1, 10**9))
-    return max((count for count in range(1, chunk + 1) if seconds(cost, prefix, count) <= limit), default=0)
-
-
-@given(COSTS, PREFIXES, st.integers(1, 600))
-def test_the_closed_form_is_what_trying_every_length_finds(cost: Cost, prefix: int, chunk: int) -> None:
+@given(COSTS, PREFIXES, CHUNKS)
+def test_the_closed_form_is_the_longest_chunk_that_takes_no_longer(cost: Cost, prefix: int, chunk: int) -> None:
     found = equal_time(cost, prefix, chunk)
-    assert abs(int(found + 1e-6) - longest(cost, prefix, chunk)) <= 1e-3 * chunk
     assert found <= chunk
+    count, limit, rounding = int(found + 1e-6), seconds(cost, 0, chunk), Fraction(1, 10**5)
+    assert seconds(cost, prefix, count) <= limit * (1 + rounding)
+    assert count == chunk or seconds(cost, prefix, count + 1) >= limit * (1 - rounding), "one more would fit"
 
 
 @given(st.lists(COSTS, max_size=3), PREFIXES, CHUNKS, st.sampled_from([1, 16, 64, 128]))

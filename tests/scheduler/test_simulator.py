@@ -28,6 +28,7 @@ def test_colocated(batch: int) -> None:
 def test_prefill_and_decode(batch: int) -> None:
     outcomes = run("pair", batch * BATCH)
     expected = {"decode:stop", "decode:length", "decode:cancelled", "decode:peer_gone", "decode:no_request"}
+    assert {"decode:lease_expired", "prefill:lease_expired"} <= set(outcomes)
     assert expected | {"prefill:handoff", "prefill:stop", "prefill:cancelled", "prefill:no_peer"} <= set(outcomes)
 
 

@@ -1,9 +1,12 @@
 """Stages that fail or fall silent, and the engine that comes up again."""
 
+from msgspec.structs import replace
+
 from core.intake import EngineState, Failed, StageDown
-from core.orders import AdmitPeer, Dial, Forward, PlanDone, Release, StageFailed
+from core.joining import Gathering
+from core.orders import AdmitPeer, Dial, Forward, PlanDone, Release, StageFailed, StageReady
 from core.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
-from tests.scheduler.bench import Bench, none, only
+from tests.scheduler.bench import Bench, geometry, none, only
 
 
 def test_a_plan_that_does_not_come_back_names_the_stage() -> None:
@@ -89,6 +92,27 @@ def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
     assert bench.last(EngineState).ready
     bench.submit("b")
     assert isinstance(bench.plan(), Forward)
+
+
+def test_stages_that_come_together_elsewhere_say_why_nothing_is_served() -> None:
+    bench = Bench(up=False)
+    bench.do(Gathering(message="waiting for stage 0"))
+    assert bench.last(EngineState) == EngineState(ready=False, reason="waiting for stage 0")
+    bench.up()
+    assert bench.do(Gathering(message="loading")) == [], "of no interest while all are up"
+    assert bench.last(EngineState).ready
+
+
+def test_stages_with_different_models_are_no_engine() -> None:
+    bench = Bench(up=False, stages=2)
+    one = StageReady(stage=0, geometry=geometry(4), fingerprint="f", data_port=1, kv_pages=64, vocab_size=9, epoch=1)
+    bench.do(one)
+    bench.do(replace(one, stage=1, fingerprint="g"))
+    assert not bench.last(EngineState).ready
+    assert "another one than that of stage 0" in bench.last(StageDown).message
+    for stage in (0, 1):
+        bench.do(replace(one, stage=stage, epoch=2))
+    assert bench.last(EngineState).ready
 
 
 def test_all_stages_have_to_come_up_again() -> None:

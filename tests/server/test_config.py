@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config import Config, EngineConfig, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from server.config import add_flags, load, parse_value, to_toml
 from server.settings import BY_KEY, SETTINGS
@@ -18,6 +27,7 @@ SLICES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "scheduler": SchedulerConfig,
     "transfer": TransferConfig,
+    "group": GroupConfig,
     "kv_events": KvEventsConfig,
     "server": ServerConfig,
 }
@@ -72,10 +82,12 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
                 samples[setting.key] = ('"127.0.0.2"', [setting.flag, "127.0.0.2"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     for key, (toml, flags) in samples.items():
-        role = ["--role", "decode", "--fallback", "local"] if key in ("prefill", "prefill-api-key", "fallback") else []
-        if key == "fallback":
-            role = role[:2]
-        if key == "kv-events-replay-port":
+        role: list[str] = []
+        if key in ("stages", "stage-host", "stage-port"):
+            role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
+        elif key in ("prefill", "prefill-api-key", "fallback"):
+            role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
         underscored = configure(*role, "--config", write(tmp_path, f"{key.replace('-', '_')} = {toml}\n"))
@@ -93,6 +105,15 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
     assert decode.server.prefill_api_key == "k"
 
 
+def test_stages_may_come_from_elsewhere_with_the_key() -> None:
+    config = configure(*EXTERNAL, "--stage-host", "10.0.0.1", HEADRACE_STAGE_KEY=" sesame ")
+    assert config.group == GroupConfig(start="external", host="10.0.0.1", key="sesame")
+    assert "sesame" not in to_toml(config)
+    assert configure(HEADRACE_STAGE_KEY="sesame").group.start == "local", "a key that is not needed does no harm"
+    # Other machines have data ports of their own, and may have the same ones.
+    configure(*EXTERNAL, "--pp", "3", "--data-port", "8000", "--stage-port", "8001")
+
+
 def test_the_scheduler_gets_its_copies() -> None:
     config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
     assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
@@ -100,6 +121,7 @@ def test_the_scheduler_gets_its_copies() -> None:
     assert configure("--kv-events-port", "5557").scheduler.kv_events
 
 
+EXTERNAL = ["--stages", "external", "--dtype", "float32"]
 MISTAKES = [
     (["--page-size", "17"], "--page-size 16 or --page-size 32"),
     (["--page-size", "0"], "at least|from 1"),
@@ -125,6 +147,11 @@ MISTAKES = [
     (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),
     (["--policy", "lifo"], "fcfs"),
     (["--model", " "], "a text"),
+    (["--stage-host", "10.0.0.1"], "--stages external"),
+    (["--stage-port", "8300"], "--stages external"),
+    (["--stages", "external"], "--dtype"),
+    ([*EXTERNAL, "--stage-host", "10.0.0.1"], "HEADRACE_STAGE_KEY"),
+    ([*EXTERNAL, "--stage-port", "8000"], "both 8000"),
     (["--kv-events-replay-port", "5558"], "add --kv-events-port"),
     (["--kv-events-port", "5557", "--kv-events-replay-port", "5557"], "both 5557"),
     (["--kv-events-port", "5557", "--kv-events-host", "0.0.0.0"], "--kv-events-host 0.0.0.0"),

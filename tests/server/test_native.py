@@ -8,8 +8,8 @@ import pytest
 
 from core.arrays import unpack
 from core.errors import ErrorInfo
-from core.intake import Abort, EngineState, OutputMessage, Progress, Submit, Tokens
-from core.request import TokenLogprob
+from core.intake import Abort, EngineState, Held, OutputMessage, Progress, Submit, Tokens
+from core.request import Timing, TokenLogprob, Usage
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, made_up_logprob, running, saying
 
@@ -162,3 +162,66 @@ async def test_decode_servers_find_the_desk(tokenizer: Tokenizer) -> None:
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         response: httpx.Response = await http.get("/v1/handoff")
         assert (response.status_code, json_of(response)["error"]["code"]) == (503, "not_ready")
+
+
+def held(link: FakeLink, submit: Submit) -> list[OutputMessage]:
+    """What a prefill scheduler says of a request that it has computed for a peer to come."""
+    usage, timing = Usage(len(submit.prompt) // 4, 1, 0), Timing(forward_s=0.01)
+    return [
+        Tokens(rid=submit.rid, tokens=(7,)),
+        Held(rid=submit.rid, lease_s=30.0, usage=usage, timing=timing),
+    ]
+
+
+HOLD = {"prompt_token_ids": [1, 2, 3], "ticket": "t", "rid": "mine", "handoff": "hold"}
+
+
+@in_loop
+async def test_a_held_prefill_answers_before_its_end(tokenizer: Tokenizer) -> None:
+    link = FakeLink(held)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json=HOLD))
+        assert (answer["ticket"], answer["lease_s"], answer["finish_reason"]) == ("t", 30.0, None)
+        assert (answer["first_token"]["id"], answer["usage"]["prompt_tokens"]) == (7, 3)
+        assert answer["timing_ms"]["total"] == 10.0
+        again = await http.post("/v1/prefill", json={**HOLD, "ticket": "u"})
+        assert (again.status_code, json_of(again)["error"]["param"]) == (409, "rid")
+        link.say(finished("mine", "handoff"))
+        answer = json_of(await http.post("/v1/prefill", json={**HOLD, "stream": False}))
+        assert answer["lease_s"] == 30.0, "a ticket that was fetched leaves its rid free"
+    assert [submit.hold for submit in link.of(Submit)] == [True, True]
+    assert link.of(Abort) == [], "leaving the answered request takes nothing back"
+
+
+@in_loop
+async def test_delete_lets_a_held_request_go(tokenizer: Tokenizer) -> None:
+    link = FakeLink(held)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        assert (await http.post("/v1/prefill", json=HOLD)).status_code == 200
+        assert json_of(await http.delete("/v1/prefill/mine")) == {"cancelled": True}
+        abort = await link.wait_for(Abort)
+        assert (abort.rid, abort.error.status) == ("mine", 499)
+        while (await http.delete("/v1/prefill/mine")).status_code == 200:  # until its end has come back
+            await asyncio.sleep(0)
+
+
+@in_loop
+async def test_a_client_that_leaves_before_the_answer_holds_nothing(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        asked = asyncio.create_task(http.post("/v1/prefill", json=HOLD))
+        await link.wait_for(Submit)
+        asked.cancel()
+        assert (await link.wait_for(Abort)).rid == "mine"
+
+
+@in_loop
+async def test_a_first_token_that_ends_the_request_is_not_held(tokenizer: Tokenizer) -> None:
+    link = FakeLink(saying(tokenizer, "<eos>", reason="stop"))
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json=HOLD))
+        assert (answer["finish_reason"], answer["lease_s"]) == ("stop", 0.0)
+        refused = json_of(await http.post("/v1/prefill", json={**HOLD, "handoff": "later"}))["error"]
+        assert '"hold", "none" or left out' in refused["message"]
+        plain = json_of(await http.post("/v1/prefill", json={**HOLD, "handoff": None}))
+        assert plain["lease_s"] is None

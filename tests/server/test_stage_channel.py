@@ -8,7 +8,7 @@ import zmq
 from core.codec import Codec
 from core.geometry import Geometry
 from core.orders import Beat, OrderMessage, PlanDone, StageMessage, StageReady, stage_identity
-from server.channels import StageChannel
+from server.channels import StageChannel, order_socket
 
 ENDPOINT = "inproc://stages"
 GEOMETRY = Geometry("float32", 1, 1, 2, 16)
@@ -41,7 +41,7 @@ def ready(stage: int, epoch: int) -> StageReady:
 
 
 def test_a_new_group_is_heard_and_the_old_one_is_not(context: "zmq.Context[Socket]") -> None:
-    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
     old = [stage_socket(context, stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         say(socket, ready(stage, 0))
@@ -67,7 +67,7 @@ def test_a_new_group_is_heard_and_the_old_one_is_not(context: "zmq.Context[Socke
 
 
 def test_a_silent_stage_is_named(context: "zmq.Context[Socket]") -> None:
-    channel = StageChannel(context, ENDPOINT, 2, beat_s=1, silence_s=3)
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
     sockets = [stage_socket(context, stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(sockets):
         say(socket, ready(stage, 0))

@@ -36,6 +36,7 @@ from transfer.messages import (
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- examples: begin -->\n", "<!-- examples: end -->\n"
 GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2)
+SECOND_GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2, layer_start=1)
 TICKET = "ticket-1"
 FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogprob(42, -0.5, (42, 7), (-0.5, -1.5)))
 ROW = metadata.encode(TICKET, 1, FIRST)
@@ -116,6 +117,24 @@ EXAMPLES = (
     Example("peer to desk", Ping(number=1), PEER),
     Example("desk to peer", Pong(number=1), DESK),
     Example("peer to desk", Goodbye(reason="hung up"), PEER),
+    Example("peer to desk", Ping(number=2, renew=("ticket-5", "ticket-6")), PEER),
+    Example(
+        "peer to desk",
+        Reserve(
+            ticket="ticket-5", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5, wait=False
+        ),
+        PEER,
+    ),
+    Example(
+        "desk to peer",
+        Welcome(
+            protocol=1, session="44" * 16, instance="55" * 16, fingerprint="tiny-model",
+            stages=(StageInfo(0, 7001, GEOMETRY), StageInfo(1, 7001, SECOND_GEOMETRY, data_host="10.0.0.6")),
+            max_model_len=128, max_tickets=1024, window_bytes=65536, checksum="xxh3_64", backend="zmq",
+            heartbeat_s=1.0, timeout_s=3.0,
+        ),
+        DESK,
+    ),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from core.arrays import pack
+from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.geometry import Geometry
@@ -15,17 +16,23 @@ from core.peers import (
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
+    PrefillUp,
     TellCancelled,
     TellFailed,
     TellFinished,
 )
 from core.request import FirstToken, TokenLogprob
+from core.stats import Counters
 from transfer import messages, metadata
+from transfer.link import DeskLink
 from transfer.matching import Offer, check_welcome, make_hello
 from transfer.messages import (
     Cancel,
     Cancelled,
+    DeskMessage,
     Failed,
     Finished,
     Goodbye,
@@ -169,6 +176,32 @@ def test_a_reservation_outside_of_what_the_hello_said_fails_alone(changes: dict[
     assert made.open_tickets == 1
 
 
+def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_desk() -> None:
+    geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
+    offer = replace(
+        OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")
+    )
+    made = PeerBook(CONFIG, lambda: "0" * 32)
+    made.ready(offer)
+    [(_, welcome)] = made.receive(b"a", hello(), 0.0).replies
+    assert isinstance(welcome, Welcome)
+    link = DeskLink("p", "desk.local", hello, CONFIG, Counters())
+    link.tick(0.0)
+    [up] = link.receive(welcome, 0.0).events
+    assert isinstance(up, PrefillUp)
+    assert up.endpoints == ("tcp://desk.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
+
+
+@pytest.mark.parametrize("host", ["a b", "x;tcp://y", "[::1]", "/tmp/x", "*", "-a", ".", "a\n", "a" * 254])
+def test_a_data_host_that_is_none_is_refused(host: str) -> None:
+    welcome = book().receive(b"a", hello(), 0.0).replies[0][1]
+    assert isinstance(welcome, Welcome)
+    codec: Codec[DeskMessage] = Codec(DeskMessage)
+    stage = replace(welcome.stages[0], data_host=host)
+    with pytest.raises(DecodeError):
+        codec.decode(codec.encode(replace(welcome, stages=(stage,))))
+
+
 def test_quotas() -> None:
     """G7"""
     made, session = joined()
@@ -197,7 +230,10 @@ def test_a_ticket_that_has_not_ended_cannot_be_used_again() -> None:
 def test_cancelling_is_always_answered_once_per_question() -> None:
     made, session = joined()
     cancel = Cancel(ticket="t", generation=1, reason="client left")
-    assert made.receive(b"a", cancel, 0.0).replies == [(b"a", Cancelled(ticket="t", generation=1))]
+    answer = [(b"a", Cancelled(ticket="t", generation=1))]
+    released = PeerReleased(session=session, ticket="t", reason="client left")  # if it is held; the scheduler knows
+    assert made.receive(b"a", cancel, 0.0) == (answer, [released])
+    assert made.receive(b"a", cancel, 0.0) == (answer, [])  # a late one releases nothing of a later use
     made.receive(b"a", reserve(generation=2), 0.0)
     cancel = replace(cancel, generation=2)
     assert made.receive(b"a", cancel, 0.0).events == [
@@ -207,6 +243,24 @@ def test_cancelling_is_always_answered_once_per_question() -> None:
     told = made.tell(TellCancelled(session=session, ticket="t", generation=2))
     assert told.replies == [(b"a", Cancelled(ticket="t", generation=2))]
     assert made.receive(b"a", reserve(generation=2), 0.0).events == []  # a late one revives nothing
+
+
+def test_pings_carry_renewals_of_those_who_have_a_session() -> None:
+    made, session = joined()
+    outcome = made.receive(b"a", Ping(number=1, renew=("t", "u")), 0.0)
+    assert outcome == ([(b"a", Pong(number=1))], [PeerRenewed(session=session, tickets=("t", "u"))])
+    assert made.receive(b"a", Ping(number=2), 0.0).events == []
+    stranger = made.receive(b"b", Ping(number=1, renew=("t",)), 0.0)
+    assert stranger.events == []
+    assert isinstance(stranger.replies[0][1], Refuse)
+
+
+def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:
+    made, _ = joined()
+    for wait in (True, False):
+        [event] = made.receive(b"a", reserve(f"t-{wait}", wait=wait), 0.0).events
+        assert isinstance(event, PeerReserved)
+        assert event.wait is wait
 
 
 def test_failures_and_early_ends_reach_the_peer() -> None:
@@ -307,9 +361,10 @@ def test_every_ticket_use_that_was_reserved_is_reported_once_and_ends_once(steps
                 reserved.add(use)
         elif kind == "cancel":
             outcome = made.receive(b"a", Cancel(ticket=ticket, generation=generation), 0.0)
-            if outcome.events:
+            if any(isinstance(event, PeerCancelled) for event in outcome.events):
                 assert use in reserved - ended
             elif outcome.replies:
+                assert not outcome.events or use not in reserved | ended
                 ended.add(use)
         elif use in reserved - ended:
             error = ErrorInfo(code="x", message="y", status=500)

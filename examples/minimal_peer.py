@@ -1,0 +1,299 @@
+"""A peer for docs/protocol.md in one file: fetches the KV of one ticket into a numpy array. Needs numpy and pyzmq.
+
+    python examples/minimal_peer.py http://127.0.0.1:8000 --ticket t1 --tokens 5 --layers 30 --kv-heads 3 --head-dim 64
+    curl http://127.0.0.1:8000/v1/prefill -d '{"prompt_token_ids": [1, 2, 3, 4, 5], "ticket": "t1"}'
+
+Copy it to write your own. It checks whatever a peer has to check, and fetches one ticket at a time, on one thread, into
+an array of positions where an engine has a pool of pages. Checksums need the xxhash package: a server that insists on
+them, as servers do by default, refuses a peer without it.
+"""
+
+import argparse
+import hashlib
+import json
+import secrets
+import struct
+import sys
+import time
+import urllib.parse
+import urllib.request
+
+import numpy as np
+import zmq
+
+try:
+    from xxhash import xxh3_64_intdigest as xxh3
+except ImportError:
+    xxh3 = None
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # bfloat16: its bits
+PAGE = 16  # of the page list that is reserved; any size will do
+ROW = struct.Struct("<HHBBxxQQiiif")  # the head of a metadata row
+CHUNK = dict.fromkeys(("generation", "chunk", "start", "count", "row", "payload_bytes"), int)
+CHUNK |= {"ticket": str, "pages": bytes}
+PING = {"type": "Ping", "number": 0}
+CHECKSUM = "xxh3_64" if xxh3 else "none"
+
+
+class Failure(Exception):
+    """The ticket has failed; the text begins with the error's code."""
+
+
+def encode(value):
+    """msgpack, as far as a peer uses it."""
+    if isinstance(value, dict):
+        return struct.pack(">BH", 0xDE, len(value)) + b"".join(encode(x) for item in value.items() for x in item)
+    if isinstance(value, list):
+        return struct.pack(">BH", 0xDC, len(value)) + b"".join(map(encode, value))
+    if isinstance(value, str):
+        return struct.pack(">BH", 0xDA, len(value.encode())) + value.encode()
+    if isinstance(value, bytes):
+        return struct.pack(">BI", 0xC6, len(value)) + value
+    return struct.pack(">BQ", 0xCF, value)  # a natural number: a peer sends no other kind
+
+
+FORMS = {0xC4 + i: ("bytes", f">{form}") for i, form in enumerate("BHI")}
+FORMS |= {0xCA + i: ("number", f">{form}") for i, form in enumerate("fdBHIQbhiq")}
+FORMS |= {0xD9 + i: ("text", f">{form}") for i, form in enumerate("BHI")}
+FORMS |= {0xDC: ("list", ">H"), 0xDD: ("list", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I")}
+
+
+def decode(data):
+    """The message in these bytes; a map of another type when there is none."""
+    try:
+        value, end = _decode(data, 0)
+    except (struct.error, LookupError, TypeError, RecursionError, ValueError):
+        value, end = None, 0
+    return value if isinstance(value, dict) and end == len(data) and "type" in value else {"type": "rubbish"}
+
+
+def _decode(data, at):
+    kind, at = data[at], at + 1
+    if kind < 0x80 or kind >= 0xE0:
+        return (kind if kind < 0x80 else kind - 256), at
+    if kind in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[kind], at
+    if kind >= 0xC0:
+        what, form = FORMS[kind]
+        (size,) = struct.unpack_from(form, data, at)
+        at += struct.calcsize(form)
+    else:
+        what, size = ("map", "list", "text", "text")[kind - 0x80 >> 4], kind & (0x1F if kind >= 0xA0 else 0x0F)
+    if what == "number":
+        return size, at
+    if what in ("bytes", "text"):
+        raw = data[at : at + size]
+        if len(raw) != size:
+            raise ValueError("the data ends too early")
+        return (raw.decode() if what == "text" else raw), at + size
+    found = []
+    for _ in range(2 * size if what == "map" else size):
+        item, at = _decode(data, at)
+        found.append(item)
+    return (dict(zip(found[::2], found[1::2], strict=True)) if what == "map" else found), at
+
+
+def dial(context, address, max_frame):
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.MAXMSGSIZE, 2 * max_frame)
+    socket.connect(f"tcp://{address}")
+    return socket
+
+
+class Stage:
+    """A data connection, and what has come on it. span: the layers of the stage, in the array that is filled."""
+
+    def __init__(self, context, host, number, info, span):
+        self.number, self.span, self.page_size = number, span, info["geometry"]["page_size"]
+        self.socket = dial(context, f"{host}:{info['data_port']}", 256 << 20)
+        self.attached, self.heard, self.next = False, 0.0, 0.0
+        self.chunks, self.total = {}, 0
+
+    def cuts(self, start, count):
+        """Positions [start, start + count) cut at the source's pages."""
+        edges = range((start // self.page_size + 1) * self.page_size, start + count, self.page_size)
+        return list(zip([start, *edges], [*edges, start + count], strict=True)) if count else []
+
+
+class Peer:
+    """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the desk refuses."""
+
+    def __init__(self, desk, fingerprint, geometry, wait_s=30.0):
+        self.host, self.geometry, self.wait_s = desk.rpartition(":")[0], geometry, wait_s
+        self.context, self.stages, self.ticket = zmq.Context(), [], None
+        self.hello = {
+            "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
+            "fingerprint": fingerprint, "geometries": [{**geometry, "page_size": PAGE}], "kv_pages": 1 << 20,
+            "max_model_len": PAGE << 20, "metadata_version": 1, "metadata_bytes": 256, "metadata_rows": 1,
+            "window_bytes": 64 << 20, "checksums": [CHECKSUM], "backends": ["zmq"],
+        }  # fmt: skip
+        answer, end = {"code": "not_ready"}, time.monotonic() + wait_s
+        while answer.get("code") == "not_ready" and time.monotonic() < end:  # a fresh connection for every attempt
+            self.desk = dial(self.context, desk, 5 << 20)
+            self.desk.send(encode(self.hello))
+            answer = decode(self.desk.recv()) if self.desk.poll(1000 * wait_s) else {"type": "silence"}
+            if answer["type"] == "Welcome":
+                return self._welcomed(answer)
+            time.sleep(0.2)
+        raise Failure(f"{answer.get('code', 'peer_gone')}: {answer.get('message', 'no answer to the hello')}")
+
+    def _welcomed(self, welcome):
+        """Check what has to be equal (G6), and attach to every stage."""
+        ours, layer = self.geometry, 0
+        agreed = {"protocol": 1, "fingerprint": self.hello["fingerprint"], "checksum": CHECKSUM, "backend": "zmq"}
+        if any(welcome[name] != here for name, here in agreed.items()):
+            raise Failure(f"mismatch: {agreed} here, {welcome} there")
+        for number, info in enumerate(welcome["stages"]):
+            theirs = {"layer_start": 0, "head_start": 0, **info["geometry"]}
+            same = {**theirs, **ours, "layers": theirs["layers"], "layer_start": layer, "head_start": 0}
+            if theirs != same or not 1 <= theirs["page_size"] <= 65536 or theirs["layers"] < 1:
+                raise Failure(f"geometry_mismatch: {ours} here, {theirs} there")
+            self.stages.append(Stage(self.context, self.host, number, info, slice(layer, layer + theirs["layers"])))
+            layer += theirs["layers"]
+        if layer != ours["layers"]:
+            raise Failure(f"layers_mismatch: {ours['layers']} here, {layer} there")
+        self.welcome, self.heard, self.ping = welcome, time.monotonic(), 0.0
+
+    def fetch(self, ticket, tokens, generation=1):
+        """(first token, KV of [layers, 2, kv_heads, tokens, head_dim]); the KV is None when the first token ended the
+        request. Raises Failure with the reason of either side; nothing is written to the array after that."""
+        g = self.geometry
+        self.kv = np.zeros((g["layers"], 2, g["kv_heads"], tokens, g["head_dim"]), DTYPES[g["dtype"]])
+        self.ticket, self.first, self.ended, self.progress = (ticket, generation), None, False, time.monotonic()
+        self.pages = np.arange(-(-tokens // PAGE), dtype="<i4")
+        for stage in self.stages:
+            stage.chunks, stage.total = {}, 0
+        names, place = {"ticket": ticket, "generation": generation}, {"pages": self.pages.tobytes(), "row": 0}
+        self.desk.send(encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place}))
+        try:
+            while not self.ended:  # Finished, which the desk sends when it has all our Acks
+                self._turn()
+                if time.monotonic() > self.progress + self.wait_s:
+                    raise Failure(f"timeout: nothing came for {self.wait_s:g} s")
+        except Failure:
+            self.close()  # which ends the ticket with its session; an engine would say Cancel
+            raise
+        return self.first, self.kv
+
+    def close(self):
+        self.desk.send(encode({"type": "Goodbye"}))
+        self.context.destroy(linger=500)
+
+    def _turn(self):
+        """Read what has come, then say what is due."""
+        zmq.select([self.desk, *(stage.socket for stage in self.stages)], [], [], 0.05)
+        while self.desk.poll(0):
+            self._told(self.desk.recv_multipart())
+        now = time.monotonic()
+        for stage in self.stages:
+            while stage.socket.poll(0):
+                self._came(stage, stage.socket.recv_multipart(), now)
+            if stage.next <= now:
+                stage.attached = stage.attached and now < stage.heard + self.welcome["timeout_s"]
+                attach = {"session": self.welcome["session"], "stage": stage.number, "checksum": CHECKSUM}
+                stage.socket.send(encode(PING if stage.attached else {"type": "Attach", **attach}))
+                stage.next = now + (self.welcome["heartbeat_s"] if stage.attached else 0.1)
+        if now > self.heard + self.welcome["timeout_s"]:
+            raise Failure(f"peer_gone: the desk is silent for {self.welcome['timeout_s']:g} s")
+        if self.ping <= now:
+            self.desk.send(encode(PING))
+            self.ping = now + self.welcome["heartbeat_s"]
+
+    def _told(self, frames):
+        message, self.heard = decode(frames[0]), time.monotonic()
+        about = message.get("ticket"), message.get("generation")
+        if message["type"] == "Finished" and about == self.ticket:
+            if message.get("metadata"):
+                self.first, self.kv = self._row(message["metadata"]), None
+            if self.first in (None, -1) or not (self.kv is None or all(stage.total for stage in self.stages)):
+                raise Failure("bad_metadata: Finished without a first token, or before everything had come")
+            self.ended = True
+        elif message["type"] in ("Failed", "Refuse", "Goodbye") and about in (self.ticket, (None, None)):
+            raise Failure(f"{message.get('code', 'peer_gone')}: {message.get('message', message.get('reason'))}")
+
+    def _came(self, stage, frames, now):
+        message, stage.heard = decode(frames[0]), now
+        if message["type"] == "Attached":
+            stage.attached = True
+        elif message["type"] == "Refuse" and stage.attached:
+            stage.attached, stage.next = False, now
+        elif message["type"] == "Chunk" and all(isinstance(message.get(key), kind) for key, kind in CHUNK.items()):
+            self._chunk(stage, message, frames[1:])
+
+    def _chunk(self, stage, header, frames):
+        """Write it or not, and answer it in any case."""
+        code, text = "unknown_ticket", "not reserved, or ended"
+        answer = {name: header[name] for name in ("ticket", "generation", "chunk")}
+        mine = (header["ticket"], header["generation"]) == self.ticket
+        if mine and header["chunk"] not in stage.chunks:
+            code, text = self._problem(stage, header, frames)
+            if not code:
+                code, text = self._write(stage, header, frames)
+        elif mine:
+            code = ""
+        answer = {"type": "Nack", **answer, "code": code, "message": text} if code else {"type": "Ack", **answer}
+        stage.socket.send(encode(answer))
+        if code and mine:
+            raise Failure(f"{code}: {text}")
+
+    def _problem(self, stage, header, frames):
+        """(code, text) of what is wrong with a chunk; ("", "") when nothing is."""
+        number, start, count, total = header["chunk"], header["start"], header["count"], header.get("total", 0)
+        end = start + count
+        inside = 0 <= start <= end <= self.kv.shape[3] and (count or total)
+        if not inside or total not in (0, number + 1) or (stage.total and (total or number >= stage.total)):
+            return "bad_chunk", f"chunk {number} of {total}, positions {start} to {end} of {self.kv.shape[3]}"
+        sizes = [self.kv[stage.span, :, :, at:to].nbytes for at, to in stage.cuts(start, count)]
+        pages = self.pages[start // PAGE : -(-end // PAGE) if count else start // PAGE].tobytes()
+        wanted = pages, 0, sum(sizes), [256][: bool(total)] + sizes
+        if (header["pages"], header["row"], header["payload_bytes"], [*map(len, frames)]) != wanted:
+            return "bad_chunk", "pages, row or sizes other than those reserved"
+        found = xxh3(b"".join(frames)) if xxh3 else None
+        if xxh3 and header.get("checksum") != found:
+            return "checksum_mismatch", f"{header.get('checksum')} there, {found} here"
+        self.first = self._row(frames[0]) if total else self.first
+        return ("bad_metadata", "no row, or that of another ticket") if self.first == -1 else ("", "")
+
+    def _write(self, stage, header, frames):
+        """Write a chunk; if it was the last to come, ("", "") or what is wrong with all of them together."""
+        stage.chunks[header["chunk"]] = header["start"], header["count"]
+        stage.total, self.progress = header.get("total", 0) or stage.total, time.monotonic()
+        frames = frames[1:] if header.get("total") else frames
+        for (at, to), frame in zip(stage.cuts(header["start"], header["count"]), frames, strict=True):
+            part = self.kv[stage.span, :, :, at:to]
+            part[...] = np.frombuffer(frame, part.dtype).reshape(part.shape)
+        spans = sorted(stage.chunks.values())
+        joined = [start for start, _ in spans] + [self.kv.shape[3]] == [0] + [sum(span) for span in spans]
+        return ("bad_chunk", f"gap or overlap in {spans}") if len(spans) == stage.total and not joined else ("", "")
+
+    def _row(self, row):
+        """The first token of a metadata row, -1 if it is none of this ticket."""
+        version, _, finish, top, name, generation, token, *counts = ROW.unpack_from(row.ljust(256, b"\0"))
+        good = (len(row), version, generation) == (256, 1, self.ticket[1]) and finish <= 2 and top <= 20
+        good = good and (not xxh3 or name == xxh3(self.ticket[0].encode()))
+        return token if good and min(token, *counts[:2]) >= 0 else -1
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Fetch the KV of one ticket from a Headrace prefill server.")
+    parser.add_argument("url", help="of the prefill server, such as http://127.0.0.1:8000")
+    parser.add_argument("--ticket", required=True)
+    for name, text in (("tokens", "positions in the prompt"), ("layers", ""), ("kv-heads", ""), ("head-dim", "")):
+        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    args = parser.parse_args()
+    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer:
+        server = json.load(answer)
+    geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
+    desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
+    peer = Peer(desk, server["fingerprint"], geometry)
+    first, kv = peer.fetch(args.ticket, args.tokens)
+    print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
+    peer.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Failure as error:
+        sys.exit(str(error))

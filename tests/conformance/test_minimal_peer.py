@@ -1,0 +1,147 @@
+"""examples/minimal_peer.py against a real prefill server: the same bytes as our own receiver gets."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.arrays import pack
+from core.geometry import Geometry
+from core.orders import Arrived, Dial, Expect
+from core.peers import AskDial, AskReserve, PrefillUp
+from examples import minimal_peer
+from tests.e2e.harness import Server, serving
+from tests.transfer.harness import Loop, gather, random_store, zmq_context
+from tests.transfer.test_desk import CONFIG
+from transfer.dialer import Dialer
+from transfer.matching import make_hello
+from transfer.receiver import Receiver
+
+PEER = Path(minimal_peer.__file__)
+GEOMETRY = Geometry("float32", layers=4, kv_heads=1, head_dim=32, page_size=16)
+PROMPT = [7 * i % 250 for i in range(1, 400)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--role", "prefill", "--model", "stand-in:layers=4,hidden=32", "--chunk-tokens", "96") as made:
+        yield made
+
+
+def prefill(server: Server, ticket: str, **fields: Any) -> Any:
+    """Ask for the prompt's prefill under this ticket; returns the first token when the handoff has ended."""
+    answer = server.post("/v1/prefill", {"prompt_token_ids": PROMPT, "ticket": ticket, "max_tokens": 8, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["first_token"]["id"]
+
+
+def with_our_own(server: Server) -> tuple[int, str]:
+    """First token and digest of the KV as Dialer and Receiver take it."""
+    fingerprint = server.get("/v1/handoff").json()["fingerprint"]
+    desk = f"tcp://127.0.0.1:{server.get('/v1/handoff').json()['desk_port']}"
+    pages = list(range(40, 40 - GEOMETRY.pages_for(len(PROMPT)), -1))
+    with zmq_context() as context:
+        store = random_store(GEOMETRY, 64)
+        dialer = Dialer(CONFIG, context)
+        receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=store, context=context)
+        loop = Loop(dialer, receiver)
+        dialer.ready(
+            make_hello(
+                CONFIG,
+                instance="d" * 32,
+                name="ours",
+                role="decode",
+                fingerprint=fingerprint,
+                geometries=(GEOMETRY,),
+                kv_pages=64,
+                max_model_len=4096,
+                metadata_rows=8,
+            )
+        )
+        loop.apply(dialer, AskDial(name="p", endpoint=desk))
+        up = loop.wait_for(dialer, PrefillUp)
+        loop.apply(
+            receiver,
+            Dial(
+                seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
+                window_bytes=up.window_bytes,
+            ),
+        )  # fmt: skip
+        names: dict[str, Any] = {
+            "session": up.session,
+            "ticket": "ours",
+            "generation": 1,
+            "pages": pack(pages),
+            "row": 0,
+        }
+        loop.apply(receiver, Expect(seq=0, request=1, start=0, count=len(PROMPT), **names))
+        loop.apply(dialer, AskReserve(prompt_tokens=len(PROMPT), cached_tokens=0, **names))
+        client = threading.Thread(target=prefill, args=(server, "ours"))
+        client.start()
+        arrived = loop.wait_for(receiver, Arrived, timeout_s=30)
+        tokens = gather(store, GEOMETRY, pages, 0, len(PROMPT))  # [tokens, layers, 2, heads, bytes]
+        client.join(30)
+        loop.close()
+    return arrived.first.token, hashlib.sha256(np.ascontiguousarray(np.moveaxis(tokens, 0, 3))).hexdigest()
+
+
+def command(server: Server, ticket: str, *flags: str) -> "subprocess.Popen[str]":
+    sizes = ("--tokens", str(len(PROMPT)), "--layers", "4", "--kv-heads", "1")
+    line = [sys.executable, str(PEER), server.url, "--ticket", ticket, *sizes, *flags]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_it_takes_the_same_bytes_as_our_own_receiver(server: Server) -> None:
+    peer = command(server, "minimal", "--head-dim", "32")
+    token = prefill(server, "minimal")
+    out, err = peer.communicate(timeout=60)
+    assert peer.returncode == 0, err
+    first, digest = with_our_own(server)
+    assert (first, json.loads(out)) == (token, {"first_token": token, "sha256": digest})
+
+
+def test_a_first_token_that_ends_the_request_brings_no_kv(server: Server) -> None:
+    peer = command(server, "short", "--head-dim", "32")
+    token = prefill(server, "short", max_tokens=1)
+    out, err = peer.communicate(timeout=60)
+    assert json.loads(out) == {"first_token": token, "sha256": None}, err
+
+
+def test_a_refusal_names_both_values(server: Server) -> None:
+    peer = command(server, "other", "--head-dim", "64")
+    _, err = peer.communicate(timeout=60)
+    assert (peer.returncode, err) == (1, "head_dim_mismatch: head_dim of stage 0: 32 here, 64 there\n")
+
+
+def test_it_stays_a_single_small_file() -> None:
+    assert len(PEER.read_text().splitlines()) < 300
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(allow_nan=False)
+    | st.text(max_size=300) | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    max_leaves=30,
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text(max_size=40), VALUES, max_size=5))
+def test_its_decoder_reads_what_msgspec_writes(values: dict[str, Any]) -> None:
+    message = {**values, "type": "Any"}
+    assert minimal_peer.decode(msgspec.msgpack.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_its_decoder_takes_any_bytes(data: bytes) -> None:
+    assert isinstance(minimal_peer.decode(data), dict)

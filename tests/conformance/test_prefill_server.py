@@ -1,0 +1,213 @@
+"""docs/protocol.md from the peer's side, against any prefill server (see conftest.py)."""
+
+import time
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.conformance.client import Client, answer, send
+
+MISMATCHES: list[tuple[dict[str, Any], str, list[str]]] = [
+    ({"protocols": [7]}, "protocol", ["1", "7"]),
+    ({"fingerprint": "another"}, "fingerprint", ["another"]),
+    ({"metadata_version": 9}, "metadata_version", ["1", "9"]),
+    ({"metadata_bytes": 128}, "metadata_bytes", ["256", "128"]),
+    ({"checksums": ["crc32"]}, "checksum", ["xxh3_64", "crc32"]),
+    ({"backends": ["pigeon"]}, "backend", ["zmq", "pigeon"]),
+]
+GEOMETRIES = [
+    ("dtype", "float8"),
+    ("layers", 77),
+    ("kv_heads", 77),
+    ("head_dim", 77),
+    ("layer_start", 77),
+    ("page_size", 0),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "words"), MISMATCHES)
+def test_a_mismatch_is_refused_naming_both_values(
+    client: Client, changes: dict[str, Any], field: str, words: list[str]
+) -> None:
+    refused = client.hello(**changes)
+    assert (refused["type"], refused["code"]) == ("Refuse", f"{field}_mismatch")
+    assert all(word in refused["message"] for word in words)
+    assert client.hello()["type"] == "Welcome"
+
+
+@pytest.mark.parametrize(("field", "theirs"), GEOMETRIES)
+def test_a_geometry_that_does_not_fit_is_refused_naming_both_values(client: Client, field: str, theirs: Any) -> None:
+    refused = client.hello(geometries=[client.target.geometry | {field: theirs}])
+    assert (refused["type"], refused["code"]) == ("Refuse", f"{field}_mismatch")
+    assert str(theirs) in refused["message"]
+
+
+def test_a_repeated_hello_gets_the_same_welcome_and_another_one_a_new_session(client: Client) -> None:
+    first = client.hello(instance="c" * 32)
+    assert client.hello(instance="c" * 32) == first
+    assert client.hello(instance="c" * 32, kv_pages=65)["session"] != first["session"]
+
+
+def test_without_a_session_everything_but_hello_is_refused(client: Client) -> None:
+    assert client.ask({"type": "Ping", "number": 1})["code"] == "no_session"
+    client.hello()
+    client.say({"type": "Goodbye"})
+    assert client.ask({"type": "Ping", "number": 1})["code"] == "no_session"
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"x" * 300], [b"a", b"b"], [b"\x81\xa4type\xa4What"]])
+def test_what_is_no_message_is_refused_and_the_session_stands(client: Client, frames: list[bytes]) -> None:
+    client.hello()
+    client.desk.send_multipart(frames)
+    assert client.heard()["code"] == "bad_message"
+    assert client.silent()
+    client.desk.send(bytes((5 << 20) + 1))
+    assert client.heard()["code"] == "bad_message"
+    assert client.silent()
+
+
+def test_unknown_keys_are_skipped(client: Client) -> None:
+    assert client.hello(colour="red")["type"] == "Welcome"
+    assert client.ask({"type": "Ping", "number": 3, "colour": "red"}) == {"type": "Pong", "number": 3}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pages": b""},
+        {"pages": b"\1\0\0\0" * 3},
+        {"pages": b"\xff\xff\xff\xff\1\0\0\0\2\0\0\0"},
+        {"pages": b"\1\0\0\0\2\0\0\0\x40\0\0\0"},
+        {"pages": b"\1\0\0\0\2\0\0\0\3\0\0"},
+        {"row": 4},
+        {"cached_tokens": 40},
+        {"prompt_tokens": 1025},
+    ],
+)
+def test_a_reservation_that_does_not_fit_the_hello_fails_alone(client: Client, changes: dict[str, Any]) -> None:
+    client.hello()
+    client.reserve("bad", **changes)
+    failed = client.heard()
+    assert (failed["type"], failed["ticket"], failed["code"]) == ("Failed", "bad", "bad_reservation")
+    assert client.silent()
+
+
+def test_a_ticket_in_use_and_a_stale_generation(client: Client) -> None:
+    client.hello()
+    client.reserve("used", 5)
+    client.reserve("used", 5)
+    client.reserve("used", 4)
+    assert client.silent()
+    client.reserve("used", 6)
+    failed = client.heard()
+    assert (failed["generation"], failed["code"]) == (6, "ticket_in_use")
+    cancelled = {"type": "Cancelled", "ticket": "used", "generation": 5}
+    for _ in range(2):  # once it is open, once it has ended
+        assert client.ask({"type": "Cancel", "ticket": "used", "generation": 5}) == cancelled
+    client.reserve("used", 5)
+    assert client.silent()
+
+
+def test_cancelling_what_was_never_reserved_is_answered(client: Client) -> None:
+    client.hello()
+    cancelled = client.ask({"type": "Cancel", "ticket": "never", "generation": 9})
+    assert cancelled == {"type": "Cancelled", "ticket": "never", "generation": 9}
+
+
+def test_tickets_beyond_the_quota_fail(client: Client) -> None:
+    most = client.hello()["max_tickets"]
+    for number in range(most + 1):
+        client.reserve(f"q{number}")
+    failed = client.heard()
+    assert (failed["ticket"], failed["code"], failed["status"]) == (f"q{most}", "too_many_tickets", 429)
+
+
+@pytest.mark.parametrize("first", ["reserve", "prompt"])
+def test_a_ticket_is_delivered_whichever_comes_first(client: Client, first: str) -> None:
+    client.hello()
+    data = client.attached()
+    ticket = f"first-{first}"
+    if first == "reserve":
+        client.reserve(ticket, tokens=200)
+        assert client.silent()
+        prefill = client.prefill(ticket, 200)
+    else:
+        prefill = client.prefill(ticket, 200)
+        client.reserve(ticket, tokens=200)
+    position = 0
+    while position < 200:
+        chunk, frames = client.take(data)
+        assert (chunk["type"], chunk["ticket"], chunk["start"], chunk["row"]) == ("Chunk", ticket, position, 1)
+        assert chunk["checksum"] == xxhash.xxh3_64_intdigest(b"".join(frames))
+        assert chunk.get("total", 0) == (chunk["chunk"] + 1 if len(frames[0]) == 256 else 0)
+        answer(data, chunk)
+        position += chunk["count"]
+    assert client.heard() == {"type": "Finished", "ticket": ticket, "generation": 1}
+    assert prefill.answer().status_code == 200
+
+
+def test_unanswered_chunks_come_again_on_a_new_connection(client: Client) -> None:
+    client.hello()
+    first = client.attached()
+    client.reserve("again")
+    prefill = client.prefill("again")
+    chunk = client.take(first)
+    second = client.attached()
+    assert client.take(second) == chunk
+    answer(first, chunk[0])
+    assert client.take(first)[0]["code"] == "no_session"
+    answer(second, chunk[0])
+    assert client.heard()["type"] == "Finished"
+    assert prefill.answer().status_code == 200
+
+
+def test_a_nack_fails_the_ticket_at_both_ends_and_nothing_follows(client: Client) -> None:
+    client.hello()
+    data = client.attached()
+    client.reserve("nack")
+    prefill = client.prefill("nack")
+    chunk, _ = client.take(data)
+    answer(data, chunk, "Nack", code="checksum_mismatch", message="1 here, 2 there")
+    failed = client.heard()
+    assert (failed["type"], failed["ticket"], failed["code"]) == ("Failed", "nack", "checksum_mismatch")
+    assert prefill.answer().status_code == failed["status"]
+    send(data, {"type": "Ping", "number": 4})
+    assert client.take(data) == ({"type": "Pong", "number": 4}, [])
+
+
+def test_a_ticket_cancelled_with_bytes_unanswered_is_quiet(client: Client) -> None:
+    client.hello()
+    data = client.attached()
+    client.reserve("quiet")
+    prefill = client.prefill("quiet")
+    chunk, _ = client.take(data)
+    cancelled = client.ask({"type": "Cancel", "ticket": "quiet", "generation": 1})
+    assert cancelled == {"type": "Cancelled", "ticket": "quiet", "generation": 1}
+    assert prefill.answer().status_code >= 400
+    answer(data, chunk)
+    send(data, {"type": "Ping", "number": 5})
+    assert client.take(data) == ({"type": "Pong", "number": 5}, [])
+
+
+def test_data_connections_are_for_sessions_and_stages_that_exist(client: Client) -> None:
+    client.hello()
+    assert client.take(client.attach(session="0" * 32))[0]["code"] == "no_session"
+    client.attached()  # the stage has heard of the session
+    assert client.take(client.attach(stage=0, peer_stage=5))[0]["code"] == "wrong_stage"
+    stranger = client.attach(session="0" * 32)
+    client.take(stranger)
+    send(stranger, {"type": "Ack", "ticket": "t", "generation": 1, "chunk": 0})
+    assert client.take(stranger)[0]["code"] == "no_session"
+    stranger.send(b"\xc1")
+    assert client.take(stranger)[0]["code"] == "bad_message"
+
+
+def test_a_silent_peer_loses_its_session_and_its_tickets(client: Client) -> None:
+    timeout_s = client.hello()["timeout_s"]
+    client.attached()
+    client.reserve("silent")
+    prefill = client.prefill("silent")
+    time.sleep(timeout_s + 1)
+    assert client.ask({"type": "Ping", "number": 1})["code"] == "no_session"
+    assert prefill.answer().status_code >= 400

@@ -1,0 +1,137 @@
+"""A decode peer by hand: it speaks the protocol to a live prefill server and keeps the bytes that come."""
+
+import secrets
+from typing import Any
+
+import numpy as np
+import zmq
+
+from core.arrays import pack
+from core.codec import Codec
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.request import FirstToken
+from tests.e2e.harness import Server
+from transfer import checksum, metadata
+from transfer.layout import pages_for
+from transfer.matching import make_hello
+from transfer.messages import (
+    Ack,
+    AnswerMessage,
+    Attach,
+    Attached,
+    Cancel,
+    Chunk,
+    DeskMessage,
+    Failed,
+    Finished,
+    PeerMessage,
+    Ping,
+    Pong,
+    Reserve,
+    StageMessage,
+    Welcome,
+)
+
+PAGES = 256
+PATIENCE_MS = 30_000
+
+
+class Peer:
+    """One session at the desk, one data connection to each stage. geometry: of the whole model, in our pages."""
+
+    def __init__(self, context: Any, server: Server, geometry: Geometry) -> None:
+        handoff = server.get("/v1/handoff").json()
+        self.geometry = geometry
+        self._to_desk: Codec[PeerMessage] = Codec(PeerMessage)
+        self._from_desk: Codec[DeskMessage] = Codec(DeskMessage)
+        self._to_stage: Codec[AnswerMessage] = Codec(AnswerMessage)
+        self._from_stage: Codec[StageMessage] = Codec(StageMessage)
+        self._desk = self._dial(context, handoff["desk_port"])
+        hello = make_hello(
+            TransferConfig(), instance=secrets.token_hex(16), name="by hand", role="decode",
+            fingerprint=handoff["fingerprint"], geometries=(geometry,), kv_pages=PAGES, max_model_len=2048,
+            metadata_rows=8,
+        )  # fmt: skip
+        self.say(hello)
+        welcome = self.hear()
+        assert isinstance(welcome, Welcome), welcome
+        self._stages = welcome.stages
+        self._data = [self._dial(context, stage.data_port) for stage in welcome.stages]
+        for rank, socket in enumerate(self._data):
+            attach = Attach(session=welcome.session, stage=rank, checksum="xxh3_64")
+            socket.send(self._to_stage.encode(attach))
+            assert self._take(socket)[0] == Attached(stage=rank)
+
+    def say(self, message: PeerMessage) -> None:
+        self._desk.send(self._to_desk.encode(message))
+
+    def hear(self) -> DeskMessage:
+        """What the desk says next; answers to pings are passed over."""
+        while True:
+            assert self._desk.poll(PATIENCE_MS), "the desk is silent"
+            message = self._from_desk.decode(self._desk.recv())
+            if not isinstance(message, Pong):
+                return message
+
+    def ping(self, *renew: str) -> None:
+        self.say(Ping(number=1, renew=renew))
+
+    def cancel(self, ticket: str, generation: int = 0) -> DeskMessage:
+        self.say(Cancel(ticket=ticket, generation=generation))
+        return self.hear()
+
+    def reserve(self, ticket: str, tokens: int, *, wait: bool = True) -> None:
+        pages = range(pages_for(self.geometry.page_size, 0, tokens))
+        self.say(
+            Reserve(
+                ticket=ticket, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pack(pages), row=0, wait=wait
+            )
+        )
+
+    def answer(self, ticket: str, tokens: int) -> Failed | Finished:
+        """Reserve a ticket that ends without a byte."""
+        self.reserve(ticket, tokens, wait=False)
+        message = self.hear()
+        assert isinstance(message, Failed | Finished), message
+        return message
+
+    def receive(self, tokens: int) -> tuple[np.ndarray, FirstToken]:
+        """Take every chunk of the reserved ticket: its KV [layers, 2, kv_heads, tokens, head_dim], the first token."""
+        parts = [self._receive(rank, tokens) for rank in range(len(self._data))]
+        assert self.hear() == Finished(ticket=parts[0][2], generation=1)
+        return np.concatenate([kv for kv, _, _ in parts]), parts[0][1]
+
+    def _receive(self, rank: int, tokens: int) -> tuple[np.ndarray, FirstToken, str]:
+        source = self._stages[rank].geometry
+        kv = np.full((source.layers, 2, source.kv_heads, tokens, source.head_dim), np.nan, np.float32)
+        missing = tokens
+        while True:
+            chunk, frames = self._take(self._data[rank])
+            assert isinstance(chunk, Chunk)
+            assert chunk.checksum == checksum.of_frames(frames)
+            row = frames.pop(0) if chunk.total else b""
+            at = chunk.start
+            for frame in frames:
+                count = min(source.page_size - at % source.page_size, chunk.start + chunk.count - at)
+                shape = (source.layers, 2, source.kv_heads, count, source.head_dim)
+                kv[:, :, :, at : at + count] = np.frombuffer(frame, np.float32).reshape(shape)
+                at += count
+            missing -= chunk.count
+            ack = Ack(ticket=chunk.ticket, generation=chunk.generation, chunk=chunk.chunk)
+            self._data[rank].send(self._to_stage.encode(ack))
+            if chunk.total:
+                assert missing == 0
+                assert not np.isnan(kv).any()
+                return kv, metadata.decode(row).first, chunk.ticket
+
+    def _take(self, socket: Any) -> tuple[StageMessage, list[bytes]]:
+        assert socket.poll(PATIENCE_MS), "the stage is silent"
+        header, *frames = socket.recv_multipart()
+        return self._from_stage.decode(header), frames
+
+    @staticmethod
+    def _dial(context: Any, port: int) -> Any:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        return socket

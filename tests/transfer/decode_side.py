@@ -1,0 +1,168 @@
+"""A decode server as simple as the protocol's promises allow: Dialer and Receiver, with deadlines and a pool.
+
+Pages that are given back are poisoned at once, so a byte that is written too late is found.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from core.arrays import pack
+from core.geometry import Geometry
+from core.orders import (
+    Arrived,
+    Dial,
+    Expect,
+    FetchFailed,
+    Forget,
+    HangUp,
+)
+from core.peers import (
+    AskCancel,
+    AskDial,
+    AskReserve,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+)
+from tests.transfer.memory_zmq import Context
+from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content
+from transfer.arrays import ArrayPageStore
+from transfer.dialer import Dialer
+from transfer.layout import pages_for
+from transfer.matching import make_hello
+from transfer.receiver import Receiver
+
+
+@dataclass(eq=False)
+class Incoming:
+    """One use of a ticket at the decode side."""
+
+    serial: int
+    ticket: str
+    generation: int
+    session: str
+    pages: list[int]
+    tokens: int
+    cached: int
+    deadline: float = 0.0
+    end: str = ""
+    cancelling: bool = False
+
+
+class DecodeSide(Side):
+    """A dialer, a stage's receiver, and a pool whose returned pages stay poisoned or are somebody else's."""
+
+    def __init__(self, world: "World", geometry: Geometry, endpoint: str) -> None:
+        super().__init__(world)
+        self.geometry = geometry
+        self.store = ArrayPageStore(geometry, PAGES)
+        self.store.data[:] = POISON
+        self.free = list(range(PAGES))
+        self.session = ""
+        self.open: dict[int, Incoming] = {}
+        self.ended: list[Incoming] = []
+        context: Any = Context(world.network)
+        self.dialer = Dialer(world.config, context)
+        self.receiver = Receiver(world.config, stage=0, geometry=geometry, store=self.store, context=context)
+        self.ports = [self.dialer, self.receiver]
+        self.dialer.ready(
+            make_hello(
+                world.config, instance=world.new_id(), name="decode", role="decode", fingerprint="model",
+                geometries=(geometry,), kv_pages=PAGES, max_model_len=1024, metadata_rows=64,
+            )
+        )  # fmt: skip
+        self.apply(self.dialer, AskDial(name="p", endpoint=endpoint))
+
+    def fetch(self, ticket: str) -> None:
+        random = self.world.network.random
+        tokens = random.randrange(1, 60)
+        cached = random.choice((0, random.randrange(tokens)))
+        needed = pages_for(self.geometry.page_size, cached, tokens - cached)
+        busy = {one.ticket for one in self.open.values()}
+        if not self.session or needed > len(self.free) or ticket in busy:
+            return
+        self.world.uses += 1
+        pages, self.free = self.free[:needed], self.free[needed:]
+        use = self.world.uses
+        one = Incoming(use, ticket, use, self.session, pages, tokens, cached, self.world.network.now + PATIENCE_S)
+        self.open[one.serial] = one
+        names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": use % 64}
+        order = Expect(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
+        self.apply(self.receiver, order)
+        if not one.end:
+            ask = AskReserve(prompt_tokens=tokens, cached_tokens=cached, pages=pack(pages), **names)
+            self.apply(self.dialer, ask)
+
+    def handle(self, event: Any) -> None:
+        match event:
+            case PrefillUp(session=session, endpoints=endpoints, geometries=geometries, window_bytes=window):
+                self.session = session
+                order = Dial(seq=0, session=session, endpoints=endpoints, geometries=geometries, window_bytes=window)
+                self.apply(self.receiver, order)
+            case PrefillDown(session=session) if session is not None:
+                self.session = "" if session == self.session else self.session
+                self.apply(self.receiver, HangUp(seq=0, session=session))
+                for one in [one for one in self.open.values() if one.session == session]:
+                    self.give_up(one, "down")
+                    self.finish(one)
+            case Arrived(request=request) if request in self.open:
+                self.arrived(self.open[request])
+            case FetchFailed(request=request, code=code) if request in self.open:
+                assert code not in ("bad_chunk", "bad_metadata", "checksum_mismatch"), event
+                self.cancel(self.open[request], "failed")
+            case TicketFailed(ticket=ticket, generation=generation):
+                for one in [o for o in self.open.values() if (o.ticket, o.generation) == (ticket, generation)]:
+                    self.give_up(one, "failed")
+                    self.finish(one)
+            case TicketCancelled(ticket=ticket, generation=generation):
+                for one in [o for o in self.open.values() if (o.ticket, o.generation) == (ticket, generation)]:
+                    self.finish(one)
+
+    def arrived(self, one: Incoming) -> None:
+        """The bytes have to be those of this use (G4); the pages go back."""
+        size = self.geometry.page_size
+        for position in range(one.cached, one.tokens):
+            slot = self.store.data[one.pages[position // size - one.cached // size], ..., position % size, :]
+            wanted = content(one.ticket, one.generation, position, slot.size)
+            assert np.array_equal(slot.reshape(-1), wanted), f"foreign bytes at {position} of {one} (G3, G4)"
+        one.end = "arrived"
+        self.give_back(one)
+        self.finish(one)
+
+    def cancel(self, one: Incoming, why: str) -> None:
+        """Ask for quiet, and again when nothing answers: a network that loses messages may have lost it."""
+        self.give_up(one, why)
+        one.cancelling, one.deadline = True, self.world.network.now + PATIENCE_S
+        ask = AskCancel(session=one.session, ticket=one.ticket, generation=one.generation, reason=why)
+        self.apply(self.dialer, ask)
+
+    def give_up(self, one: Incoming, why: str) -> None:
+        if not one.end:
+            one.end = why
+            self.apply(self.receiver, Forget(seq=0, request=one.serial))
+            self.give_back(one)
+
+    def give_back(self, one: Incoming) -> None:
+        """From here on a byte that is written is found by check()."""
+        self.store.data[one.pages] = POISON
+        self.free += one.pages
+
+    def finish(self, one: Incoming) -> None:
+        if self.open.pop(one.serial, None) is not None:
+            self.ended.append(one)
+
+    def turn(self) -> None:
+        super().turn()
+        for one in list(self.open.values()):
+            if one.deadline <= self.world.network.now:
+                self.cancel(one, "timeout")
+
+    def check(self) -> None:
+        """G2: nobody has written to a page that nobody waits for."""
+        assert (self.store.data[self.free] == POISON).all(), "a page was written after it was given back (G2)"
+
+    def deadlines(self) -> list[float]:
+        return [one.deadline for one in self.open.values()]

@@ -1,0 +1,175 @@
+"""A prefill server as simple as the protocol's promises allow: Desk and Sender, with deadlines and a pool.
+
+Pages are overwritten as soon as they may be, so a byte that is read too late is found.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from core.arrays import pack, unpack
+from core.errors import ErrorInfo
+from core.geometry import Geometry
+from core.orders import (
+    Acked,
+    AdmitPeer,
+    Cancel,
+    DropPeer,
+    Quiet,
+    Release,
+    Send,
+    SendFailed,
+)
+from core.peers import (
+    PeerCancelled,
+    PeerGone,
+    PeerJoined,
+    PeerReserved,
+    TellCancelled,
+    TellFailed,
+    TellFinished,
+)
+from core.request import FirstToken
+from tests.transfer.harness import random_store
+from tests.transfer.memory_zmq import Context
+from tests.transfer.world import PAGES, PATIENCE_S, POISON, TIMEOUT, Side, World, content
+from transfer.desk import Desk
+from transfer.layout import pages_for
+from transfer.matching import Offer
+from transfer.sender import Sender
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """A reservation at the prefill side. error: what to tell when it is quiet, None for Cancelled."""
+
+    serial: int
+    reserved: PeerReserved
+    pages: list[int]
+    chunks: int
+    acked: int = 0
+    deadline: float = 0.0
+    closing: bool = False
+    error: ErrorInfo | None = None
+
+
+class PrefillSide(Side):
+    """A desk, a stage's sender, and a pool whose pages are given away as soon as that is allowed."""
+
+    def __init__(self, world: "World", geometry: Geometry) -> None:
+        super().__init__(world)
+        self.geometry = geometry
+        self.store = random_store(geometry, PAGES)
+        self.free = list(range(PAGES))
+        self.open: dict[int, Outgoing] = {}
+        self.serials = 0
+        context: Any = Context(world.network)
+        self.sender = Sender(world.config, stage=0, geometry=geometry, store=self.store, context=context)
+        self.desk = Desk(world.config, context, new_session=world.new_id)
+        ports = (self.sender.port,)
+        self.desk.ready(
+            Offer(
+                instance=world.new_id(),
+                fingerprint="model",
+                geometries=(geometry,),
+                data_ports=ports,
+                max_model_len=1024,
+            )
+        )
+        self.ports = [self.desk, self.sender]
+
+    def handle(self, event: Any) -> None:
+        match event:
+            case PeerJoined(session=session, geometry=geometry, window_bytes=window):
+                self.apply(self.sender, AdmitPeer(seq=0, session=session, geometry=geometry, window_bytes=window))
+            case PeerGone(session=session):
+                self.apply(self.sender, DropPeer(seq=0, session=session))
+                for one in [one for one in self.open.values() if one.reserved.session == session]:
+                    self.close(one, TIMEOUT)
+            case PeerReserved():
+                self.reserve(event)
+            case PeerCancelled(session=session, ticket=ticket, generation=generation):
+                name = session, ticket, generation
+                for one in list(self.open.values()):
+                    if (one.reserved.session, one.reserved.ticket, one.reserved.generation) == name:
+                        self.close(one, None)
+            case Acked(request=request) if request in self.open and not self.open[request].closing:
+                one = self.open[request]
+                one.acked, one.deadline = one.acked + 1, self.world.network.now + PATIENCE_S
+                if one.acked == one.chunks:
+                    self.tell(one, TellFinished)
+            case SendFailed(request=request, code=code, message=text) if request in self.open:
+                assert code != "checksum_mismatch", "source pages have changed before they were acknowledged (G3)"
+                self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
+            case Quiet(request=request) if request in self.open:
+                one = self.open[request]
+                assert not self.world.network.flying(one.reserved.ticket, one.reserved.generation), "not quiet (G2)"
+                if one.error is None:
+                    self.tell(one, TellCancelled)
+                else:
+                    self.tell(one, TellFailed, error=one.error)
+
+    def reserve(self, reserved: PeerReserved) -> None:
+        tokens, cached = reserved.prompt_tokens, reserved.cached_tokens
+        needed = pages_for(self.geometry.page_size, 0, tokens)
+        self.serials += 1
+        world, random = self.world, self.world.network.random
+        edges = sorted({cached, tokens, *(random.randrange(cached, tokens) for _ in range(random.randrange(3)))})
+        one = Outgoing(self.serials, reserved, [], len(edges) - 1, deadline=world.network.now + PATIENCE_S)
+        self.open[one.serial] = one
+        if needed > len(self.free):
+            self.close(one, ErrorInfo(code="no_pages", message="no pages", status=503))
+            return
+        one.pages, self.free = self.free[:needed], self.free[needed:]
+        for position in range(tokens):
+            slot = self.store.data[
+                one.pages[position // self.geometry.page_size], ..., position % self.geometry.page_size, :
+            ]
+            slot[...] = content(reserved.ticket, reserved.generation, position, slot.size).reshape(slot.shape)
+        for number, (start, end) in enumerate(pairwise(edges)):
+            delay = random.uniform(0, 0.5)
+            world.network.after(delay * number, lambda n=number, s=start, e=end: self.send(one, n, s, e))  # type: ignore[misc]
+
+    def send(self, one: Outgoing, number: int, start: int, end: int) -> None:
+        if self.open.get(one.serial) is not one or one.closing or self not in self.world.sides:
+            return
+        reserved = one.reserved
+        first, size = start // self.geometry.page_size, self.world.peer_page_size
+        skip = start // size - reserved.cached_tokens // size
+        order = Send(
+            seq=0, after=0, request=one.serial, session=reserved.session, ticket=reserved.ticket,
+            generation=reserved.generation, chunk=number, start=start, count=end - start,
+            pages=pack(one.pages[first : first + pages_for(self.geometry.page_size, start, end - start)]),
+            dst_pages=pack(unpack(reserved.pages)[skip : skip + pages_for(size, start, end - start)]),
+            row=0, dst_row=reserved.row,
+            last=FirstToken(token=7, prompt_tokens=reserved.prompt_tokens, cached_tokens=0)
+            if number + 1 == one.chunks else None,
+        )  # fmt: skip
+        self.apply(self.sender, order)
+
+    def close(self, one: Outgoing, error: ErrorInfo | None) -> None:
+        """Make it quiet; then it is told, and its pages are free."""
+        if one.closing:
+            one.error = one.error and error  # a Cancel that comes meanwhile is the answer that is waited for
+            return
+        one.closing, one.error = True, error
+        self.apply(self.sender, Cancel(seq=0, request=one.serial))
+
+    def tell(self, one: Outgoing, kind: Any, **fields: Any) -> None:
+        del self.open[one.serial]
+        for page in one.pages:
+            self.store.data[page] = POISON
+        self.free += one.pages
+        reserved = one.reserved
+        self.apply(self.sender, Release(seq=0, request=one.serial))
+        names = {"session": reserved.session, "ticket": reserved.ticket, "generation": reserved.generation}
+        self.apply(self.desk, kind(**names, **fields))
+
+    def turn(self) -> None:
+        super().turn()
+        for one in list(self.open.values()):
+            if one.deadline <= self.world.network.now and not one.closing:
+                self.close(one, TIMEOUT)
+
+    def deadlines(self) -> list[float]:
+        return [one.deadline for one in self.open.values() if not one.closing]

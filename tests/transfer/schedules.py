@@ -1,0 +1,56 @@
+"""One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs."""
+
+from core.geometry import Geometry
+from tests.transfer.decode_side import DecodeSide
+from tests.transfer.harness import value
+from tests.transfer.memory_zmq import Faults, Network
+from tests.transfer.prefill_side import PrefillSide
+from tests.transfer.world import PAGES, World
+
+
+def run_schedule(seed: int) -> dict[str, int]:
+    """Run one schedule and see to G1 to G5; AssertionError says which one is broken. Returns how its uses ended."""
+    network = Network(seed, Faults())
+    random = network.random
+
+    def rate() -> float:
+        return random.choice((0.0, 0.0, random.uniform(0.01, 0.2)))
+
+    network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
+    sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
+    source, destination = (Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size) for size in sizes)
+    world = World(network, sizes[1])
+    prefill = PrefillSide(world, source)
+    decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
+    world.sides = [prefill, decode]
+    for _ in range(random.randrange(5, 15)):
+        world.run(network.now + random.uniform(0, 0.6))
+        kind = random.random()
+        if kind < 0.75:
+            decode.fetch(f"t{random.randrange(6)}")
+        elif kind < 0.93:
+            for one in random.sample(list(decode.open.values()), min(1, len(decode.open))):
+                decode.cancel(one, "cancelled")
+        elif kind < 0.97:
+            prefill.kill()
+            prefill = PrefillSide(world, source)
+        else:
+            decode.kill()
+            decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
+        world.sides = [prefill, decode]
+    network.faults = Faults()
+    world.run(network.now + 15.0)
+    _settled(prefill, decode, lossless=not faults.drop)
+    return {end: sum(one.end == end for one in decode.ended) for end in {one.end for one in decode.ended}}
+
+
+def _settled(prefill: PrefillSide, decode: DecodeSide, lossless: bool) -> None:
+    """G1: every use has ended at both sides, and nothing is left over."""
+    assert not prefill.open, f"open at the prefill side (G1): {prefill.open}"
+    assert not decode.open, f"open at the decode side (G1): {decode.open}"
+    assert sorted(prefill.free) == sorted(decode.free) == list(range(PAGES))
+    assert value(prefill.desk.statistics(), "open_tickets") == 0
+    assert value(prefill.sender.statistics(), "queued_chunks") == 0
+    assert value(decode.receiver.statistics(), "expected_requests") == 0
+    if lossless:  # a lost answer takes its part of the window with it until the connection ends
+        assert value(prefill.sender.statistics(), "unacked_bytes") == 0

@@ -1,0 +1,94 @@
+"""Programs on a bad network in virtual time: what the sides of a schedule have in common."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from core.config import TransferConfig
+from core.errors import ErrorInfo
+from tests.transfer.harness import AnyPort
+from tests.transfer.memory_zmq import Network
+
+PAGES = 32
+PATIENCE_S = 3.0  # of either side, for progress of one ticket
+POISON = 0xEE
+CONFIG = TransferConfig(peer_timeout_s=2.0, window_bytes=4096, desk_port=7000)
+TIMEOUT = ErrorInfo(code="transfer_timeout", message="no acknowledgement", status=504)
+
+
+def content(ticket: str, generation: int, position: int, size: int) -> np.ndarray:
+    """The KV of a position: other bytes for every use of every ticket."""
+    number = (hash((int(ticket[1:]), generation, position)) * 0x9E3779B97F4A7C15) % (1 << 64)
+    return np.resize(np.frombuffer(number.to_bytes(8, "little"), np.uint8), size)
+
+
+class Side:
+    """What both sides are made of: ports of this process, and how to kill it."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.ports: list[AnyPort] = []
+
+    def apply(self, port: AnyPort, command: Any) -> None:
+        self.take(port.apply(command, self.world.network.now))
+
+    def take(self, events: list[Any]) -> None:
+        for event in events:
+            self.handle(event)
+
+    def handle(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def turn(self) -> None:
+        """Read what has come, and say what is due."""
+        for port in self.ports:
+            if any(socket.inbox for socket in port.sockets()):
+                self.take(port.receive(self.world.network.now))
+            due = port.next_deadline()
+            if due is not None and due <= self.world.network.now:
+                self.take(port.tick(self.world.network.now))
+
+    def next_deadline(self) -> float | None:
+        """When turn() is due next."""
+        dues = [due for port in self.ports if (due := port.next_deadline()) is not None]
+        return min([*dues, *self.deadlines()], default=None)
+
+    def deadlines(self) -> list[float]:
+        """Of the tickets that this side itself has to move on."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """AssertionError when a guarantee is broken here and now."""
+
+    def kill(self) -> None:
+        """End without a word."""
+        for port in self.ports:
+            for socket in list(port.sockets()):
+                socket.close()  # type: ignore[attr-defined]
+        self.ports.clear()
+
+
+@dataclass
+class World:
+    """A schedule under way."""
+
+    network: Network
+    peer_page_size: int
+    config: TransferConfig = CONFIG
+    uses: int = 0
+    ids: int = 0
+    sides: list[Side] = field(default_factory=list)
+
+    def new_id(self) -> str:
+        self.ids += 1
+        return f"{self.ids:032x}"
+
+    def run(self, until: float) -> None:
+        while self.network.now < until:
+            for side in self.sides:
+                side.turn()
+            dues = [due for side in self.sides if (due := side.next_deadline()) is not None]
+            self.network.advance(max(self.network.now + 1e-4, min([*dues, until])))
+            for side in self.sides:
+                side.check()
