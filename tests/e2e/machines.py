@@ -57,6 +57,7 @@ def _namespace(stack: ExitStack, number: int) -> Machine:
     _ip(f"netns add {name}")
     stack.callback(_ip, f"netns del {name}")
     _ip(f"link add {name} type veth peer name eth0 netns {name}")
+    stack.callback(_ip, f"link del {name}")  # a namespace takes its devices with it, but only some time later
     _ip(f"link set {name} master {_name()} up")
     _ip(f"-n {name} addr add {address}/24 dev eth0")
     for device in ("lo", "eth0"):

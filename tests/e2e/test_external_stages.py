@@ -125,6 +125,7 @@ def test_an_orderly_end_is_that_of_the_stages_too() -> None:
         assert [tree.ended(10) for tree in trees] == [0, 0]
 
 
+@pytest.mark.full
 def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
     with waiting_server("--role", "prefill", *MODEL) as (prefill, stages):
         stages.start_all()
@@ -157,6 +158,7 @@ def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
         assert "not admitted within 2 s: waiting for stage 1 of 2" in patient.log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rendezvous",
     [

@@ -63,7 +63,10 @@ def test_storm_of_cancelled_requests() -> None:
         assert text == gold.greedy_text(prompts[index], TOKENS), index
 
 
-@pytest.mark.parametrize("moment", [pytest.param("bootstrap", marks=pytest.mark.full), "forward", "late"])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("bootstrap", marks=pytest.mark.full), "forward", pytest.param("late", marks=pytest.mark.full)],
+)
 def test_decode_killed(moment: str) -> None:
     """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
     prompt = gold.story_ids()[:3000]
@@ -149,7 +152,7 @@ def test_stage_killed_fails_requests_and_comes_back() -> None:
         assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt[:100], TOKENS)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_signal_drains(sig: int) -> None:
     """Not ready at once, work in flight finishes, exit 0, nothing left behind."""
     prompt = gold.story_ids()[:1500]

@@ -42,12 +42,12 @@ def sample(*always: tuple[int, int, int]) -> list[Any]:
     return [pytest.param(*each, marks=() if each in always else pytest.mark.full) for each in GEOMETRIES]
 
 
-@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048), (64, 16, 64), (16, 16, 512)))
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048)))
 def test_handed_over_texts_equal_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, LENGTHS)
 
 
-@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048)))
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample())
 def test_a_long_prompt_handed_over_equals_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, (LONG,))
 
