@@ -1,11 +1,12 @@
 """The tokenizer: stop ids, bytes of tokens, chat, and the real one once."""
 
 import asyncio
-from pathlib import Path
+import os
 
 import pytest
 
 from core.errors import HeadraceError
+from server.config import load
 from server.tokenizer import MAX_STOP_IDS, Tokenizer, load_tokenizer
 from server.tokens import TokenService
 
@@ -56,8 +57,8 @@ def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
     assert asyncio.run(main()) == [tokenizer.encode(f"hello world {index}") for index in range(50)]
 
 
-def test_the_bundled_model_has_its_tokenizer_and_template(tmp_path: Path) -> None:
-    real = load_tokenizer("smollm2", str(tmp_path))
+def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
+    real = load_tokenizer("smollm2", load({}, os.environ).server.cache_dir)
     text = "Why is the sky blue? 日本語 🙂\n\nBecause"
     assert real.decode(real.encode(text)) == text
     assert real.decode(real.encode_chat([{"role": "user", "content": "hi"}])).endswith("assistant\n")

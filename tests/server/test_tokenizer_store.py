@@ -175,28 +175,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_tokenizer_is_converted_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, source = tmp_path / "cache", resolve_source(str(folder))
-    first = load_record(source, str(cache))
+    cache, source = str(tmp_path / "cache"), resolve_source(str(folder))
+    first = load_record(source, cache)
     assert first == convert(source)
-    files = list(cache.rglob("*.msgpack"))
-    assert len(files) == 1
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # another conversion would fail
-    assert load_record(source, str(cache)) == first
-    later = os.stat(folder / "tokenizer.json").st_mtime_ns + 1
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # another conversion fails
+    assert load_record(source, cache) == first
+    (record,) = (tmp_path / "cache").rglob("*.msgpack")
+    whole = record.read_bytes()
+    record.write_bytes(whole[:100])
+    with pytest.raises(FileNotFoundError):  # a spoilt one would be made again
+        load_record(source, cache)
+    record.write_bytes(whole)
+    assert load_record(source, cache) == first
+    later = (folder / "tokenizer.json").stat().st_mtime_ns + 1
     os.utime(folder / "tokenizer.json", ns=(later, later))
-    with pytest.raises(FileNotFoundError):
-        load_record(source, str(cache))
+    with pytest.raises(FileNotFoundError):  # and so would one of files that have changed
+        load_record(source, cache)
 
 
-def test_a_spoilt_record_is_made_again(folder: Path, tmp_path: Path) -> None:
-    source = resolve_source(str(folder))
-    first = load_record(source, str(tmp_path))
-    (file,) = tmp_path.rglob("*.msgpack")
-    file.write_bytes(file.read_bytes()[:100])
-    assert load_record(source, str(tmp_path)) == first
-
-
-def test_without_a_cache_nothing_is_kept(folder: Path, tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_a_tokenizer_is_converted_nevertheless(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     assert load_record(resolve_source(str(folder)), str(blocked)) == convert(resolve_source(str(folder)))
@@ -205,9 +202,9 @@ def test_without_a_cache_nothing_is_kept(folder: Path, tmp_path: Path) -> None:
 
 def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     source = ModelSource("hf", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"has no tokenizer; expected one of tokenizer\.json"):
         load_record(source, "")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
         load_record(source, "")
@@ -216,15 +213,14 @@ def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_neither_front_end_nor_scheduler_loads_torch_or_transformers() -> None:
     """What both import, and all of what a front end does before it serves, but for the conversion in a child."""
     program = """
-import sys
-import server.cli, server.launch, server.scheduler_process
+import os, sys
+import server.cli, server.front, server.launch, server.scheduler_process
 from server.config import load
 from server.resolve import resolve
 from server.tokenizer import load_tokenizer
-config = resolve(load({"model": "smollm2", "device": "cpu"}, {"HOME": sys.argv[1]})).config
+config = resolve(load({"model": "smollm2", "device": "cpu"}, os.environ)).config
 load_tokenizer(config.model.model, config.server.cache_dir).warm_up()
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
-    cache = os.environ.get("HOME", "/nonexistent")
-    child = subprocess.run([sys.executable, "-c", program, cache], capture_output=True, text=True, check=False)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (child.stdout, child.returncode) == ("[]\n", 0), child.stderr
