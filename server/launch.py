@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from core.config import Config, StageConfig
+from core.process import freeze_loaded
 from server.ports import free_port
 from server.scheduler_process import ExternalStages, SchedulerProcessConfig
 from server.supervisor import Child, Supervisor
@@ -66,6 +67,7 @@ async def _serve(config: Config, folder: Path) -> int:
     http = asyncio.ensure_future(front.serve())
     try:
         await service.start()
+        freeze_loaded()
         news = [front.tell_engine_news()] if external else []
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
         await _first_of(over, service.wait_ready())
