@@ -103,8 +103,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
-    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. cache_dir: where what takes
-    long to work out is kept from start to start; "" keeps nothing."""
+    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -117,7 +116,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
     served_model_name: str = ""
-    cache_dir: str = ""
+    cache_dir: str = ""  # of what takes long to work out and is kept from start to start; "" keeps nothing
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
