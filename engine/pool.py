@@ -6,9 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.geometry import Geometry
+from engine.dtypes import TORCH_DTYPES
 from transfer.layout import WHOLE, Box
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class KVPool:

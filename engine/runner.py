@@ -16,6 +16,7 @@ from core.request import SamplingParams, TokenLogprob
 from engine.attention import choose_attention
 from engine.attention.base import Span
 from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from engine.dtypes import TORCH_DTYPES
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.checkpoint import open_checkpoint
@@ -23,7 +24,7 @@ from engine.model.decoder import Decoder
 from engine.model.fingerprint import fingerprint
 from engine.model.linear import choose_linear
 from engine.model.source import load_spec, resolve_source
-from engine.pool import TORCH_DTYPES, KVPool
+from engine.pool import KVPool
 from engine.sampling import Sampler, SampleRow
 
 WARM_UP_REQUEST = -1

@@ -23,10 +23,11 @@ from core.config import EngineConfig, ModelConfig
 from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams, TokenLogprob
 from engine.device import available_memory, resolve_device, resolve_dtype
+from engine.dtypes import TORCH_DTYPES
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.standin import END, parse_stand_in
-from engine.pool import TORCH_DTYPES, KVPool
+from engine.pool import KVPool
 from engine.runner import WARM_UP_REQUEST, Hidden
 from engine.sampling import Sampler, SampleRow
 
