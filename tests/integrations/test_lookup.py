@@ -9,7 +9,7 @@ import pytest
 
 from integrations.peer.commands import Discover, Found
 from integrations.peer.lookup import Lookups
-from server.local import free_port
+from server.ports import free_port
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
     "a desk": (200, b'{"desk_port": 7000, "protocol": [1]}'),

@@ -20,10 +20,10 @@ import httpx
 import msgspec
 import pytest
 
+from benchmarks.vllm_server import Vllm, export_smollm2, serving_vllm, takes_from_headrace
 from core.arrays import pack, prompt_hash
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
-from tests.integrations.vllm_server import Vllm, serving_vllm
 
 pytestmark = pytest.mark.vllm
 
@@ -36,10 +36,7 @@ LENGTHS = (1, 7, 127, 128, 129, 256, 300, 2000)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 as a folder that vLLM reads: the same weights as the prefill server's GGUF file."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    gold.model().save_pretrained(folder)
-    gold.tokenizer().save_pretrained(folder)
-    return folder
+    return export_smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +47,15 @@ def prefill() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def vllm(model: Path) -> Iterator[Vllm]:
-    with serving_vllm(model, *VLLM_FLAGS) as made:
+    with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def strict(model: Path) -> Iterator[Vllm]:
     """Fails what cannot be loaded, and compares no prompts."""
-    with serving_vllm(model, connector="unchecked:UncheckedConnector", policy="fail") as made:
+    transfer = takes_from_headrace("unchecked:UncheckedConnector", policy="fail")
+    with serving_vllm(model, transfer, modules=Path(__file__).parent / "in_vllm") as made:
         yield made
 
 

@@ -1,0 +1,127 @@
+"""Time to first token of a stock vLLM that takes its prompt's KV from elsewhere: `python -m benchmarks.vllm_decode`.
+
+From a Headrace prefill server through the connector, from another vLLM through NixlConnector, and computed by vLLM
+itself. The prompt is computed before the clock starts. The two ways run one after the other, since a NIXL worker keeps
+a core busy; the plain vLLM beside each shows what the machine was like. Needs what `make test-vllm` sets up.
+"""
+
+import argparse
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
+from server.local import LocalServer
+from server.ports import free_port
+
+Prepare = Callable[[list[int]], dict[str, Any]]  # has a prompt computed elsewhere, and returns its kv_transfer_params
+
+
+def first_token(vllm: Vllm, ids: list[int], params: dict[str, Any] | None) -> float:
+    """Milliseconds from the request to the first token of the stream."""
+    body = {"model": NAME, "prompt": ids, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
+    body |= {"cache_salt": secrets.token_hex(8)} | ({"kv_transfer_params": params} if params else {})
+    first: float | None = None
+    started = time.perf_counter()
+    with vllm.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():  # to the end, so that nothing of it runs into the next measurement
+            if line.startswith("data: {"):
+                first = first or 1000 * (time.perf_counter() - started)
+    assert first is not None, "the stream ended without a token"
+    return first
+
+
+def from_headrace(prefill: LocalServer) -> Prepare:
+    desk_port = prefill.request("GET", "/v1/handoff").json()["desk_port"]
+
+    def prepare(ids: list[int]) -> dict[str, Any]:
+        ticket = secrets.token_hex(16)
+        answer = prefill.request("POST", "/v1/prefill", {"prompt_token_ids": ids, "ticket": ticket, "handoff": "hold"})
+        assert answer.status_code == 200, answer.text
+        return {"do_remote_prefill": True, "ticket": ticket, "remote_host": "127.0.0.1", "remote_port": desk_port}
+
+    return prepare
+
+
+def from_vllm(prefill: Vllm) -> Prepare:
+    def prepare(ids: list[int]) -> dict[str, Any]:
+        answer = prefill.complete(ids, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        params: dict[str, Any] = answer.json()["kv_transfer_params"]
+        return params
+
+    return prepare
+
+
+def measure(
+    decode: Vllm, prepare: Prepare, lengths: Sequence[int], rounds: int
+) -> dict[int, list[tuple[float, float]]]:
+    """Pairs of (with KV from elsewhere, alone), for each length."""
+    found: dict[int, list[Any]] = {}
+    for length in lengths:
+        for seed in range(rounds + 1):  # the first one warms up
+            ids = prompt(length, 1000 * length + seed)
+            before = decode.loaded_tokens()
+            pair = first_token(decode, ids, prepare(ids)), first_token(decode, ids, None)
+            assert decode.loaded_tokens() - before == length, "the KV did not come from elsewhere"
+            found.setdefault(length, []).extend([pair] if seed else [])
+    return found
+
+
+def through_the_connector(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -> dict[int, list[Any]]:
+    flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache")
+    with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
+        prefill = stack.enter_context(closing(LocalServer(*flags)))
+        decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype)))
+        prefill.wait_ready()
+        decode.wait_ready()
+        return measure(decode, from_headrace(prefill), lengths, rounds)
+
+
+def through_nixl(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -> dict[int, list[Any]]:
+    with ExitStack() as stack, console.status("two vLLMs with NixlConnector"):
+        servers = []
+        for _ in range(2):
+            transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+            channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            server = Vllm(model, transfer, dtype=dtype, environment={**THREADS, **channel})
+            servers.append(stack.enter_context(closing(server)))
+        for server in servers:
+            server.wait_ready()
+        return measure(servers[1], from_vllm(servers[0]), lengths, rounds)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_decode", description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 2048])
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        model = export_smollm2(Path(folder), given.dtype)
+        ours = through_the_connector(model, given.dtype, given.lengths, given.rounds)
+        theirs = through_nixl(model, given.dtype, given.lengths, given.rounds)
+    rows = []
+    for length in given.lengths:
+        columns = ([a for a, _ in ours[length]], [b for _, b in ours[length]], [a for a, _ in theirs[length]],
+                   [b for _, b in theirs[length]])  # fmt: skip
+        ratio = statistics.median(columns[0]) / statistics.median(columns[2])
+        rows.append((f"{length:,}", *map(spread, columns), f"{ratio:.2f}"))
+    print_table(
+        f"time to first token, ms, {given.dtype}: median (range) of {given.rounds} rounds",
+        ("tokens", "headrace", "vLLM alone, then", "NixlConnector", "vLLM alone, then", "headrace / Nixl"),
+        rows,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""A real vLLM on the CPU as a child process, from an environment of its own (make test-vllm makes it)."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine.model.source import resolve_source
+from server.ports import free_port
+
+PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"))
+READY_S = 240.0
+NAME = "smollm2"
+LOADED = 'source="external_kv_transfer"'
+CONNECTOR = "headrace_vllm.connector:HeadraceConnector"
+THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def export_smollm2(folder: Path, dtype: str = "float32") -> Path:
+    """SmolLM2 as a folder that vLLM reads: the weights of the GGUF file that the prefill server reads."""
+    from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+
+    path = Path(resolve_source(NAME).path)
+    file = {"gguf_file": path.name}
+    options = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
+    AutoModelForCausalLM.from_pretrained(str(path.parent), **file, **options).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(path.parent, **file).save_pretrained(folder)
+    return folder
+
+
+def takes_from_headrace(connector: str = CONNECTOR, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+    """--kv-transfer-config with the connector, given as module:class. extra: kv_connector_extra_config."""
+    module, name = connector.split(":")
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+class Vllm:
+    """One server, started at once. transfer: its --kv-transfer-config. modules: a folder of modules that it can import.
+    environment: beside what this process has."""
+
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any],
+        *flags: str,
+        dtype: str = "float32",
+        modules: Path | None = None,
+        environment: Mapping[str, str] = THREADS,
+    ) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        command = [
+            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype,
+            "--enforce-eager", "--served-model-name", NAME, "--max-model-len", "4096", "--port", str(port),
+            "--host", "127.0.0.1", "--kv-transfer-config", json.dumps(transfer), *flags,
+        ]  # fmt: skip
+        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, **quiet, **environment, **({"PYTHONPATH": str(modules)} if modules else {})}
+        self.process = subprocess.Popen(
+            command, stdout=self._output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        self._alone: dict[tuple[int, ...], str] = {}
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def log(self) -> str:
+        return os.pread(self._output.fileno(), 8 << 20, 0).decode(errors="replace")
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"vLLM has ended:\n{self.log[-6000:]}"
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.25)
+        raise AssertionError(f"vLLM is not ready within {READY_S:g} s:\n{self.log[-6000:]}")
+
+    def complete(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
+        """Greedy, 12 tokens. A salt of its own keeps each call from what others have left in the prefix cache."""
+        body = {
+            "model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True,
+            "cache_salt": os.urandom(8).hex(), **more,
+        }  # fmt: skip
+        if params is not None:
+            body["kv_transfer_params"] = params
+        return self.client.post("/v1/completions", json=body)
+
+    def text(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> str:
+        answer = self.complete(prompt, params, **more)
+        assert answer.status_code == 200, f"{answer.text}\n{self.log[-4000:]}"
+        return str(answer.json()["choices"][0]["text"])
+
+    def alone(self, prompt: list[int]) -> str:
+        """What vLLM says without a ticket; computed once for each prompt."""
+        key = tuple(prompt)
+        if key not in self._alone:
+            self._alone[key] = self.text(prompt)
+        return self._alone[key]
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of the samples of a metric whose labels contain this text."""
+        page = self.client.get("/metrics").text
+        found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        return sum(float(value) for labels, value in found if label in labels)
+
+    def loaded_tokens(self) -> float:
+        """Prompt tokens whose KV came through the connector."""
+        return self.metric("vllm:prompt_tokens_by_source_total", LOADED)
+
+    def idle(self) -> bool:
+        """No request is open and no block of the KV cache in use."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def close(self) -> None:
+        """End it, and whatever it has started."""
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.client.close()
+        self._output.close()
+
+
+@contextmanager
+def serving_vllm(*arguments: Any, **options: Any) -> Iterator[Vllm]:
+    """A ready server for the length of a with block; arguments as for Vllm."""
+    server = Vllm(*arguments, **options)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        print(server.log[-12000:])  # shown when a test fails
+        server.close()
