@@ -309,7 +309,7 @@ def test_a_waiting_request_keeps_its_lease(vllm: Vllm, prefill: Server) -> None:
     """More than one lease passes before vLLM has room for it."""
     ids = prompt(300, at=300)
     with background() as pool, loads(vllm, 300):
-        busy = [pool.submit(vllm.complete, prompt(100, at=at), max_tokens=100) for at in range(4)]
+        busy = [pool.submit(vllm.complete, prompt(100, at=at), max_tokens=300) for at in range(4)]
         wait_until(lambda: vllm.metric("vllm:num_requests_running") == 4, 20, "no request of vLLM's is free")
         params = hold(prefill, "patient", ids)
         begin = time.monotonic()
@@ -317,5 +317,5 @@ def test_a_waiting_request_keeps_its_lease(vllm: Vllm, prefill: Server) -> None:
         waited = time.monotonic() - begin
         for one in busy:
             assert one.result().status_code == 200
-    assert waited > 2 * LEASE_S, "or the test shows nothing"
+    assert waited > LEASE_S, "or the test shows nothing"
     assert text == vllm.alone(ids)
