@@ -22,7 +22,7 @@ class Rendezvous:
         self._handoff = handoff
 
     def joined(self, event: PeerJoined, now: float) -> None:
-        peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries)
+        peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries, event.backend, event.memory)
         self._state.peers[event.session] = peer
         if self._state.ready:
             self._admit(event.session, peer)
@@ -130,10 +130,12 @@ class Rendezvous:
 
     def promote(self, now: float) -> None:
         """Give metadata rows to those whose peer has come, in that order, and let them wait for a plan. Held requests
-        have been there, and are sent if they are computed."""
+        have been there; those that are computed go first, and are sent."""
         state = self._state
-        while state.rowless and state.metadata_rows.free:
-            request = state.rowless.pop(next(iter(state.rowless)))
+        while state.rowless and (state.metadata_rows.free or self._exchange(now)):
+            computed = (one for one in state.rowless.values() if one.phase is Phase.INFLIGHT)
+            request = next(computed, None) or next(iter(state.rowless.values()))
+            del state.rowless[request.arrival]
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
             if request.phase is Phase.INFLIGHT:
                 self._handoff.resume(request, now)
@@ -144,6 +146,23 @@ class Rendezvous:
             if request.submit.progress:
                 total = request.prompt_tokens
                 state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
+
+    def _exchange(self, now: float) -> bool:
+        """Take a row from a request that is not started, for one that is computed: it keeps its pages until it has gone
+        out, and the other may be waiting for just these. False when there is no such pair."""
+        state = self._state
+        if not any(request.phase is Phase.INFLIGHT for request in state.rowless.values()):
+            return False
+        idle = next((one for one in state.records.values() if one.phase is Phase.WAITING and one.row is not None), None)
+        if idle is None or idle.row is None:
+            return False
+        state.metadata_rows.release([idle.row], idle.arrival)
+        idle.row = None
+        state.rowless[idle.arrival] = idle
+        if not idle.submit.hold:
+            state.waiting.remove(idle)
+            state.enter(idle, Phase.BOOTSTRAP, now)
+        return True
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         state = self._state
@@ -178,6 +197,8 @@ class Rendezvous:
                 geometry=peer.geometry,
                 window_bytes=peer.window_bytes,
                 geometries=peer.geometries,
+                backend=peer.backend,
+                memory=peer.memory,
             )
         )
 

@@ -12,8 +12,11 @@ class ArrayPageStore:
     def __init__(self, geometry: Geometry, pages: int) -> None:
         self.data: Bytes = np.zeros((pages, *frame_shape(geometry, geometry.page_size)), np.uint8)
 
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        return self.data[page, box.layers, :, box.heads, first_slot : first_slot + count]
+
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        return np.ascontiguousarray(self.data[page, box.layers, :, box.heads, first_slot : first_slot + count])
+        return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        self.data[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
+        self.view(page, first_slot, count, box)[...] = data
