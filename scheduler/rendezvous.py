@@ -129,40 +129,14 @@ class Rendezvous:
             self._fail_early(early, error)
 
     def promote(self, now: float) -> None:
-        """Give metadata rows to those whose peer has come, in that order, and let them wait for a plan. Held requests
-        have been there; those that are computed go first, and are sent."""
+        """Give metadata rows to held requests that got their pages before their peer came, in the order of the peers,
+        and send those that are computed."""
         state = self._state
-        while state.rowless and (state.metadata_rows.free or self._exchange(now)):
-            computed = (one for one in state.rowless.values() if one.phase is Phase.INFLIGHT)
-            request = next(computed, None) or next(iter(state.rowless.values()))
-            del state.rowless[request.arrival]
+        while state.rowless and state.metadata_rows.free:
+            request = state.rowless.pop(next(iter(state.rowless)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
             if request.phase is Phase.INFLIGHT:
                 self._handoff.resume(request, now)
-                continue
-            if request.phase is Phase.BOOTSTRAP:
-                state.enter(request, Phase.WAITING, now)
-                state.waiting.push(request)
-            if request.submit.progress:
-                total = request.prompt_tokens
-                state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
-
-    def _exchange(self, now: float) -> bool:
-        """Take a row from a request that is not started, for one that is computed: it keeps its pages until it has gone
-        out, and the other may be waiting for just these. False when there is no such pair."""
-        state = self._state
-        if not any(request.phase is Phase.INFLIGHT for request in state.rowless.values()):
-            return False
-        idle = next((one for one in state.records.values() if one.phase is Phase.WAITING and one.row is not None), None)
-        if idle is None or idle.row is None:
-            return False
-        state.metadata_rows.release([idle.row], idle.arrival)
-        idle.row = None
-        state.rowless[idle.arrival] = idle
-        if not idle.submit.hold:
-            state.waiting.remove(idle)
-            state.enter(idle, Phase.BOOTSTRAP, now)
-        return True
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         state = self._state
@@ -185,8 +159,15 @@ class Rendezvous:
         problem = _mismatch(request, event, page_size)
         if problem:
             self._endings.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
-        else:
+            return
+        if request.phase is Phase.BOOTSTRAP:
+            state.enter(request, Phase.WAITING, now)
+            state.waiting.push(request)
+        elif request.phase is not Phase.WAITING:
             state.rowless[request.arrival] = request
+        if request.submit.progress:
+            total = request.prompt_tokens
+            state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
 
     def _admit(self, session: str, peer: Peer) -> None:
         out = self._state.out
