@@ -52,10 +52,12 @@ class Staging:
         shape = (geometry.layers, 2, geometry.kv_heads, self.pages * PAGE_TOKENS)
         self.data: Bytes = np.zeros((*shape, geometry.head_dim * geometry.item_bytes), np.uint8)
 
-    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         at = page * PAGE_TOKENS + first_slot
-        return np.ascontiguousarray(self.data[box.layers, :, box.heads, at : at + count])
+        return self.data[box.layers, :, box.heads, at : at + count]
+
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        at = page * PAGE_TOKENS + first_slot
-        self.data[box.layers, :, box.heads, at : at + count] = data
+        self.view(page, first_slot, count, box)[...] = data

@@ -18,6 +18,7 @@ PARTS = {  # package here: package there
     "integrations.peer": f"{NAME}.peer",
     "core": f"{NAME}.core",
     "transfer": f"{NAME}.transfer",
+    "transfer.backends": f"{NAME}.transfer.backends",
     "engine.model": f"{NAME}.engine.model",
     "engine": f"{NAME}.engine",
 }
