@@ -29,24 +29,24 @@ def prompt(length: int, at: int = 0) -> torch.Tensor:
 
 def go_on(input_ids: torch.Tensor, cache: object) -> tuple[int, ...]:
     out = gold.model().generate(
-        input_ids, past_key_values=cache, attention_mask=torch.ones_like(input_ids), max_new_tokens=16,
+        input_ids, past_key_values=cache, attention_mask=torch.ones_like(input_ids), max_new_tokens=8,
         do_sample=False, pad_token_id=0,
     )  # fmt: skip
     return tuple(out[0, input_ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
+@pytest.mark.parametrize("length", [1, 64, 65])
 def test_generate_says_what_it_says_alone(server: Server, remote: RemotePrefill, length: int) -> None:
     input_ids = prompt(length)
     cache = remote.prefill(input_ids)
     assert cache.get_seq_length() == length - 1
-    assert go_on(input_ids, cache) == gold.greedy(tuple(input_ids[0].tolist()), 16)
+    assert go_on(input_ids, cache) == gold.greedy(tuple(input_ids[0].tolist()), 8)
     wait_until(lambda: pages_in_use(server) == 0, 10, "pages are back")
 
 
 def test_the_cache_is_what_is_used(remote: RemotePrefill) -> None:
     input_ids = prompt(100)
-    assert go_on(input_ids, remote.prefill(prompt(100, at=1000))) != gold.greedy(tuple(input_ids[0].tolist()), 16)
+    assert go_on(input_ids, remote.prefill(prompt(100, at=1000))) != gold.greedy(tuple(input_ids[0].tolist()), 8)
 
 
 def test_a_ticket_of_another_prompt_is_refused(server: Server, remote: RemotePrefill) -> None:
