@@ -73,13 +73,14 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server welcomed us."""
+    """Dialer: a prefill server welcomed us. server_key: its CURVE public key, "" where connections are in the clear."""
 
     name: str
     session: str
     endpoints: tuple[str, ...]
     geometries: tuple[Geometry, ...]
     window_bytes: int
+    server_key: str = ""
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
@@ -148,10 +149,11 @@ class TellCancelled(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskDial(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: keep a connection to this desk."""
+    """Dialer: keep a connection to this desk (server_key as in PrefillUp)."""
 
     name: str
     endpoint: str
+    server_key: str = ""
 
 
 class AskHangUp(PeerEffect, frozen=True, kw_only=True):

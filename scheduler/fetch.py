@@ -31,7 +31,7 @@ class Fetch:
 
     def add(self, event: AddPrefill) -> None:
         self._state.prefills.setdefault(event.name, PrefillServer(event.name))
-        self._state.out.add(AskDial(name=event.name, endpoint=event.endpoint))
+        self._state.out.add(AskDial(name=event.name, endpoint=event.endpoint, server_key=event.server_key))
 
     def remove(self, event: RemovePrefill, now: float) -> None:
         server = self._state.prefills.get(event.name)
@@ -54,6 +54,7 @@ class Fetch:
         server.endpoints = event.endpoints
         server.geometries = event.geometries
         server.window_bytes = event.window_bytes
+        server.server_key = event.server_key
         if self._state.ready:
             self._dial(server, event.session)
         self._state.out.add(PrefillState(name=event.name, up=True))
@@ -233,5 +234,6 @@ class Fetch:
                 endpoints=server.endpoints,
                 geometries=server.geometries,
                 window_bytes=server.window_bytes,
+                server_key=server.server_key,
             )
         )

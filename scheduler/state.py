@@ -44,6 +44,7 @@ class PrefillServer:
     endpoints: tuple[str, ...] = ()
     geometries: tuple[Geometry, ...] = ()
     window_bytes: int = 0
+    server_key: str = ""
     requests: dict[int, Request] = field(default_factory=dict)
 
 

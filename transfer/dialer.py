@@ -16,11 +16,12 @@ from core.peers import (
     AskReserve,
     DialerEffect,
     PeerEvent,
+    PrefillDown,
     TicketCancelled,
     TicketFailed,
 )
 from core.stats import Counters, Sample, Stats
-from transfer import sockets
+from transfer import curve, sockets
 from transfer.link import DeskLink, Step
 from transfer.messages import CONTROL_FRAME_BYTES, Cancel, DeskMessage, Hello, PeerMessage, Reserve, text
 from transfer.sockets import Context, Socket
@@ -29,8 +30,9 @@ from transfer.sockets import Context, Socket
 class _Line:
     """A desk's endpoint with its link and its connection of the moment."""
 
-    def __init__(self, endpoint: str, link: DeskLink) -> None:
+    def __init__(self, endpoint: str, server_key: str, link: DeskLink) -> None:
         self.endpoint = endpoint
+        self.server_key = server_key
         self.link = link
         self.socket: Socket | None = None
 
@@ -41,6 +43,7 @@ class Dialer:
     def __init__(self, config: TransferConfig, context: Context) -> None:
         self._config = config
         self._context = context
+        self._keys = curve.own_keys(config)
         self._hello: Hello | None = None
         self._lines: dict[str, _Line] = {}
         self._counters = Counters()
@@ -90,13 +93,21 @@ class Dialer:
 
     def _dial(self, command: AskDial, now: float) -> list[PeerEvent]:
         known = self._lines.get(command.name)
-        if known is not None and known.endpoint == command.endpoint:
+        if known is not None and (known.endpoint, known.server_key) == (command.endpoint, command.server_key):
             return []
         events = self._hang_up(command.name, now) if known else []
+        if (self._keys is None) != (not command.server_key):  # in the clear is never a substitute
+            reason = "it needs a --curve-server-key and this server a --curve-key, or neither"
+            return [*events, PrefillDown(name=command.name, session=None, reason=reason)]
         link = DeskLink(
-            command.name, sockets.host_of(command.endpoint), lambda: self._hello, self._config, self._counters
+            command.name,
+            sockets.host_of(command.endpoint),
+            lambda: self._hello,
+            self._config,
+            self._counters,
+            server_key=command.server_key,
         )
-        line = self._lines[command.name] = _Line(command.endpoint, link)
+        line = self._lines[command.name] = _Line(command.endpoint, command.server_key, link)
         return [*events, *self._act(line, link.tick(now))]
 
     def _hang_up(self, name: str, now: float) -> list[PeerEvent]:
@@ -153,7 +164,13 @@ class Dialer:
     def _act(self, line: _Line, step: Step) -> list[PeerEvent]:
         if step.redial:
             self._disconnect(line)
-            line.socket = sockets.dial(self._context, line.endpoint, max_frame=CONTROL_FRAME_BYTES)
+            line.socket = sockets.dial(
+                self._context,
+                line.endpoint,
+                max_frame=CONTROL_FRAME_BYTES,
+                keys=self._keys,
+                server_key=line.server_key,
+            )
         if line.socket is not None:
             for message in step.sends:
                 sockets.put(line.socket, (self._sent.encode(message),))

@@ -30,6 +30,11 @@ from transfer.messages import (
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 2.0
+CHECK_KEYS = (
+    "if its desk can be reached, check that --curve-server-key is its public key and that its --curve-allowed folder "
+    "has ours"
+)
+CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
 
 
 class Step(NamedTuple):
@@ -41,15 +46,24 @@ class Step(NamedTuple):
 
 
 class DeskLink:
-    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other."""
+    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
+    server_key: its public key, "" where the connection is in the clear."""
 
     def __init__(
-        self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
+        self,
+        name: str,
+        host: str,
+        hello: Callable[[], Hello | None],
+        config: TransferConfig,
+        counters: Counters,
+        *,
+        server_key: str = "",
     ) -> None:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
         self._host = host
+        self._server_key = server_key
         self._hello = hello
         self._config = config
         self._retry_s = FIRST_RETRY_S
@@ -93,7 +107,7 @@ class DeskLink:
             self._pings += 1
             return Step([Ping(number=self._pings)], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
-            return self._down("no answer to the hello", now)
+            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_DESK}", now)
         hello = self._hello()
         if self.state == "down" and self._next_try <= now and hello is not None:
             self.state, self._heard = "greeting", now
@@ -130,6 +144,7 @@ class DeskLink:
             endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
             window_bytes=welcome.window_bytes,
+            server_key=self._server_key,
         )
         return Step([], [*gone, up])
 

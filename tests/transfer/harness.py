@@ -122,6 +122,9 @@ class Pair:
         session: str = "s" * 32,
         admitted: bool = True,
         dialled: bool = True,
+        receiver_config: TransferConfig | None = None,
+        receiver_context: Any = None,
+        server_key: str = "",
     ) -> None:
         self.source, self.destination = source, destination
         self.session = session
@@ -129,7 +132,14 @@ class Pair:
         self.store = random_store(source, pages, seed=1)
         self.target = random_store(destination, pages, seed=2)
         self.sender = Sender(config, stage=0, geometry=source, store=self.store, context=context)
-        self.receiver = Receiver(config, stage=0, geometry=destination, store=self.target, context=context)
+        self.server_key = server_key
+        self.receiver = Receiver(
+            receiver_config or config,
+            stage=0,
+            geometry=destination,
+            store=self.target,
+            context=receiver_context or context,
+        )
         self.loop = Loop(self.sender, self.receiver)
         if admitted:
             self.admit()
@@ -147,6 +157,7 @@ class Pair:
             endpoints=(f"tcp://127.0.0.1:{port}",),
             geometries=(self.source,),
             window_bytes=self.window,
+            server_key=self.server_key,
         )
         self.loop.apply(self.receiver, order)
 
