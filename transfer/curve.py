@@ -17,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from core.config import TransferConfig
 from core.errors import ConfigError
+from core.quiet import Quiet
 from core.stats import Counters
 from transfer.keys import AllowList, KeyPair, read_pair
 from transfer.sockets import RECEIVE_BATCH, Context, Socket, take
@@ -24,8 +25,6 @@ from transfer.sockets import RECEIVE_BATCH, Context, Socket, take
 log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-LOG_EVERY_S = 60.0
-REMEMBERED = 1024  # peers whose refusals were logged lately
 
 WRONG_SERVER_KEY = "it does not have this server's public key: correct its --curve-server-key"
 # Without keys it depends on which end hangs up first whether libzmq knows a reason.
@@ -52,7 +51,7 @@ class Gate:
         self._folder = folder
         self._allowed = AllowList(Path(folder)) if folder else None
         self._part = part
-        self._told: dict[str, float] = {}
+        self._quiet = Quiet()
         self.counters = Counters()
         self._requests = context.socket(zmq.ROUTER)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -120,11 +119,5 @@ class Gate:
         """Count, and log what was not logged of this peer within the last minute."""
         self.counters.add("handshakes_refused_total", labels=(self._part, reason))
         about = f"refused {who} at the {self._part} socket: {text}"
-        last = self._told.pop(about, None)
-        if last is not None and now - last < LOG_EVERY_S:
-            self._told[about] = last
-            return
-        self._told[about] = now
-        if len(self._told) > REMEMBERED:
-            del self._told[next(iter(self._told))]
-        log.warning("%s", about)
+        if self._quiet.due(about, now):
+            log.warning("%s", about)

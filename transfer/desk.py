@@ -16,6 +16,7 @@ from transfer.messages import CONTROL_FRAME_BYTES, DeskMessage, PeerMessage
 from transfer.sessions import Outcome, PeerBook
 from transfer.sockets import Context, Socket
 
+UNREAD = 16  # messages of one connection; each may be megabytes
 QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is gone
 
 
@@ -39,6 +40,7 @@ class Desk:
             config.desk_port,
             max_frame=CONTROL_FRAME_BYTES,
             queue=QUEUED_REPLIES,
+            unread=UNREAD,
             guard=self._gate.guard if self._gate else None,
         )
 
@@ -85,11 +87,11 @@ class Desk:
     def _read(self, frames: list[bytes], now: float) -> Outcome:
         route, *body = frames
         if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
-            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected")
+            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
         try:
             message = self._received.decode(body[0])
         except DecodeError as error:
-            return self._book.malformed(route, f"no message of this protocol: {error}")
+            return self._book.malformed(route, f"no message of this protocol: {error}", now)
         return self._book.receive(route, message, now)
 
     def _act(self, outcome: Outcome) -> list[PeerEvent]:

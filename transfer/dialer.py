@@ -22,7 +22,7 @@ from core.peers import (
 )
 from core.stats import Counters, Sample, Stats
 from transfer import curve, sockets
-from transfer.link import DeskLink, Step
+from transfer.link import DeskLink, MayDial, Step
 from transfer.messages import CONTROL_FRAME_BYTES, Cancel, DeskMessage, Hello, PeerMessage, Reserve, text
 from transfer.sockets import Context, Socket
 
@@ -38,11 +38,13 @@ class _Line:
 
 
 class Dialer:
-    """A Port of PeerEvents and DialerEffects."""
+    """A Port of PeerEvents and DialerEffects. may_dial: whether stages may be dialled at a host that is not the host of
+    their server's desk."""
 
-    def __init__(self, config: TransferConfig, context: Context) -> None:
+    def __init__(self, config: TransferConfig, context: Context, may_dial: MayDial = lambda host, port: True) -> None:
         self._config = config
         self._context = context
+        self._may_dial = may_dial
         self._keys = curve.own_keys(config)
         self._hello: Hello | None = None
         self._lines: dict[str, _Line] = {}
@@ -106,6 +108,7 @@ class Dialer:
             self._config,
             self._counters,
             server_key=command.server_key,
+            may_dial=self._may_dial,
         )
         line = self._lines[command.name] = _Line(command.endpoint, command.server_key, link)
         return [*events, *self._act(line, link.tick(now))]

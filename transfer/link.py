@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.peers import PeerEvent, PrefillDown, PrefillUp, TicketCancelled, TicketFailed, TicketFinished
+from core.quiet import printable
 from core.stats import Counters
 from transfer import matching, messages, metadata
 from transfer.messages import (
@@ -37,6 +38,9 @@ CHECK_KEYS = (
 CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
 
 
+MayDial = Callable[[str, int], bool]  # host, port
+
+
 class Step(NamedTuple):
     """What to send on the connection, what to report, and whether the connection is to be made anew first."""
 
@@ -47,7 +51,8 @@ class Step(NamedTuple):
 
 class DeskLink:
     """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
-    server_key: its public key, "" where the connection is in the clear."""
+    server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
+    a host that is not the desk's."""
 
     def __init__(
         self,
@@ -58,12 +63,14 @@ class DeskLink:
         counters: Counters,
         *,
         server_key: str = "",
+        may_dial: MayDial = lambda host, port: True,
     ) -> None:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
         self._host = host
         self._server_key = server_key
+        self._may_dial = may_dial
         self._hello = hello
         self._config = config
         self._retry_s = FIRST_RETRY_S
@@ -87,7 +94,7 @@ class DeskLink:
             case Refuse():
                 return self._refused(message, now)
             case Goodbye():
-                return self._down(f"goodbye: {message.reason}", now)
+                return self._down(f"goodbye: {printable(message.reason)}", now)
             case Pong():
                 return Step([], [])
             case _ if self.welcome is None:
@@ -134,6 +141,11 @@ class DeskLink:
         unfit = matching.check_welcome(hello, welcome)
         if unfit is not None:
             return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+        for stage in welcome.stages:
+            if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
+                where = f"{stage.data_host}:{stage.data_port}"
+                reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
+                return self._down(reason, now, wait_s=LAST_RETRY_S)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None
         self._retry_s = FIRST_RETRY_S
@@ -161,7 +173,7 @@ class DeskLink:
         if self.state == "down":
             return Step([], [])
         lasting = refuse.code.endswith("_mismatch")
-        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=LAST_RETRY_S if lasting else None)
+        return self._down(printable(f"{refuse.code}: {refuse.message}"), now, wait_s=LAST_RETRY_S if lasting else None)
 
     def _down(self, reason: str, now: float, wait_s: float | None = None) -> Step:
         """End the session or the attempt; the next attempt is made on a fresh connection."""

@@ -45,8 +45,10 @@ from transfer.messages import (
     Reserve,
     Welcome,
 )
+from transfer.quotas import MESSAGES_PER_S, Rate, page_limit
 
 RESTARTED = "the stages of this server have started again"
+OVERDONE_KEPT = 1024
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
 
@@ -62,20 +64,24 @@ class OpenTicket:
     """A reservation that has not ended."""
 
     generation: int
+    pages: int
     cancelling: bool = False
 
 
 @dataclass(slots=True)
 class Peer:
-    """One session. route: the connection that it came on. ended: the last generation of tickets that ended."""
+    """One session. route: the connection that it came on. ended: the last generation of tickets that ended. pages: of
+    its open tickets."""
 
     route: bytes
     hello: Hello
     offer: Offer
     welcome: Welcome
     last_heard: float
+    rate: Rate
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    pages: int = 0
 
     @property
     def session(self) -> str:
@@ -85,6 +91,7 @@ class Peer:
         """Close the ticket; later messages of this generation or an earlier one are stale."""
         current = self.tickets.get(ticket)
         if current is not None and current.generation == generation:
+            self.pages -= current.pages
             del self.tickets[ticket]
         self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
         while len(self.ended) > ENDED_KEPT:
@@ -101,6 +108,7 @@ class PeerBook:
         self._offer: Offer | None = None
         self._by_route: dict[bytes, Peer] = {}
         self._by_session: dict[str, Peer] = {}
+        self._overdone: dict[bytes, None] = {}  # connections that were cut off
         self.counters = Counters()
 
     @property
@@ -118,6 +126,8 @@ class PeerBook:
 
     def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
         """Handle one message of the connection route."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         if isinstance(message, Hello):
             return self._hello(route, message, now)
         peer = self._by_route.get(route)
@@ -135,8 +145,10 @@ class PeerBook:
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
-    def malformed(self, route: bytes, why: str) -> Outcome:
+    def malformed(self, route: bytes, why: str, now: float) -> Outcome:
         """A message of this connection could not be read. Its session, if it has one, stands."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         self.counters.add("malformed_frames_total", labels=("desk",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
@@ -174,6 +186,20 @@ class PeerBook:
     def _deadline(self, peer: Peer) -> float:
         return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
+    def _cut_off(self, route: bytes, now: float) -> Outcome | None:
+        """End the session of a connection that says too much, and hear nothing of the connection any more."""
+        if route in self._overdone:
+            self.counters.add("stale_messages_total", labels=("cut_off",))
+            return Outcome([], [])
+        peer = self._by_route.get(route)
+        if peer is None or not peer.rate.exceeded(now):
+            return None
+        self._overdone[route] = None
+        if len(self._overdone) > OVERDONE_KEPT:
+            del self._overdone[next(iter(self._overdone))]
+        reason = f"more than {MESSAGES_PER_S:g} messages a second"
+        return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
+
     def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
         same_route = self._by_route.get(route)
         if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
@@ -190,7 +216,8 @@ class PeerBook:
             return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
         welcome = self._welcome(self._offer, hello)
-        peer = Peer(route, hello, self._offer, welcome, last_heard=now)
+        rate = same_route.rate if same_route is not None else Rate(now)
+        peer = Peer(route, hello, self._offer, welcome, last_heard=now, rate=rate)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,
@@ -227,7 +254,8 @@ class PeerBook:
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
             return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
-        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation)
+        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, packed_length(reserve.pages))
+        peer.pages += packed_length(reserve.pages)
         event = PeerReserved(
             session=peer.session,
             ticket=reserve.ticket,
@@ -248,6 +276,9 @@ class PeerBook:
             return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
         if len(peer.tickets) >= limit:
             text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
+            text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
             return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
         text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
         return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
@@ -313,7 +344,7 @@ def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
         code=error.code,
         message=messages.text(error.message),
         status=error.status,
-        retry_after_s=error.retry_after_s,
+        retry_after_s=None if error.retry_after_s is None else min(error.retry_after_s, messages.MAX_RETRY_S),
         stage=error.stage,
     )
 

@@ -24,15 +24,19 @@ def bind(
     *,
     max_frame: int,
     queue: int,
+    unread: int = 0,
     silence_s: float = 0.0,
     guard: Callable[[Socket], None] | None = None,
 ) -> tuple[Socket, int]:
     """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
+    unread: messages taken in from one connection before they are read, 0 for libzmq's limit.
     silence_s: see _watch. guard: encrypts (transfer/curve.py). Raises ConfigError when the address is taken or not
     ours."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
     socket.setsockopt(zmq.SNDHWM, queue)
+    if unread:
+        socket.setsockopt(zmq.RCVHWM, unread)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     _limit(socket, max_frame)
     _watch(socket, silence_s)

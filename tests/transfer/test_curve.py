@@ -18,7 +18,6 @@ from server.keys import write_pair
 from tests.transfer.harness import Loop, Pair, value, zmq_context
 from tests.transfer.test_sessions import OFFER, hello
 from tests.transfer.test_transfer import geometry
-from transfer.curve import LOG_EVERY_S
 from transfer.desk import Desk
 from transfer.dialer import Dialer
 from transfer.keys import read_public
@@ -126,7 +125,7 @@ def test_after_a_while_a_refusal_is_logged_again(
     later = Loop(both.dialer)
     while len(caplog.records) < 2:
         later.turn(0.02)
-        both.desk.receive(1e9 + LOG_EVERY_S)
+        both.desk.receive(1e9)
     both.loop.close()
 
 
