@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from core.codec import NO_MESSAGE
 from core.errors import HeadraceError, unavailable
 from core.intake import AddPrefill, IntakeMessage, PrefillState, RemovePrefill
 from server.fetch import Fetch
@@ -170,5 +171,5 @@ class PrefillPool:
             raise unavailable(f"GET /v1/handoff answered {response.status_code}")
         try:
             return msgspec.json.decode(response.content, type=Discovery)
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             raise unavailable(f"GET /v1/handoff answered something else: {error}") from error
