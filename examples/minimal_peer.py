@@ -99,6 +99,7 @@ def _decode(data, at):
 def dial(context, address, max_frame):
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.MAXMSGSIZE, 2 * max_frame)
+    socket.set(zmq.LINGER, 500)
     socket.connect(f"tcp://{address}")
     return socket
 
@@ -120,9 +121,9 @@ class Stage:
 class Peer:
     """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the desk refuses."""
 
-    def __init__(self, desk, fingerprint, geometry, wait_s=30.0):
+    def __init__(self, context, desk, fingerprint, geometry, wait_s=30.0):
         self.host, self.geometry, self.wait_s = desk.rpartition(":")[0], geometry, wait_s
-        self.context, self.stages, self.ticket = zmq.Context(), [], None
+        self.context, self.stages, self.ticket = context, [], None
         self.hello = {
             "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
             "fingerprint": fingerprint, "geometries": [{**geometry, "page_size": PAGE}], "kv_pages": 1 << 20,
@@ -136,6 +137,7 @@ class Peer:
             answer = decode(self.desk.recv()) if self.desk.poll(1000 * wait_s) else {"type": "silence"}
             if answer["type"] == "Welcome":
                 return self._welcomed(answer)
+            self.desk.close()
             time.sleep(0.2)
         raise Failure(f"{answer.get('code', 'peer_gone')}: {answer.get('message', 'no answer to the hello')}")
 
@@ -181,7 +183,6 @@ class Peer:
 
     def close(self):
         self.desk.send(encode({"type": "Goodbye"}))
-        self.context.destroy(linger=500)
 
     def _turn(self):
         """Read what has come, then say what is due."""
@@ -277,19 +278,18 @@ class Peer:
 def main():
     parser = argparse.ArgumentParser(description="Fetch the KV of one ticket from a Headrace prefill server.")
     parser.add_argument("url", help="of the prefill server, such as http://127.0.0.1:8000")
-    parser.add_argument("--ticket", required=True)
-    for name, text in (("tokens", "positions in the prompt"), ("layers", ""), ("kv-heads", ""), ("head-dim", "")):
-        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    for name, kind in (("ticket", str), ("tokens", int), ("layers", int), ("kv-heads", int), ("head-dim", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     args = parser.parse_args()
-    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer:
-        server = json.load(answer)
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
-    desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
-    peer = Peer(desk, server["fingerprint"], geometry)
-    first, kv = peer.fetch(args.ticket, args.tokens)
-    print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
-    peer.close()
+    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer, zmq.Context() as context:
+        server = json.load(answer)
+        desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
+        peer = Peer(context, desk, server["fingerprint"], geometry)
+        first, kv = peer.fetch(args.ticket, args.tokens)
+        print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
+        peer.close()
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class DeskLink:
             return Step([], [])  # late, or a repeated answer to a repeated hello
         unfit = matching.check_welcome(hello, welcome)
         if unfit is not None:
-            return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+            return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S)
         for stage in welcome.stages:
             if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
                 where = f"{stage.data_host}:{stage.data_port}"
