@@ -89,9 +89,7 @@ class Victim:
         self.listen()
 
 
-@pytest.mark.parametrize(
-    "rounds", [pytest.param(25, id="short"), pytest.param(600, id="long", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("rounds", [pytest.param(25, id="short"), pytest.param(600, id="long", marks=pytest.mark.full)])
 def test_a_decode_side_survives_its_prefill_server(rounds: int) -> None:
     mutator = Mutator(1)
     with zmq_context() as context:
