@@ -50,6 +50,8 @@ class Gate:
         self._keys = keys
         self._folder = folder
         self._allowed = AllowList(Path(folder)) if folder else None
+        if self._allowed is not None and not len(self._allowed):
+            log.warning("there is no public key in %s yet: no peer can connect", folder)
         self._part = part
         self._quiet = Quiet()
         self.counters = Counters()
