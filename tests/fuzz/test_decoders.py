@@ -26,7 +26,7 @@ from transfer.keys import key_text, read_pair, read_public
 JOINS: Codec[Join] = Codec(Join)
 JOIN_ANSWERS: Codec[JoinAnswer] = Codec(JoinAnswer)
 CODECS: tuple[Codec[Any], ...] = (PEER, DESK, ANSWER, STAGE, JOINS, JOIN_ANSWERS)
-EFFORTS = [pytest.param(150, id="short"), pytest.param(20_000, id="long", marks=pytest.mark.full)]
+EFFORTS = [pytest.param(150, id="short"), pytest.param(5_000, id="long", marks=pytest.mark.full)]
 
 
 def tried(examples: int, data: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:

@@ -199,7 +199,7 @@ def processes(server: Server) -> dict[int, int]:
     return {process.pid: process.memory_info().rss for process in family}
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(6, id="short"), pytest.param(150, id="long", marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [pytest.param(6, id="short"), pytest.param(90, id="long", marks=pytest.mark.full)])
 def test_a_server_under_fire_serves_on(seconds: float) -> None:
     with everything() as (server, target, stage_port), zmq_context() as context:
         found = re.search(r"data   tcp://127\.0\.0\.1:(\d+)", server.log)
