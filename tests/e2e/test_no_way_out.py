@@ -85,7 +85,7 @@ def test_a_prefill_server_connects_nowhere(trap: Trap) -> None:
         client = Client(context, target)
         client.hello(**there, stages=[{"rank": 0, "data_host": "127.0.0.1", "data_port": trap.port}])
         data = client.attached()
-        client.say({"type": "AskDial", "name": "x", **there})
+        assert client.ask({"type": "AskDial", "name": "x", **there})["code"] == "bad_message"
         client.reserve("elsewhere", **there)
         hand_over(client, data, "a-real-one")
         prompt = {"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ticket": "t", "handoff": "hold"}
