@@ -1,9 +1,11 @@
 """Peers and prefill servers that keep to the form of messages and to nothing else: what it costs, and whom."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
-from hypothesis import given
+import zmq
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -13,12 +15,15 @@ from core.config import TransferConfig
 from core.geometry import Geometry
 from core.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled
 from core.stats import LABELS, Counters
-from tests.transfer.harness import zmq_context
+from tests.fuzz.mutations import VALID, Mutator
+from tests.transfer.harness import Loop, random_store, value, zmq_context
 from tests.transfer.raw import RawStage
 from tests.transfer.test_sessions import CONFIG, OFFER, hello, joined, reserve
+from transfer.desk import Desk
 from transfer.link import DeskLink
 from transfer.messages import Cancel, DeskMessage, Failed, Finished, Goodbye, Nack, Ping, Pong, Welcome
 from transfer.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, Rate, page_limit
+from transfer.sender import Sender
 from transfer.sessions import PeerBook
 
 MANY = TransferConfig(max_tickets_per_peer=1000)
@@ -143,6 +148,44 @@ def test_chunks_cannot_go_on_for_ever() -> None:
         assert isinstance(answer, Nack)
         assert (answer.code, "33" in answer.message) == ("bad_chunk", True)
         stage.close()
+
+
+class Watched(zmq.Socket[bytes]):
+    """A socket that notes where it is connected to."""
+
+    dialled: ClassVar[list[str]] = []
+
+    def connect(self, addr: str) -> Any:
+        self.dialled.append(addr)
+        return super().connect(addr)
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=5, deadline=None)
+def test_desk_and_stage_dial_nobody_whatever_they_are_told(seed: int) -> None:
+    """Their sockets are bound, and connected to none but the inside of their process."""
+    Watched.dialled.clear()
+    mutator = Mutator(seed)
+    with zmq_context() as context, zmq_context() as outside:
+        context._socket_class = Watched
+        desk = Desk(CONFIG, context)
+        sender = Sender(CONFIG, stage=0, geometry=OFFER.geometries[0], store=random_store(OFFER.geometries[0], 4),
+                        context=context)  # fmt: skip
+        loop = Loop(desk, sender)
+        desk.ready(OFFER)
+        for port in (desk.port, sender.port):
+            peer = outside.socket(zmq.DEALER)
+            loop.raw.append(peer)
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
+            peer.send(msgspec.msgpack.encode(msgspec.to_builtins(hello()) | {"type": "Hello"} | address))
+            loop.until(lambda: value(desk.statistics(), "desk_sessions") == 1)
+            for _ in range(40):
+                peer.send(mutator.any(VALID))
+        for _ in range(10):
+            loop.turn(0.01)
+        loop.close()
+    assert [address for address in Watched.dialled if not address.startswith("inproc:")] == []
 
 
 GEOMETRIES = st.builds(
