@@ -2,6 +2,7 @@
 
     shm   beside copying the same pages within one process
     zmq   beside bare ZMQ: the same frames between two processes, taken in and copied in the same way
+    zmq, CURVE   the same, encrypted
 
 The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
 measured is everything between two pools: headers, checksums, sockets, writes, acknowledgements. The ways take turns.
@@ -11,9 +12,11 @@ import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -30,25 +33,36 @@ from core.config import TransferConfig
 from core.geometry import Geometry
 from core.orders import AdmitPeer, Arrived, Dial, Expect, FetchFailed, Send
 from core.request import FirstToken
+from server.keys import write_pair
 from transfer.arrays import ArrayPageStore
 from transfer.backends.shm import SharedPool, ShmReach
+from transfer.keys import SECRET_SUFFIX, read_public
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 from transfer.sockets import Context
 
 SESSION = "benchmark-session"
+NAME = "benchmark"  # of the key pair
+CURVE = "zmq, CURVE"
 GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
 CLOCK = SystemClock()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a child is to send, on every line of its standard input."""
+    """What a child is to send, on every line of its standard input. keys: folder with the one pair that both sides
+    have, "" for connections in the clear."""
 
     way: str
     pages: int
     chunk_pages: int
     checksum: bool
     memory: PoolMemory = PoolMemory()
+    keys: str = ""
+
+    def config(self) -> TransferConfig:
+        plain = TransferConfig(checksum=self.checksum)
+        secret = str(Path(self.keys, f"{NAME}{SECRET_SUFFIX}"))
+        return msgspec.structs.replace(plain, curve_key=secret, curve_allowed=self.keys) if self.keys else plain
 
 
 class Way(Protocol):
@@ -115,7 +129,7 @@ class Transfer:
     """A Receiver here and a Sender in a child."""
 
     def __init__(self, job: Job) -> None:
-        config = TransferConfig(checksum=job.checksum)
+        config = job.config()
         self._pages = job.pages
         self._request = 0
         self._pool = SharedPool(GEOMETRY, job.pages) if job.way == SHM else None
@@ -137,6 +151,7 @@ class Transfer:
             geometries=(GEOMETRY,),
             window_bytes=config.window_bytes,
             backend=job.way,
+            server_key=read_public(Path(config.curve_key)) if config.curve_key else "",
         )
         self._receiver.apply(dial, CLOCK.now())
 
@@ -183,9 +198,12 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
         SHM: lambda: Transfer(msgspec.structs.replace(job, way=SHM)),
         "bare zmq": lambda: Bare(msgspec.structs.replace(job, way="bare")),
         ZMQ: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ)),
+        CURVE: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, keys=folder)),
     }
     speeds: dict[str, list[float]] = {name: [] for name in makers}
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        write_pair(Path(folder), NAME)
         ways = {name: make() for name, make in makers.items()}
         for way in ways.values():
             stack.callback(way.close)
@@ -200,7 +218,7 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
 
 def send(job: Job) -> None:
     """The child: send all pages once for every line on standard input, until that ends."""
-    config = TransferConfig(checksum=job.checksum)
+    config = job.config()
     store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
     if job.way == "bare":
@@ -219,7 +237,8 @@ def send(job: Job) -> None:
     sender.apply(admit, CLOCK.now())
     print(sender.port, flush=True)
     poller = zmq.Poller()
-    poller.register(sender.sockets()[0], zmq.POLLIN)
+    for socket in sender.sockets():
+        poller.register(socket, zmq.POLLIN)
     poller.register(sys.stdin, zmq.POLLIN)
     request = 0
     while True:
@@ -272,7 +291,7 @@ def main(given: Sequence[str]) -> int:
     for checksum in (False, True):
         with console.status(f"moving pages {'with' if checksum else 'without'} checksums"):
             speeds = measure(arguments.pages, arguments.chunk_pages, arguments.rounds, checksum=checksum)
-        for name, limit in ((SHM, "copy"), (ZMQ, "bare zmq")):
+        for name, limit in ((SHM, "copy"), (ZMQ, "bare zmq"), (CURVE, "bare zmq")):
             ratio = statistics.median(one / other for one, other in zip(speeds[name], speeds[limit], strict=True))
             medians = (f"{statistics.median(speeds[way]):.2f}" for way in (name, limit))
             rows.append((name, "yes" if checksum else "no", *medians, limit, f"{ratio:.2f}"))
