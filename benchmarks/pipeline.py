@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import console, print_table, prompt, spread
-from server.local import LocalServer, free_port
+from server.local import LocalServer
+from server.ports import free_port
 
 LAYERS = 16
 VOCABULARY = 1000

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.geometry import Geometry
-from engine.device import TORCH_DTYPES
+from engine.dtypes import TORCH_DTYPES
 from transfer.layout import WHOLE, Box
 
 Allocate = Callable[[Geometry, int], memoryview | None]  # for a pool of this many pages; None: take memory of your own

@@ -36,8 +36,8 @@ class TracedLink(FakeLink):
         self._stages = stages
         self._silent = silent
 
-    async def send(self, message: IntakeMessage) -> None:
-        await super().send(message)
+    def send(self, message: IntakeMessage) -> None:
+        super().send(message)
         if isinstance(message, EndTrace) and not self._silent:
             for stage in range(self._stages):
                 self.say(stage_traced(message.trace, stage))
