@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from core.allowed import is_allowed
 from core.clock import Clock, SystemClock
 from core.config import TransferConfig
 from core.peers import PeerEffect, PeerEvent
@@ -65,7 +66,7 @@ class Peer(threading.Thread):
         self._clock = clock or SystemClock()
         self._context: Any = zmq.Context()
         self._loads = Loads(limits)
-        self._dialer = Dialer(config, self._context)
+        self._dialer = Dialer(config, self._context, lambda host, port: is_allowed(limits.rules, host, port))
         self._receiver = Receiver(
             config,
             stage=0,
