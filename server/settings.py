@@ -225,6 +225,13 @@ SETTINGS: tuple[Setting, ...] = (
         "URL of a prefill server (role decode; give it once per server)",
     ),
     Setting(
+        "allow-prefill",
+        "server",
+        "allow_prefill",
+        "list",
+        "prefill servers that requests may name beside those of --prefill (role decode): HOST, HOST:PORT or a network",
+    ),
+    Setting(
         "prefill-api-key",
         "server",
         "prefill_api_key",
@@ -284,6 +291,27 @@ SETTINGS: tuple[Setting, ...] = (
         "integer",
         "open tickets of one decode server",
         low=1,
+    ),
+    Setting(
+        "curve-key",
+        "transfer",
+        "curve_key",
+        "text",
+        "file NAME.key_secret of headrace keys: desk and data connections are encrypted, with peers that are known",
+    ),
+    Setting(
+        "curve-allowed",
+        "transfer",
+        "curve_allowed",
+        "text",
+        "folder with the public keys (NAME.key) of the decode servers that may connect (role prefill)",
+    ),
+    Setting(
+        "curve-server-key",
+        "server",
+        "curve_server_keys",
+        "list",
+        "public key file of the prefill servers, or HOST=FILE, HOST:PORT=FILE of some of them (role decode)",
     ),
     Setting("kv-events-host", "kv_events", "host", "text", "address the sockets for KV events bind to"),
     Setting(
