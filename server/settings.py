@@ -279,8 +279,7 @@ SETTINGS: tuple[Setting, ...] = (
         "transfer",
         "backends",
         "choices",
-        "ways to move KV, best first: shm (a pool on the same host is written directly), zmq (frames), "
-        "fake (nothing moves: for benchmarks)",
+        "ways to move KV, best first: shm (between servers on one machine), zmq, fake (nothing moves, for benchmarks)",
         choices=BACKENDS,
     ),
     Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
