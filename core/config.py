@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from core.backends import SHM, ZMQ
+
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -67,7 +69,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
-    peer_timeout_s: silence after which a peer is gone; pings go out at a third of it."""
+    peer_timeout_s: silence after which a peer is gone; pings go out at a third of it. backends: ways to move KV that
+    may be used, best first; the prefill server's order counts. curve_key: file with this server's CURVE keys, "" for
+    connections in the clear; curve_allowed: folder with the public keys of the peers that may connect. Both are read
+    where the sockets are."""
 
     host: str = "127.0.0.1"
     desk_port: int = 0
@@ -78,6 +83,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 64
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20
+    backends: tuple[str, ...] = (SHM, ZMQ)
+    curve_key: str = ""
+    curve_allowed: str = ""
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +111,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
-    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none."""
+    prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
+    that clients and routers may name to a decode server, beside its own (core/allowed.py). curve_server_keys: key files
+    of prefill servers, each FILE for all or HOST=FILE for one (server/keys.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -111,6 +121,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     insecure: bool = False
     prefill: tuple[str, ...] = ()
+    allow_prefill: tuple[str, ...] = ()
+    curve_server_keys: tuple[str, ...] = ()
     prefill_api_key: str = ""
     fallback: Literal["none", "local"] = "none"
     max_body_bytes: int = 16 << 20
@@ -140,6 +152,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes, "" where they are. rendezvous: HOST:PORT where the stages of one start meet. rendezvous_hosted: somebody
     else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage.
     measure_tokens: chunk length around which to measure the stage's speed before it is ready; 0 does not.
+    role: of the server.
     """
 
     stage: int
@@ -155,3 +168,4 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous_hosted: bool = False
     stage_timeout_s: float = 120.0
     measure_tokens: int = 0
+    role: Role = "colocated"

@@ -6,6 +6,7 @@ this far has been checked against what the peer said in its hello.
 
 import msgspec
 
+from core.backends import ZMQ, PoolMemory
 from core.errors import ErrorInfo
 from core.geometry import Geometry
 from core.request import FirstToken
@@ -17,13 +18,17 @@ class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     """Desk: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first stage;
-    geometries: of all of them (empty: it has but one)."""
+    geometries: of all of them (empty: it has but one). backend: how bytes go there, and why that one; memory: its
+    stages' pools, where it writes into them."""
 
     session: str
     name: str
     geometry: Geometry
     window_bytes: int
     geometries: tuple[Geometry, ...] = ()
+    backend: str = ZMQ
+    backend_reason: str = ""
+    memory: tuple[PoolMemory, ...] = ()
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
@@ -73,13 +78,16 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server welcomed us."""
+    """Dialer: a prefill server welcomed us. backend: how bytes will come. server_key: its CURVE public key, "" where
+    connections are in the clear."""
 
     name: str
     session: str
     endpoints: tuple[str, ...]
     geometries: tuple[Geometry, ...]
     window_bytes: int
+    backend: str = ZMQ
+    server_key: str = ""
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
@@ -109,7 +117,7 @@ class TicketFinished(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: answer to AskCancel."""
+    """Dialer: answer to AskCancel; no byte is written for it any more. None comes when the session ends before."""
 
     session: str
     ticket: str
@@ -147,11 +155,19 @@ class TellCancelled(PeerEffect, frozen=True, kw_only=True):
     generation: int
 
 
+class EndPeer(PeerEffect, frozen=True, kw_only=True):
+    """Desk: end the session, since nobody can vouch any more that its pages are not written."""
+
+    session: str
+    reason: str
+
+
 class AskDial(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: keep a connection to this desk."""
+    """Dialer: keep a connection to this desk (server_key as in PrefillUp)."""
 
     name: str
     endpoint: str
+    server_key: str = ""
 
 
 class AskHangUp(PeerEffect, frozen=True, kw_only=True):
@@ -173,7 +189,7 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskCancel(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: take a ticket back; answered by TicketCancelled (or the end of the session)."""
+    """Dialer: take a ticket back; answered by TicketCancelled or PrefillDown."""
 
     session: str
     ticket: str
@@ -181,5 +197,5 @@ class AskCancel(PeerEffect, frozen=True, kw_only=True):
     reason: str
 
 
-DeskEffect = TellFailed | TellFinished | TellCancelled
+DeskEffect = TellFailed | TellFinished | TellCancelled | EndPeer
 DialerEffect = AskDial | AskHangUp | AskReserve | AskCancel

@@ -132,6 +132,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         transfer=config.transfer,
         external=external,
         kv_events=config.kv_events,
+        allow_prefill=config.server.allow_prefill,
         log_level=config.server.log_level,
     )
     return Child("server.scheduler_process", scheduler, threads=1)
@@ -184,4 +185,5 @@ def _template(config: Config) -> StageConfig:
         stage_timeout_s=config.scheduler.stage_timeout_s,
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
+        role=config.server.role,
     )

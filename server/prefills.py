@@ -8,15 +8,17 @@ One task per server:   discover (GET /v1/handoff) ──► have the scheduler d
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from core.codec import NO_MESSAGE
 from core.errors import HeadraceError, unavailable
 from core.intake import AddPrefill, IntakeMessage, PrefillState, RemovePrefill
 from server.fetch import Fetch
+from server.keys import ServerKeys
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class Discovery(msgspec.Struct, frozen=True):
 
     protocol: tuple[int, ...]
     instance: str
-    desk_port: int
+    desk_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class PrefillServer:
@@ -51,7 +53,7 @@ class PrefillServer:
 
 
 class PrefillPool:
-    """Owns the HTTP client to the prefill servers. post sends to the scheduler, in order."""
+    """Owns the HTTP client to the prefill servers. post sends to the scheduler, in order. keys: their CURVE keys."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class PrefillPool:
         api_key: str,
         post: Callable[[IntakeMessage], None],
         transport: httpx.AsyncBaseTransport | None = None,
+        keys: ServerKeys | None = None,
     ) -> None:
+        self._keys = keys or ServerKeys(())
         self._servers = {url: PrefillServer(url) for url in urls}
         self._post = post
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -85,7 +89,7 @@ class PrefillPool:
         server = self._servers.get(state.name)
         if server is None or server.dialled is None:
             return
-        if server.up != state.up:
+        if (server.up, server.reason) != (state.up, state.reason):
             log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
         server.up, server.reason = state.up, state.reason
         server.changed.set()
@@ -139,7 +143,8 @@ class PrefillPool:
         if server.dialled is not None:
             self._post(RemovePrefill(name=server.url))
         server.dialled = found
-        self._post(AddPrefill(name=server.url, endpoint=server.endpoint(found.desk_port)))
+        endpoint = server.endpoint(found.desk_port)
+        self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
 
     async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
         try:
@@ -166,5 +171,5 @@ class PrefillPool:
             raise unavailable(f"GET /v1/handoff answered {response.status_code}")
         try:
             return msgspec.json.decode(response.content, type=Discovery)
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             raise unavailable(f"GET /v1/handoff answered something else: {error}") from error

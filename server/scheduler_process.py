@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 import zmq
 
+from core.allowed import allowed_prefills, is_allowed
 from core.clock import SystemClock
 from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
@@ -53,6 +54,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig
     external: ExternalStages | None = None
     kv_events: KvEventsConfig = KvEventsConfig()
+    allow_prefill: tuple[str, ...] = ()
     log_level: str = "info"
 
 
@@ -61,7 +63,8 @@ def run(config: SchedulerProcessConfig) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     desk = Desk(config.transfer, context) if config.role == "prefill" else None
-    dialer = Dialer(config.transfer, context) if config.role == "decode" else None
+    may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
+    dialer = Dialer(config.transfer, context, may_dial) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
     stages = _stage_channel(config, context)
@@ -125,6 +128,8 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         data_ports=tuple(stage.data_port for stage in stages),
         data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
         max_model_len=config.scheduler.max_model_len,
+        backends=_backends(config, stages),
+        shared_memory=frozenset(stage.host for stage in stages),
     )
 
 
@@ -140,7 +145,14 @@ def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         kv_pages=min(stage.kv_pages for stage in stages),
         max_model_len=config.scheduler.max_model_len,
         metadata_rows=config.scheduler.metadata_rows,
+        backends=_backends(config, stages),
+        memory=tuple(stage.memory for stage in stages if stage.memory is not None),
     )
+
+
+def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> tuple[str, ...]:
+    """What works at every stage, in the configured order."""
+    return tuple(name for name in config.transfer.backends if all(name in stage.backends for stage in stages))
 
 
 def main() -> int:

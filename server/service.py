@@ -13,6 +13,7 @@ from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceErro
 from core.intake import Drain, EngineState, Progress, Shutdown, StageDown, StageLost, Tokens
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
+from server.keys import ServerKeys
 from server.link import SchedulerLink
 from server.metrics import FrontMetrics
 from server.prefills import NO_PREFILL_SERVER, PrefillPool, PrefillServer
@@ -58,7 +59,11 @@ class Service:
         server = config.server
         if server.role == "decode":
             self._prefills = PrefillPool(
-                server.prefill, server.prefill_api_key, self._client.post, transport=prefill_transport
+                server.prefill,
+                server.prefill_api_key,
+                self._client.post,
+                transport=prefill_transport,
+                keys=ServerKeys(server.curve_server_keys),
             )
             self._client.on_prefill = self._prefills.update
 

@@ -4,11 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from core.backends import BACKENDS
 from core.config import Config
 from scheduler.policy import POLICIES
 
 SliceName = Literal["model", "engine", "scheduler", "transfer", "group", "kv_events", "server"]
-Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers"]
+Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers", "choices"]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -224,6 +225,13 @@ SETTINGS: tuple[Setting, ...] = (
         "URL of a prefill server (role decode; give it once per server)",
     ),
     Setting(
+        "allow-prefill",
+        "server",
+        "allow_prefill",
+        "list",
+        "prefill servers that requests may name beside those of --prefill (role decode): HOST, HOST:PORT or a network",
+    ),
+    Setting(
         "prefill-api-key",
         "server",
         "prefill_api_key",
@@ -266,6 +274,14 @@ SETTINGS: tuple[Setting, ...] = (
         "seconds of silence after which a peer is gone",
         low=0.05,
     ),
+    Setting(
+        "transfer-backends",
+        "transfer",
+        "backends",
+        "choices",
+        "ways to move KV, best first: shm (between servers on one machine), zmq, fake (nothing moves, for benchmarks)",
+        choices=BACKENDS,
+    ),
     Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
     Setting("max-peers", "transfer", "max_peers", "integer", "decode servers that may be connected", low=1),
     Setting(
@@ -275,6 +291,27 @@ SETTINGS: tuple[Setting, ...] = (
         "integer",
         "open tickets of one decode server",
         low=1,
+    ),
+    Setting(
+        "curve-key",
+        "transfer",
+        "curve_key",
+        "text",
+        "file NAME.key_secret of headrace keys: desk and data connections are encrypted, with peers that are known",
+    ),
+    Setting(
+        "curve-allowed",
+        "transfer",
+        "curve_allowed",
+        "text",
+        "folder with the public keys (NAME.key) of the decode servers that may connect (role prefill)",
+    ),
+    Setting(
+        "curve-server-key",
+        "server",
+        "curve_server_keys",
+        "list",
+        "public key file of the prefill servers, or HOST=FILE, HOST:PORT=FILE of some of them (role decode)",
     ),
     Setting("kv-events-host", "kv_events", "host", "text", "address the sockets for KV events bind to"),
     Setting(

@@ -158,6 +158,8 @@ class InboundTable:
             return f"chunk {header.chunk} of {header.total}, after a last chunk of {source.total}"
         if not count and not header.total:
             return "an empty chunk that is not the last"
+        if header.chunk > expect.count:
+            return f"chunk number {header.chunk} of {expect.count} tokens"
         if header.row != expect.row:
             return f"metadata row {header.row}, reserved was {expect.row}"
         first = start // self._geometry.page_size - expect.start // self._geometry.page_size
@@ -169,10 +171,14 @@ class InboundTable:
 
 def _size_problem(source: Source, header: Chunk, plan: list[Copy], frames: list[int]) -> str:
     """Where the frames of a chunk are not those of its plan; "" when they are."""
-    row = [metadata.ROW_BYTES] if header.total else []
     payload = [frame.count * source.geometry.token_bytes for frame in frames_of(plan)]
-    if frames != row + payload or header.payload_bytes != sum(payload):
-        return f"{len(frames)} frames of {sum(frames)} bytes; expected {len(row + payload)} of {sum(row + payload)}"
+    expected = [metadata.ROW_BYTES] if header.total else []
+    if header.payload_bytes != sum(payload):
+        return f"a payload of {header.payload_bytes} bytes; expected {sum(payload)}"
+    if not header.written:
+        expected += payload
+    if frames != expected:
+        return f"{len(frames)} frames of {sum(frames)} bytes; expected {len(expected)} of {sum(expected)}"
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.peers import PeerEvent, PrefillDown, PrefillUp, TicketCancelled, TicketFailed, TicketFinished
+from core.quiet import printable
 from core.stats import Counters
 from transfer import matching, messages, metadata
 from transfer.messages import (
@@ -30,6 +31,14 @@ from transfer.messages import (
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 2.0
+CHECK_KEYS = (
+    "if its desk can be reached, check that --curve-server-key is its public key and that its --curve-allowed folder "
+    "has ours"
+)
+CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
+
+
+MayDial = Callable[[str, int], bool]  # host, port
 
 
 class Step(NamedTuple):
@@ -41,15 +50,27 @@ class Step(NamedTuple):
 
 
 class DeskLink:
-    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other."""
+    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
+    server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
+    a host that is not the desk's."""
 
     def __init__(
-        self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
+        self,
+        name: str,
+        host: str,
+        hello: Callable[[], Hello | None],
+        config: TransferConfig,
+        counters: Counters,
+        *,
+        server_key: str = "",
+        may_dial: MayDial = lambda host, port: True,
     ) -> None:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
         self._host = host
+        self._server_key = server_key
+        self._may_dial = may_dial
         self._hello = hello
         self._config = config
         self._retry_s = FIRST_RETRY_S
@@ -58,11 +79,16 @@ class DeskLink:
         self._next_ping = 0.0
         self._pings = 0
         self._reason: str | None = None  # the last one reported; repeated ones are not
+        self._outdated = False  # our hello is no longer what we are
         self._counters = counters
 
     @property
     def session(self) -> str | None:
-        return self.welcome.session if self.welcome else None
+        return self.welcome.session if self.welcome and not self._outdated else None
+
+    def outdate(self) -> None:
+        """Our hello has changed: the session is over at once, and the next tick, which is due, begins anew."""
+        self._outdated = self.state != "down"
 
     def receive(self, message: DeskMessage, now: float) -> Step:
         """Handle what the desk said."""
@@ -73,7 +99,7 @@ class DeskLink:
             case Refuse():
                 return self._refused(message, now)
             case Goodbye():
-                return self._down(f"goodbye: {message.reason}", now)
+                return self._down(f"goodbye: {printable(message.reason)}", now)
             case Pong():
                 return Step([], [])
             case _ if self.welcome is None:
@@ -84,6 +110,8 @@ class DeskLink:
 
     def tick(self, now: float) -> Step:
         """Try again, ping, or notice the silence, whichever is due."""
+        if self._outdated:
+            return self._down("this server's stages have started again", now, wait_s=0.0)
         if self.state == "up" and self.welcome is not None:
             if self._heard + self.welcome.timeout_s <= now:
                 return self._down(f"silent for {self.welcome.timeout_s:g} s", now)
@@ -93,7 +121,7 @@ class DeskLink:
             self._pings += 1
             return Step([Ping(number=self._pings)], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
-            return self._down("no answer to the hello", now)
+            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_DESK}", now)
         hello = self._hello()
         if self.state == "down" and self._next_try <= now and hello is not None:
             self.state, self._heard = "greeting", now
@@ -102,6 +130,8 @@ class DeskLink:
 
     def next_deadline(self) -> float | None:
         """None while there is no hello to say."""
+        if self._outdated:
+            return 0.0
         if self.state == "up" and self.welcome is not None:
             return min(self._next_ping, self._heard + self.welcome.timeout_s)
         if self.state == "greeting":
@@ -119,7 +149,12 @@ class DeskLink:
             return Step([], [])  # late, or a repeated answer to a repeated hello
         unfit = matching.check_welcome(hello, welcome)
         if unfit is not None:
-            return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+            return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S)
+        for stage in welcome.stages:
+            if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
+                where = f"{stage.data_host}:{stage.data_port}"
+                reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
+                return self._down(reason, now, wait_s=LAST_RETRY_S)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None
         self._retry_s = FIRST_RETRY_S
@@ -130,6 +165,8 @@ class DeskLink:
             endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
             window_bytes=welcome.window_bytes,
+            server_key=self._server_key,
+            backend=welcome.backend,
         )
         return Step([], [*gone, up])
 
@@ -146,7 +183,7 @@ class DeskLink:
         if self.state == "down":
             return Step([], [])
         lasting = refuse.code.endswith("_mismatch")
-        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=LAST_RETRY_S if lasting else None)
+        return self._down(printable(f"{refuse.code}: {refuse.message}"), now, wait_s=LAST_RETRY_S if lasting else None)
 
     def _down(self, reason: str, now: float, wait_s: float | None = None) -> Step:
         """End the session or the attempt; the next attempt is made on a fresh connection."""
@@ -154,6 +191,7 @@ class DeskLink:
         if not events and reason != self._reason:
             events = [PrefillDown(name=self.name, session=None, reason=reason)]
         self._reason = reason
+        self._outdated = False
         self.state = "down"
         self._next_try = now + (self._retry_s if wait_s is None else wait_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -7,14 +7,14 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from core.arrays import packed_length, unpack
+from core.arrays import packed_length
 from core.config import TransferConfig
 from core.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from core.peers import (
     DeskEffect,
+    EndPeer,
     PeerCancelled,
     PeerEvent,
     PeerGone,
@@ -22,20 +22,14 @@ from core.peers import (
     PeerReleased,
     PeerRenewed,
     PeerReserved,
-    TellCancelled,
-    TellFailed,
-    TellFinished,
 )
 from core.stats import Counters
-from transfer import checksum, matching, messages, metadata
-from transfer.layout import pages_for
+from transfer import checksum, matching, messages
 from transfer.matching import Offer
 from transfer.messages import (
     Cancel,
     Cancelled,
     DeskMessage,
-    Failed,
-    Finished,
     Goodbye,
     Hello,
     PeerMessage,
@@ -45,9 +39,11 @@ from transfer.messages import (
     Reserve,
     Welcome,
 )
+from transfer.peer import OpenTicket, Peer, failed, last_word, reservation_error
+from transfer.quotas import MESSAGES_PER_S, Rate, page_limit
 
 RESTARTED = "the stages of this server have started again"
-ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
+OVERDONE_KEPT = 1024
 
 
 class Outcome(NamedTuple):
@@ -55,40 +51,6 @@ class Outcome(NamedTuple):
 
     replies: list[tuple[bytes, DeskMessage]]
     events: list[PeerEvent]
-
-
-@dataclass(slots=True)
-class OpenTicket:
-    """A reservation that has not ended."""
-
-    generation: int
-    cancelling: bool = False
-
-
-@dataclass(slots=True)
-class Peer:
-    """One session. route: the connection that it came on. ended: the last generation of tickets that ended."""
-
-    route: bytes
-    hello: Hello
-    offer: Offer
-    welcome: Welcome
-    last_heard: float
-    tickets: dict[str, OpenTicket] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def session(self) -> str:
-        return self.welcome.session
-
-    def end(self, ticket: str, generation: int) -> None:
-        """Close the ticket; later messages of this generation or an earlier one are stale."""
-        current = self.tickets.get(ticket)
-        if current is not None and current.generation == generation:
-            del self.tickets[ticket]
-        self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
-        while len(self.ended) > ENDED_KEPT:
-            del self.ended[next(iter(self.ended))]
 
 
 class PeerBook:
@@ -101,6 +63,7 @@ class PeerBook:
         self._offer: Offer | None = None
         self._by_route: dict[bytes, Peer] = {}
         self._by_session: dict[str, Peer] = {}
+        self._overdone: dict[bytes, None] = {}  # connections that were cut off
         self.counters = Counters()
 
     @property
@@ -118,6 +81,8 @@ class PeerBook:
 
     def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
         """Handle one message of the connection route."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         if isinstance(message, Hello):
             return self._hello(route, message, now)
         peer = self._by_route.get(route)
@@ -135,19 +100,22 @@ class PeerBook:
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
-    def malformed(self, route: bytes, why: str) -> Outcome:
+    def malformed(self, route: bytes, why: str, now: float) -> Outcome:
         """A message of this connection could not be read. Its session, if it has one, stands."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         self.counters.add("malformed_frames_total", labels=("desk",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
     def tell(self, effect: DeskEffect) -> Outcome:
-        """Say something about a ticket; nothing when its session has ended."""
+        """Say something about a ticket, or end a session; nothing when that has ended."""
         peer = self._by_session.get(effect.session)
         if peer is None:
             return Outcome([], [])
+        if isinstance(effect, EndPeer):
+            return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
-        reply = _answer(effect)
-        return Outcome([(peer.route, reply)], [])
+        return Outcome([(peer.route, last_word(effect))], [])
 
     def lose(self, route: bytes, reason: str) -> Outcome:
         """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
@@ -174,6 +142,20 @@ class PeerBook:
     def _deadline(self, peer: Peer) -> float:
         return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
+    def _cut_off(self, route: bytes, now: float) -> Outcome | None:
+        """End the session of a connection that says too much, and hear nothing of the connection any more."""
+        if route in self._overdone:
+            self.counters.add("stale_messages_total", labels=("cut_off",))
+            return Outcome([], [])
+        peer = self._by_route.get(route)
+        if peer is None or not peer.rate.exceeded(now):
+            return None
+        self._overdone[route] = None
+        if len(self._overdone) > OVERDONE_KEPT:
+            del self._overdone[next(iter(self._overdone))]
+        reason = f"more than {MESSAGES_PER_S:g} messages a second"
+        return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
+
     def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
         same_route = self._by_route.get(route)
         if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
@@ -189,8 +171,10 @@ class PeerBook:
             limit = self._config.max_peers
             return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
-        welcome = self._welcome(self._offer, hello)
-        peer = Peer(route, hello, self._offer, welcome, last_heard=now)
+        choice = matching.choose_backend(self._offer, hello)
+        welcome = self._welcome(self._offer, hello, choice.backend)
+        rate = same_route.rate if same_route is not None else Rate(now)
+        peer = Peer(route, hello, self._offer, welcome, last_heard=now, rate=rate)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,
@@ -198,10 +182,13 @@ class PeerBook:
             geometry=hello.geometries[0],
             window_bytes=welcome.window_bytes,
             geometries=hello.geometries,
+            backend=choice.backend,
+            backend_reason=choice.reason,
+            memory=hello.memory,
         )
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 
-    def _welcome(self, offer: Offer, hello: Hello) -> Welcome:
+    def _welcome(self, offer: Offer, hello: Hello, backend: str) -> Welcome:
         return Welcome(
             protocol=messages.VERSION,
             session=self._new_session(),
@@ -212,7 +199,7 @@ class PeerBook:
             max_tickets=self._config.max_tickets_per_peer,
             window_bytes=min(self._config.window_bytes, hello.window_bytes),
             checksum=matching.choose_checksum(self._checksums, hello.checksums),
-            backend=messages.BACKENDS[0],
+            backend=backend,
             heartbeat_s=self._config.peer_timeout_s / 3,
             timeout_s=self._config.peer_timeout_s,
         )
@@ -227,7 +214,9 @@ class PeerBook:
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
             return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
-        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation)
+        pages = packed_length(reserve.pages)
+        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
+        peer.pages += pages
         event = PeerReserved(
             session=peer.session,
             ticket=reserve.ticket,
@@ -248,6 +237,9 @@ class PeerBook:
             return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
         if len(peer.tickets) >= limit:
             text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
+            text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
             return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
         text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
         return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
@@ -279,60 +271,6 @@ class PeerBook:
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
         self.counters.add("refusals_total", labels=("desk", code))
         return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
-
-
-def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
-    """What is wrong with a reservation, in words that name both values; "" when nothing is."""
-    tokens, cached = reserve.prompt_tokens, reserve.cached_tokens
-    if tokens > max_model_len:
-        return f"{tokens} prompt tokens, and the limit of the two servers is {max_model_len}"
-    if cached >= tokens:
-        return f"{cached} cached tokens of {tokens}: at least one has to be computed"
-    if reserve.row >= hello.metadata_rows:
-        return f"metadata row {reserve.row}, and the hello named {hello.metadata_rows} rows"
-    page_size = hello.geometries[0].page_size
-    needed = pages_for(page_size, cached, tokens - cached)
-    if len(reserve.pages) != 4 * needed:
-        found = packed_length(reserve.pages)
-        return (
-            f"{found} pages ({len(reserve.pages)} bytes); positions {cached} to {tokens} need {needed} of {page_size}"
-        )
-    pages = unpack(reserve.pages)
-    if min(pages) < 0 or max(pages) >= hello.kv_pages:
-        return f"page ids {min(pages)} to {max(pages)}, and the hello named {hello.kv_pages} pages"
-    if len(set(pages)) != len(pages):
-        return "a page id occurs twice"
-    return ""
-
-
-def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
-    """The error as the wire carries it."""
-    return Failed(
-        ticket=ticket,
-        generation=generation,
-        code=error.code,
-        message=messages.text(error.message),
-        status=error.status,
-        retry_after_s=error.retry_after_s,
-        stage=error.stage,
-    )
-
-
-def _answer(effect: DeskEffect) -> DeskMessage:
-    ticket, generation = effect.ticket, effect.generation
-    match effect:
-        case TellFailed():
-            return failed(ticket, generation, effect.error)
-        case TellCancelled():
-            return Cancelled(ticket=ticket, generation=generation)
-        case TellFinished():
-            if effect.first is None:
-                return Finished(ticket=ticket, generation=generation)
-            try:
-                row = metadata.encode(ticket, generation, effect.first)
-            except ValueError as error:
-                return failed(ticket, generation, ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=500))
-            return Finished(ticket=ticket, generation=generation, metadata=row)
 
 
 def _join(outcomes: Iterable[Outcome]) -> Outcome:

@@ -76,17 +76,26 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
                 )
             case "choice":
                 samples[setting.key] = (f'"{setting.choices[-1]}"', [setting.flag, setting.choices[-1]])
+            case "choices":
+                samples[setting.key] = ('["zmq", "shm"]', [setting.flag, "zmq,shm"])
             case "list":
                 samples[setting.key] = ('["http://a:1"]', [setting.flag, "http://a:1"])
             case "text":
                 samples[setting.key] = ('"127.0.0.2"', [setting.flag, "127.0.0.2"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
+    samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
     for key, (toml, flags) in samples.items():
         role: list[str] = []
         if key in ("stages", "stage-host", "stage-port"):
             role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
-        elif key in ("prefill", "prefill-api-key", "fallback"):
+        elif key in ("prefill", "allow-prefill", "prefill-api-key", "fallback"):
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "curve-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "a.key"]
+        elif key == "curve-server-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-key", "b.key_secret"]
+        elif key == "curve-allowed":
+            role = ["--role", "prefill", "--curve-key", "b.key_secret"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
@@ -136,6 +145,16 @@ MISTAKES = [
     (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
     (["--role", "decode"], "--prefill http://HOST:PORT"),
     (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
+    (["--allow-prefill", "10.0.0.5"], "--role decode"),
+    (["--curve-key", "k"], "nobody connects"),
+    (["--role", "prefill", "--curve-key", "k"], "--curve-allowed FOLDER"),
+    (["--role", "prefill", "--curve-allowed", "d"], "--curve-key FILE"),
+    (["--role", "prefill", "--curve-key", "k", "--curve-server-key", "p"], "--curve-server-key is for decode"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-key", "k"], "--curve-server-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "p"], "--curve-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-allowed", "d"], "--curve-allowed is for prefill"),
+    (["--role", "decode", "--allow-prefill", "10.0.0.5/24"], "10.0.0.0/24"),
+    (["--role", "decode", "--allow-prefill", "http://a:1"], "HOST:PORT"),
     (["--role", "prefill", "--fallback", "local"], "--role decode"),
     (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
     (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
