@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.ready
+OPENVINO := .venv-openvino
+OPENVINO_STAMP := $(OPENVINO)/.ready
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full test-vllm check format bench clean distclean
+.PHONY: help venv demo test full test-vllm check format bench bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,6 +61,21 @@ format: venv ## Put the code into its format and fix what ruff can fix.
 
 bench: venv ## Print the figures that the README quotes.
 	$(BIN)/python -m benchmarks
+
+bench-peers: venv $(VLLM_STAMP) $(OPENVINO_STAMP) ## Measure beside vLLM and OpenVINO GenAI, each in an environment of its own.
+	for dtype in float32 bfloat16; do \
+		$(BIN)/python -m benchmarks.peers --dtype $$dtype --vllm $(VLLM)/bin/python --openvino $(OPENVINO)/bin/python || exit 1; \
+	done
+
+$(VLLM_STAMP): requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --no-deps -r requirements-vllm.txt
+	@touch $@
+
+$(OPENVINO_STAMP): requirements-openvino.txt
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/python -m pip install --no-deps -r requirements-openvino.txt
+	@touch $@
 
 clean: ## Remove what builds and tests leave behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

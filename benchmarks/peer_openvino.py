@@ -25,14 +25,11 @@ def main(model: str, dtype: str, threads: int) -> None:
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         "INFERENCE_NUM_THREADS": threads,
     }
-    engine = genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **properties)
+    engine = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
     one = genai.GenerationConfig(max_new_tokens=1, do_sample=False, ignore_eos=True)
 
     def compute(prompts: list[list[int]]) -> None:
-        """Prompts of one length are one batch; others follow each other, since a batch would be padded."""
-        lengths = sorted({len(ids) for ids in prompts})
-        for length in lengths:
-            engine.generate(ov.Tensor(np.array([ids for ids in prompts if len(ids) == length], dtype=np.int64)), one)
+        engine.generate([ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts], [one] * len(prompts))
 
     serve(compute)
 

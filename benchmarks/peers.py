@@ -44,6 +44,7 @@ class Peer:
     """Another engine in a child process. Raises RuntimeError when it ends too early."""
 
     def __init__(self, python: Path, module: str, model: Path, dtype: str, threads: int) -> None:
+        self._module = module
         self._process = subprocess.Popen(
             [str(python), "-m", module, str(model), dtype, str(threads)],
             stdin=subprocess.PIPE,
@@ -73,7 +74,7 @@ class Peer:
     def _answer(self) -> float | str:
         line = self._answers.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}")
+            raise RuntimeError(f"{self._module} ended with {self._process.wait()}")
         answer: float | str = json.loads(line)
         return answer
 

@@ -144,7 +144,7 @@ def run_chunks(runner: ModelRunner, rows: list[Row]) -> Sampled:
 def reported_logprobs(sampled: Sampled) -> torch.Tensor:
     """All log-probabilities of a sample that asked for the whole vocabulary, by token id."""
     assert sampled.logprob is not None
-    logprobs = torch.empty(VOCABULARY)
+    logprobs = torch.empty(len(sampled.logprob.top_ids))
     logprobs[list(sampled.logprob.top_ids)] = torch.tensor(sampled.logprob.top_logprobs)
     return logprobs
 

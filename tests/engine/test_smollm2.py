@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,7 +13,15 @@ from engine.model.checkpoint import open_checkpoint
 from engine.model.fingerprint import fingerprint
 from engine.model.source import load_spec, resolve_source
 from engine.runner import ModelRunner
-from tests.engine.models import Prompt, make_runner, pool_tokens, reference, transformers_tokenizer
+from tests.engine.models import (
+    Prompt,
+    make_runner,
+    pool_tokens,
+    reference,
+    reported_logprobs,
+    run_chunks,
+    transformers_tokenizer,
+)
 
 TEXT = "The water of the headrace turns the wheel, and the wheel turns the stone. " * 4
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=20)
@@ -47,6 +56,31 @@ def test_logits_and_pages_equal_transformers(oracle: PreTrainedModel, runner: Mo
     torch.testing.assert_close(torch.tensor(sampled.logprob.top_logprobs), expected, atol=1e-3, rtol=1e-3)
     written = pool_tokens(runner, prompt.pages, len(tokens))
     torch.testing.assert_close(written, keys_values, atol=2e-3, rtol=2e-3)
+
+
+def test_bfloat16_is_as_accurate_as_that_of_transformers(oracle: PreTrainedModel) -> None:
+    """By the relative norm of the distance from float32 logits, for several prompts in one chunk and in two."""
+    tokens = transformers_tokenizer("smollm2")(TEXT)["input_ids"]
+    low = copy.deepcopy(oracle).to(torch.bfloat16)
+    runner = make_runner("smollm2", dtype="bfloat16")
+    everything = SamplingParams(temperature=0.0, logprobs=runner.vocab_size)
+    found, theirs, expected = [], [], []
+    for count, chunk in ((12, 64), (40, 64), (61, 33)):
+        prompt = Prompt(1, tokens[:count], list(range(20, 0, -1)), 16)
+        rows = [row if row.sample is None else msgspec.structs.replace(row, sample=everything)
+                for row in prompt.chunks(chunk)]  # fmt: skip
+        found.append(centred(reported_logprobs(run_chunks(runner, rows))))
+        with torch.inference_mode():
+            theirs.append(centred(low(torch.tensor([prompt.tokens])).logits[0, -1].float()))
+            expected.append(centred(oracle(torch.tensor([prompt.tokens])).logits[0, -1]))
+    reference = torch.cat(expected)
+    error, their_error = ((torch.cat(logits) - reference).norm() / reference.norm() for logits in (found, theirs))
+    assert 0 < error <= their_error
+
+
+def centred(logits: torch.Tensor) -> torch.Tensor:
+    """Without what is common to all, which no probability shows."""
+    return logits - logits.mean()
 
 
 def test_an_export_has_the_same_fingerprint(oracle: PreTrainedModel, runner: ModelRunner, tmp_path: Path) -> None:
