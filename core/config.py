@@ -104,7 +104,9 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
     prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
-    that clients and routers may name to a decode server, beside its own (core/allowed.py)."""
+    that clients and routers may name to a decode server, beside its own (core/allowed.py). bootstrap_port: on a prefill
+    server another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names
+    none, 0 for the usual one (server/naming.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -114,6 +116,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     allow_prefill: tuple[str, ...] = ()
     prefill_api_key: str = ""
+    bootstrap_port: int = 0
     fallback: Literal["none", "local"] = "none"
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0

@@ -17,16 +17,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
+from fastapi import FastAPI
 
 from core.config import Config, StageConfig
-from server.app import create_app
+from server.app import create_app, create_bootstrap_app
 from server.kv_events import endpoint
 from server.link import ZmqSchedulerLink
 from server.local import free_port
@@ -73,12 +74,12 @@ async def _serve(config: Config, folder: Path) -> int:
         start_timeout_s=config.scheduler.start_timeout_s,
     )
     service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
-    server = HttpServer(_uvicorn_config(config, service))
+    servers = _http_servers(config, service)
     started = time.monotonic()
     http: asyncio.Future[None] | None = None
     try:
         await supervisor.start()
-        http = asyncio.ensure_future(server.serve())
+        http = asyncio.ensure_future(_serve_http(servers))
         await service.start()
         news = [_tell_engine_news(service)] if external else []
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
@@ -90,7 +91,8 @@ async def _serve(config: Config, folder: Path) -> int:
             print("draining", flush=True)
             await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
     finally:
-        server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         if http is not None:
             await http
         service.shut_down()
@@ -99,6 +101,23 @@ async def _serve(config: Config, folder: Path) -> int:
     if supervisor.fatal.done():
         return supervisor.fatal.result()
     return 0 if stop.first.is_set() else 1
+
+
+def _http_servers(config: Config, service: Service) -> list[HttpServer]:
+    servers = [HttpServer(_uvicorn_config(config, create_app(service, config.server), config.server.port))]
+    if config.server.role == "prefill" and config.server.bootstrap_port:
+        app = create_bootstrap_app(service, config.server)
+        servers.append(HttpServer(_uvicorn_config(config, app, config.server.bootstrap_port)))
+    return servers
+
+
+async def _serve_http(servers: Sequence[HttpServer]) -> None:
+    """Until all of them have ended; the end of one ends the others."""
+    serving = [asyncio.create_task(server.serve()) for server in servers]
+    await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
 
 
 async def _tell_engine_news(service: Service) -> None:
@@ -208,11 +227,11 @@ def _template(config: Config) -> StageConfig:
     )
 
 
-def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(service, config.server),
+        app,
         host=config.server.host,
-        port=config.server.port,
+        port=port,
         log_config=None,
         access_log=config.server.log_level == "debug",
         timeout_graceful_shutdown=2,  # what was in flight has been drained before
@@ -229,6 +248,8 @@ def _announce(config: Config, service: Service, seconds: float) -> None:
         f"({config.model.dtype}, {config.model.device})",
         f"  http   http://{config.server.host}:{config.server.port}",
     ]
+    if config.server.role == "prefill" and config.server.bootstrap_port:
+        lines.append(f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the desk is)")
     if engine.desk_port:
         lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
         lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]

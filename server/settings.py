@@ -239,6 +239,16 @@ SETTINGS: tuple[Setting, ...] = (
         secret=True,
     ),
     Setting(
+        "bootstrap-port",
+        "server",
+        "bootstrap_port",
+        "integer",
+        "role prefill: a second port that tells where the desk is, for routers (0: only --port); role decode: the port "
+        "to ask where a router names none (0: 8998)",
+        low=0,
+        high=PORT,
+    ),
+    Setting(
         "fallback",
         "server",
         "fallback",
