@@ -6,6 +6,7 @@ from core.config import ServerConfig
 from server.api.debug import debug_routes
 from server.api.discovery import bootstrap_routes, discovery_routes
 from server.api.errors import install_handlers
+from server.api.generate import generate_routes
 from server.api.middleware import Accounts, ApiKeys
 from server.api.native import handoff_routes, native_routes
 from server.api.openai import openai_routes
@@ -25,6 +26,7 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
         handoff_routes(service, config),
         native_routes(service, config),
         openai_routes(service, config),
+        generate_routes(service, config),
     ):
         app.include_router(routes)
     return _guarded(app, service, config)

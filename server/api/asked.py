@@ -10,17 +10,15 @@ import msgspec
 from core.config import ServerConfig
 from core.errors import ErrorInfo, HeadraceError
 from server.api.bodies import parse_body
-from server.api.forms import Form
 from server.api.sampling import seeded
 from server.generation import Job
-from server.naming import BOOTSTRAP_PORT, Jobs, Names, hand_overs, origins
+from server.naming import BOOTSTRAP_PORT, Jobs, Names, Origin, hand_overs, origins
 from server.service import Service
 
 
 class Asked(msgspec.Struct, frozen=True):
     """What a request asks for: choices continuations of each prompt. base: what its jobs have in common."""
 
-    form: Form
     base: Job
     prompts: Sequence[tuple[int, ...]]
     choices: int
@@ -66,7 +64,13 @@ def jobs_to_decode(service: Service, asked: Asked, names: Names, config: ServerC
     found = origins(names, Jobs(len(asked.prompts), asked.choices), port) if config.role == "decode" else None
     if found is None:
         return jobs
-    return [msgspec.structs.replace(job, origin=origin) for job, origin in zip(jobs, found, strict=True)]
+    return [_collecting(job, origin) for job, origin in zip(jobs, found, strict=True)]
+
+
+def _collecting(job: Job, origin: Origin) -> Job:
+    """The job with its origin. Logprobs of the prompt are in the prefill server's answer, which goes to the router."""
+    sampling = msgspec.structs.replace(job.sampling, prompt_logprobs=None)
+    return msgspec.structs.replace(job, sampling=sampling, origin=origin)
 
 
 @contextmanager

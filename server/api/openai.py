@@ -11,7 +11,7 @@ from core.request import SamplingParams
 from server.api.answers import json_response
 from server.api.asked import Asked, jobs_to_decode, jobs_to_hand_over, telling_the_other_side
 from server.api.bodies import parse_body, read_body
-from server.api.forms import ChatForm, CompletionForm
+from server.api.forms import ChatForm, CompletionForm, Form
 from server.api.handover import lift_limits
 from server.api.openai_answer import OpenAIAnswer
 from server.api.prompts import check_model, completion_prompts, encode, encode_chat
@@ -46,7 +46,9 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
         with telling_the_other_side(service, config, raw):
             names = parse_body(raw, Names)
             body = parse_body(raw, CompletionBody)
-            return _respond(request, body, await _completions(service, body, names), names)
+            asked = await _completions(service, body, names)
+            form = CompletionForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
+            return _respond(request, body, form, asked, names)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -54,13 +56,15 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
         with telling_the_other_side(service, config, raw):
             names = parse_body(raw, Names)
             body = parse_body(raw, ChatBody)
-            return _respond(request, body, await _chat(service, body, names), names)
+            asked = await _chat(service, body, names)
+            form = ChatForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
+            return _respond(request, body, form, asked, names)
 
-    def _respond(request: Request, body: OpenAIBody, asked: Asked, names: Names) -> Response:
+    def _respond(request: Request, body: OpenAIBody, form: Form, asked: Asked, names: Names) -> Response:
         if config.role == "prefill":
             jobs = jobs_to_hand_over(service, asked, names)
-            return OpenAIAnswer(service, asked, jobs).hand_over(request.url.hostname or "")
-        return OpenAIAnswer(service, asked, jobs_to_decode(service, asked, names, config)).respond(body)
+            return OpenAIAnswer(service, form, asked, jobs).hand_over(request.url.hostname or "")
+        return OpenAIAnswer(service, form, asked, jobs_to_decode(service, asked, names, config)).respond(body)
 
     return router
 
@@ -77,8 +81,7 @@ async def _completions(service: Service, body: CompletionBody, names: Names) -> 
         await encode(service, prompt, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
         for index, prompt in enumerate(given)
     ]
-    form = CompletionForm(service.tokens.tokenizer, logprobs=sampling.logprobs is not None)
-    return Asked(form, _base_job("cmpl", body, sampling), tokens, choices(body))
+    return Asked(_base_job("cmpl", body, sampling), tokens, choices(body))
 
 
 async def _chat(service: Service, body: ChatBody, names: Names) -> Asked:
@@ -94,8 +97,7 @@ async def _chat(service: Service, body: ChatBody, names: Names) -> Asked:
     )
     given = prompt_ids(names, 1)
     tokens = await encode(service, given[0], "prompt") if given else await encode_chat(service, body.messages)
-    form = ChatForm(service.tokens.tokenizer, logprobs=sampling.logprobs is not None)
-    return Asked(form, _base_job("chatcmpl", body, sampling), [tokens], choices(body))
+    return Asked(_base_job("chatcmpl", body, sampling), [tokens], choices(body))
 
 
 def _check(service: Service, body: OpenAIBody, names: Names) -> None:

@@ -12,6 +12,7 @@ from server.api.answers import Answer, EventStream, EventWriter
 from server.api.asked import Asked
 from server.api.choices import Choice, collect, run_choices
 from server.api.errors import error_body
+from server.api.forms import Form
 from server.api.handover import hand_over, transfer_params
 from server.api.reports import headrace_report, usage_report
 from server.api.schema import OpenAIBody, StreamOptions
@@ -22,10 +23,10 @@ from server.service import Service
 class OpenAIAnswer:
     """One request's answer, whole or streamed: choices for each prompt, numbered prompt by prompt."""
 
-    def __init__(self, service: Service, asked: Asked, jobs: Sequence[Job]) -> None:
+    def __init__(self, service: Service, form: Form, asked: Asked, jobs: Sequence[Job]) -> None:
         self._service = service
         self._asked = asked
-        self._form = asked.form
+        self._form = form
         self._jobs = jobs
         self._head = {"id": asked.base.rid, "created": int(time.time()), "model": service.model_name}
 
@@ -33,7 +34,7 @@ class OpenAIAnswer:
         if not body.stream:
             return Answer(self._whole)
         options = body.stream_options or StreamOptions()
-        return EventStream(lambda events: self._stream(events, usage=bool(options.include_usage)), _tell)
+        return EventStream(lambda events: self._stream(events, usage=bool(options.include_usage)), tell_error)
 
     def hand_over(self, host: str) -> Response:
         """The answer of a prefill server, never a stream: the first token of each choice, and where held KV is found.
@@ -99,6 +100,7 @@ class OpenAIAnswer:
         }
 
 
-async def _tell(events: EventWriter, info: ErrorInfo) -> None:
+async def tell_error(events: EventWriter, info: ErrorInfo) -> None:
+    """How a stream ends that has failed after its beginning."""
     await events.data(error_body(info))
     await events.done()
