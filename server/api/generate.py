@@ -18,7 +18,7 @@ from server.api.answers import Answer, EventStream, EventWriter
 from server.api.asked import Asked, jobs_to_decode, jobs_to_hand_over, telling_the_other_side
 from server.api.bodies import parse_body, read_body
 from server.api.choices import Choice, collect, run_choices
-from server.api.handover import hand_over, lift_limits
+from server.api.handover import hand_over, lift_limits, transfer_params
 from server.api.openai_answer import tell_error
 from server.api.prompts import MAX_PROMPTS, Prompt, check_model, encode
 from server.api.sampling import choices, request_fields, sampling_params
@@ -54,11 +54,19 @@ def generate_routes(service: Service, config: ServerConfig) -> APIRouter:
             with _their_names():
                 asked, several = await _asked(service, body, names)
             if config.role == "prefill":
-                jobs = jobs_to_hand_over(service, asked, names)
-                return GenerateAnswer(service, jobs, several).hand_over()
-            return GenerateAnswer(service, jobs_to_decode(service, asked, names, config), several).respond(body)
+                jobs = _tellable(jobs_to_hand_over(service, asked, names), several)
+                return GenerateAnswer(service, asked, jobs, several).hand_over(request.url.hostname or "")
+            jobs = jobs_to_decode(service, asked, names, config)
+            return GenerateAnswer(service, asked, jobs, several).respond(body)
 
     return router
+
+
+def _tellable(jobs: list[Job], several: bool) -> list[Job]:
+    """An answer that is a list has no place for kv_transfer_params, so nobody could fetch what it holds."""
+    if several and jobs[0].hold:
+        return [msgspec.structs.replace(job, ticket=None, hold=False) for job in jobs]
+    return jobs
 
 
 @contextmanager
@@ -160,8 +168,9 @@ def _prompts(body: GenerateBody) -> tuple[list[Prompt], bool]:
 class GenerateAnswer:
     """One request's answer, whole or streamed: one object, or a list of them."""
 
-    def __init__(self, service: Service, jobs: Sequence[Job], several: bool) -> None:
+    def __init__(self, service: Service, asked: Asked, jobs: Sequence[Job], several: bool) -> None:
         self._service = service
+        self._asked = asked
         self._jobs = jobs
         self._several = several
         self._started = time.monotonic()
@@ -171,17 +180,23 @@ class GenerateAnswer:
             return Answer(self._whole)
         return EventStream(self._stream, tell_error)
 
-    def hand_over(self) -> Response:
-        """The answer of a prefill server, never a stream."""
-        return Answer(self._handed_over)
+    def hand_over(self, host: str) -> Response:
+        """The answer of a prefill server, never a stream. host: under which the client has reached this server."""
+        return Answer(lambda: self._handed_over(host))
 
     async def _whole(self) -> object:
         return self._shown(await collect(self._service, self._jobs))
 
-    async def _handed_over(self) -> object:
-        return self._shown(await hand_over(self._service, self._jobs))
+    async def _handed_over(self, host: str) -> object:
+        found = await hand_over(self._service, self._jobs)
+        shown = self._shown(found)
+        if not self._jobs[0].hold or not isinstance(shown, dict):
+            return shown
+        results = [result for _, result in found]
+        params = transfer_params(self._service, host, self._asked.prompts, self._jobs, results)
+        return {**shown, "kv_transfer_params": params}
 
-    def _shown(self, found: Sequence[tuple[Choice, Result]]) -> object:
+    def _shown(self, found: Sequence[tuple[Choice, Result]]) -> list[dict[str, Any]] | dict[str, Any]:
         shown = [self._object(job, choice, result) for job, (choice, result) in zip(self._jobs, found, strict=True)]
         return shown if self._several else shown[0]
 
