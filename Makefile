@@ -4,16 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+ROUTERS := .venv-routers
+ROUTERS_STAMP := $(ROUTERS)/.ready
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full check format bench clean distclean
+.PHONY: help venv demo test full test-routers check format bench clean distclean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
@@ -35,6 +37,14 @@ test: check ## Run every check and every test.
 
 full: venv ## Run the tests that take minutes each, too.
 	$(BIN)/python -m pytest -m full tests
+
+test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
+	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
+
+$(ROUTERS_STAMP): requirements-routers.txt
+	$(PYTHON) -m venv $(ROUTERS)
+	$(ROUTERS)/bin/python -m pip install -r requirements-routers.txt
+	@touch $@
 
 check: venv ## Lint, formatting, types and import directions.
 	$(BIN)/ruff check .

@@ -189,7 +189,7 @@ def _tickets(params: TransferParams, count: int) -> list[str]:
     field = "ticket" if params.ticket is not None else "remote_request_id"
     name = params.ticket or params.remote_request_id
     if name is None:
-        message = "kv_transfer_params names no ticket: ticket, tickets, transfer_id or remote_request_id is required"
+        message = "kv_transfer_params.ticket is missing, and so are tickets, transfer_id and remote_request_id; one is required"
         raise invalid("kv_transfer_params.ticket", message, code="missing_field")
     if count > 1:
         message = f"this request needs {count} tickets; send them in kv_transfer_params.tickets"
@@ -211,7 +211,7 @@ def _bootstrap_address(params: TransferParams) -> Address:
     field = "kv_transfer_params.remote_bootstrap_addr"
     text = params.remote_bootstrap_addr
     if text is None:
-        message = "kv_transfer_params says neither remote_host and remote_port nor remote_bootstrap_addr"
+        message = "kv_transfer_params.remote_host and remote_port are missing, and so is remote_bootstrap_addr"
         raise invalid("kv_transfer_params.remote_host", message, code="missing_field")
     try:
         parts = urlsplit(text if "//" in text else f"//{text}")

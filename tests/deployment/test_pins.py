@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from tests.deployment.files import ROOT
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)")
-FILES = ("requirements.txt", "requirements-dev.txt")
+FILES = ("requirements.txt", "requirements-dev.txt", "requirements-routers.txt")
 # torch's CUDA build brings libraries that its CPU build does not have; their versions are torch's own pins.
 BROUGHT_BY_TORCH = ("nvidia-", "cuda-", "triton")
 

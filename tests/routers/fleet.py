@@ -7,14 +7,30 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from server.local import free_port
+from tests.e2e.harness import Server, pages_in_use, wait_until
 
 READY_S = 60.0
 BIN = Path(os.environ.get("HEADRACE_ROUTERS", ".venv-routers")) / "bin"
+
+
+class Site(NamedTuple):
+    """A prefill server, a decode server, and what a router has to know of them."""
+
+    prefill: Server
+    decode: Server
+    bootstrap_port: int
+    model: str
+
+    def quiet(self) -> None:
+        """Wait until nobody holds pages."""
+        for server in (self.prefill, self.decode):
+            if server.process.poll() is None:
+                wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
 
 
 class Router:
@@ -67,44 +83,37 @@ class Router:
 KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd")
 
 
-def start(kind: str, prefill: str, bootstrap_port: int, decode: str, model: str, folder: Path) -> Router:
+def start(kind: str, site: Site, folder: Path) -> Router:
     """One of KINDS in front of the two servers. folder: for a configuration file."""
-    port, metrics = free_port(), free_port()
+    port = free_port()
     place = ("--host", "127.0.0.1", "--port", str(port))
-    pair = ("--prefill", prefill, str(bootstrap_port), "--decode", decode)
-    quiet = ("--prometheus-port", str(metrics), "--log-level", "info")
+    prefill, decode = site.prefill.url, site.decode.url
+    pair = ("--prefill", prefill, str(site.bootstrap_port), "--decode", decode)
+    metrics = ("--prometheus-port", str(free_port()))
     match kind:
         case "vllm-nixl":
-            command = [
-                "vllm-router",
-                *place,
-                "--vllm-pd-disaggregation",
-                "--prefill",
-                prefill,
-                "--decode",
-                decode,
-                *quiet,
-            ]
+            without_port = ("--prefill", prefill, "--decode", decode)
+            command = ["vllm-router", *place, "--vllm-pd-disaggregation", *without_port, *metrics]
         case "vllm-mooncake":
-            command = ["vllm-router", *place, "--vllm-pd-disaggregation", "--kv-connector", "mooncake", *pair, *quiet]
+            command = ["vllm-router", *place, "--vllm-pd-disaggregation", "--kv-connector", "mooncake", *pair, *metrics]
         case "vllm-mini-lb":
             command = ["vllm-router", *place, "--mini-lb", "--vllm-pd-disaggregation", *pair]
         case "sglang":
-            command = ["sglang-router", "launch", *place, "--pd-disaggregation", *pair, *quiet]
+            command = ["sglang-router", "launch", *place, "--pd-disaggregation", *pair, *metrics]
         case "sglang-mini-lb":
             command = ["sglang-router", "launch", *place, "--mini-lb", "--pd-disaggregation", *pair]
         case _:
-            command = ["xpyd", "proxy", "--config", _xpyd_config(folder, port, prefill, decode, model)]
+            command = ["xpyd", "proxy", "--config", _xpyd_config(folder, port, site)]
     return Router(kind, *command, port=port)
 
 
-def _xpyd_config(folder: Path, port: int, prefill: str, decode: str, model: str) -> str:
+def _xpyd_config(folder: Path, port: int, site: Site) -> str:
     path = folder / "xpyd.yaml"
     path.write_text(
         f"""
-        model: "{model}"
-        prefill: ["{prefill.removeprefix("http://")}"]
-        decode: ["{decode.removeprefix("http://")}"]
+        model: "{site.model}"
+        prefill: ["127.0.0.1:{site.prefill.port}"]
+        decode: ["127.0.0.1:{site.decode.port}"]
         host: "127.0.0.1"
         port: {port}
         disaggregated_mode: "nixl"
@@ -116,12 +125,12 @@ def _xpyd_config(folder: Path, port: int, prefill: str, decode: str, model: str)
 
 
 @contextmanager
-def routed(kind: str, prefill: str, bootstrap_port: int, decode: str, model: str) -> Iterator[Router]:
+def routed(kind: str, site: Site) -> Iterator[Router]:
     """A router that serves."""
     with tempfile.TemporaryDirectory() as folder:
-        router = start(kind, prefill, bootstrap_port, decode, model, Path(folder))
+        router = start(kind, site, Path(folder))
         try:
-            router.wait_ready({"model": model, "prompt": "ready", "max_tokens": 1, "temperature": 0})
+            router.wait_ready({"model": site.model, "prompt": "ready", "max_tokens": 1, "temperature": 0})
             yield router
         finally:
             print(router.log)  # shown when the test fails
