@@ -189,7 +189,7 @@ def _tickets(params: TransferParams, count: int) -> list[str]:
     field = "ticket" if params.ticket is not None else "remote_request_id"
     name = params.ticket or params.remote_request_id
     if name is None:
-        message = "kv_transfer_params.ticket is missing, and so are tickets, transfer_id and remote_request_id; one is required"
+        message = "kv_transfer_params.ticket is missing, and so are tickets, transfer_id and remote_request_id"
         raise invalid("kv_transfer_params.ticket", message, code="missing_field")
     if count > 1:
         message = f"this request needs {count} tickets; send them in kv_transfer_params.tickets"

@@ -161,7 +161,8 @@ def _prompts(body: GenerateBody) -> tuple[list[Prompt], bool]:
             raise invalid("input_ids", "input_ids mixes token ids and lists; send one kind", code="invalid_type")
         prompts = list(lists)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise invalid("text", f"there are {len(prompts)} prompts; 1 to {MAX_PROMPTS} fit in one request")
+        field = "input_ids" if body.text is None else "text"
+        raise invalid(field, f"{field} has {len(prompts)} prompts; 1 to {MAX_PROMPTS} fit in one request")
     return prompts, True
 
 

@@ -11,7 +11,8 @@ from packaging.utils import canonicalize_name
 from tests.deployment.files import ROOT
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)")
-FILES = ("requirements.txt", "requirements-dev.txt", "requirements-routers.txt")
+FILES = ("requirements.txt", "requirements-dev.txt")
+PEERS = ("requirements-routers.txt",)  # for environments of their own
 # torch's CUDA build brings libraries that its CPU build does not have; their versions are torch's own pins.
 BROUGHT_BY_TORCH = ("nvidia-", "cuda-", "triton")
 
@@ -66,6 +67,11 @@ def test_pins_are_closed(name: str) -> None:
             assert requirement.specifier.contains(pinned[other], prereleases=True), f"{package} needs {requirement}"
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_other_programs_are_pinned(name: str) -> None:
+    assert len(pins(name)) > 1
+
+
 def test_installed_versions_are_the_pinned_ones() -> None:
     """Else the tests would be about another program than the one that the files describe. torch may vary: 2.11 is
     supported too."""
@@ -75,7 +81,7 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FILES, "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml", "Dockerfile"]
+    "name", [*FILES, *PEERS, "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml", "Dockerfile"]
 )
 def test_nothing_names_a_package_index(name: str) -> None:
     text = (ROOT / name).read_text()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import httpx
 import pytest
 
 from core.errors import ErrorInfo
@@ -11,8 +12,6 @@ from core.stats import Sample, Stats
 from server.app import create_bootstrap_app
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running
-
-import httpx
 
 
 def computing(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:

@@ -9,14 +9,21 @@ from core.arrays import unpack
 from core.intake import Submit
 from core.request import TokenLogprob
 from server.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, saying
+from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying
 
 
 @in_loop
 async def test_one_prompt(tokenizer: Tokenizer) -> None:
     link = FakeLink(saying(tokenizer, "hello world", cached=1))
     async with running(link, tokenizer) as service, client(service) as http:
-        fields = {"max_new_tokens": 9, "min_new_tokens": 1, "temperature": 0, "top_k": 5, "sampling_seed": 3, "stop": "z"}
+        fields = {
+            "max_new_tokens": 9,
+            "min_new_tokens": 1,
+            "temperature": 0,
+            "top_k": 5,
+            "sampling_seed": 3,
+            "stop": "z",
+        }
         answer = json_of(await http.post("/generate", json={"text": "hi!", "sampling_params": fields, "rid": "mine"}))
     ids = tokenizer.encode("hello world")
     about = answer["meta_info"]
@@ -39,9 +46,7 @@ async def test_one_prompt(tokenizer: Tokenizer) -> None:
     ],
 )
 @in_loop
-async def test_prompts_in_all_forms(
-    tokenizer: Tokenizer, prompt: dict[str, Any], prompts: int, several: bool
-) -> None:
+async def test_prompts_in_all_forms(tokenizer: Tokenizer, prompt: dict[str, Any], prompts: int, several: bool) -> None:
     for n in (1, 2):
         link = FakeLink(saying(tokenizer, "hello"))
         async with running(link, tokenizer) as service, client(service) as http:
