@@ -1,7 +1,8 @@
 """The numbered stream of orders from the scheduler to every stage, and what stages report back (ZMQ, msgpack).
 
 Forwards are executed in stream order. A Send names the Forward that computes its pages, and waits for no other; the
-rest of the orders act at once. Every stage gets the same stream.
+rest of the orders act at once. Every stage of a group gets the same stream, from Begin to Halt; each Beat says how many
+orders it had so far and gives a digest of them (core/order_log.py), which the stage compares with its own.
 """
 
 import msgspec
@@ -41,6 +42,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=T
     """Base of the stream. seq rises by one from order to order."""
 
     seq: int
+
+
+class Begin(Order, frozen=True, kw_only=True):
+    """The first order to a group of stages, once all of them are ready. epoch: its start. What was ordered before this
+    was meant for the group before it, and reaches nobody."""
+
+    epoch: int
 
 
 class Forward(Order, frozen=True, kw_only=True):
@@ -138,7 +146,11 @@ class Forget(Order, frozen=True, kw_only=True):
 
 
 class Beat(Order, frozen=True, kw_only=True):
-    """Liveness probe; answered by StageBeat."""
+    """Liveness probe, not of the stream; answered by StageBeat. orders, digest: of the stream up to here. A stage that
+    got another one fails."""
+
+    orders: int
+    digest: bytes
 
 
 class Record(Order, frozen=True, kw_only=True):
@@ -214,7 +226,8 @@ class Acked(StageEvent, frozen=True, kw_only=True):
 
 
 class SendFailed(StageEvent, frozen=True, kw_only=True):
-    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent."""
+    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent. code "cancelled": the peer does not
+    expect it any more."""
 
     request: int
     code: str
@@ -283,7 +296,8 @@ class StageFailed(StageEvent, frozen=True, kw_only=True):
 
 
 OrderMessage = (
-    Forward
+    Begin
+    | Forward
     | Send
     | Cancel
     | Release

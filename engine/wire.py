@@ -5,6 +5,8 @@
     peers ◄──── pages ───►│ thread   │
                           └──────────┘
 
+What comes in is logged, so that each Beat can tell whether this stage has had the same orders as the others.
+
 The thread owns every socket of the stage. The compute thread owns the model and talks to it through two bounded
 queues. A Send is held here until the Forward that computes its pages is done, and goes out while the next one runs.
 """
@@ -21,9 +23,11 @@ import zmq
 
 from core.clock import Clock
 from core.codec import Codec
+from core.order_log import OrderLog
 from core.orders import (
     AdmitPeer,
     Beat,
+    Begin,
     Cancel,
     Dial,
     DropPeer,
@@ -44,7 +48,7 @@ from core.orders import (
     StageMessage,
 )
 from core.ports import Port
-from core.stats import Stats, join
+from core.stats import Sample, Stats, join
 from engine.meter import Meter, Run
 from engine.recorder import Recorder
 from transfer.receiver import Receiver
@@ -104,6 +108,10 @@ class Outbox:
         self._writer.close()
 
 
+class OutOfStep(Exception):
+    """This stage has not had the orders that the scheduler has sent: it must not go on."""
+
+
 class StageWire(threading.Thread):
     """Runs until Halt, or until the scheduler cannot be reached any more."""
 
@@ -143,6 +151,7 @@ class StageWire(threading.Thread):
         self._clock = clock
         self._orders: Codec[OrderMessage] = Codec(OrderMessage)
         self._events: Codec[StageEvent] = Codec(StageMessage)
+        self._log = OrderLog()
         self._computed = 0  # seq of the newest Forward that is done
         self._held: deque[Send] = deque()  # in stream order, so their Forwards are too
         self._running = True
@@ -151,10 +160,12 @@ class StageWire(threading.Thread):
         try:
             while self._running:
                 self._turn()
+        except OutOfStep as error:
+            log.error("%s", error)
+            self._fail(str(error))
         except Exception as error:
             log.exception("the stage's I/O thread has failed")
-            self._report([StageFailed(stage=self._stage, message=f"I/O thread: {error}")])
-            self._inbox.put(Halt(seq=0))
+            self._fail(f"I/O thread: {error}")
         finally:
             for port in self._ports:
                 port.close()
@@ -192,10 +203,15 @@ class StageWire(threading.Thread):
                 frame = self._control.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._obey(self._orders.decode(frame), self._clock.now())
+            order = self._orders.decode(frame)
+            if not isinstance(order, Beat):
+                self._log.add(frame)
+            self._obey(order, self._clock.now())
 
     def _obey(self, order: OrderMessage, now: float) -> None:
         match order:
+            case Begin():
+                pass  # the first of the log
             case Forward():
                 self._inbox.put_nowait(order)
             case Send() if order.after > self._computed:
@@ -208,6 +224,7 @@ class StageWire(threading.Thread):
             case Dial() | HangUp() | Expect() | Forget():
                 self._report(self._receiver.apply(order, now))
             case Beat():
+                self._compare(order)
                 self._report([StageBeat(stage=self._stage, stats=self._statistics())])
             case Record():
                 self._recorder.start(order.trace)
@@ -216,6 +233,12 @@ class StageWire(threading.Thread):
             case Halt():
                 self._inbox.put_nowait(order)
                 self._running = False
+
+    def _compare(self, beat: Beat) -> None:
+        log = self._log
+        if (log.count, log.digest) != (beat.orders, beat.digest):
+            mine, theirs = f"{log.count} ({log.digest.hex()})", f"{beat.orders} ({beat.digest.hex()})"
+            raise OutOfStep(f"its orders are not those of the scheduler: {mine} came, {theirs} were sent")
 
     def _take_results(self) -> None:
         for item in self._outbox.drain():
@@ -231,9 +254,14 @@ class StageWire(threading.Thread):
                 case _:
                     self._report([item])
 
+    def _fail(self, message: str) -> None:
+        self._report([StageFailed(stage=self._stage, message=message)])
+        self._inbox.put(Halt(seq=0))
+
     def _report(self, events: Sequence[StageEvent]) -> None:
         for event in events:
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        return join(part.statistics() for part in (self._sender, self._receiver, self._meter))
+        logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
+        return join([logged, *(part.statistics() for part in (self._sender, self._receiver, self._meter))])

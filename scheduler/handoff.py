@@ -6,7 +6,7 @@ A held request that is computed before its peer comes is sent then, in chunks of
 """
 
 from core.arrays import pack
-from core.errors import PEER_GONE, ErrorInfo
+from core.errors import CANCELLED, PEER_GONE, ErrorInfo
 from core.intake import Progress
 from core.orders import Acked, Sampled, Send, SendFailed
 from core.request import FirstToken
@@ -100,7 +100,8 @@ class Handoff:
         if request is None or request.ended:
             self._state.drop("unknown_request")
             return
-        error = ErrorInfo(code=event.code, message=event.message, status=502, stage=event.stage)
+        status = 499 if event.code == CANCELLED else 502
+        error = ErrorInfo(code=event.code, message=event.message, status=status, stage=event.stage)
         self._endings.fail(request, error, now)
 
     def timed_out(self, request: Request, now: float) -> None:

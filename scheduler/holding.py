@@ -6,7 +6,8 @@ computed ─► Held, lease ──Reserve──► sent like any other ticket
                 └──── peer had come already: no lease
 
 A held request has no metadata row until a peer reserves it. Rows bound what is being handed over at a time; idle leases
-that kept theirs would make every other ticket wait.
+that kept theirs would make every other ticket wait. So it may have pages and wait for a row; nobody who has a row waits
+for pages, therefore.
 """
 
 from core.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo

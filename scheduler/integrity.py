@@ -63,7 +63,7 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} is {'still' if request.ended else 'not'} found by its id"
     if (request in state.waiting) != (phase is Phase.WAITING):
         yield f"{name} is {'' if request in state.waiting else 'not '}in the waiting queue"
-    if request.arrival in state.rowless and not (phase is Phase.BOOTSTRAP or request.submit.hold):
+    if request.arrival in state.rowless and (request.lease is None or not request.submit.hold):
         yield f"{name} waits for a metadata row"
     if (
         phase is Phase.INFLIGHT

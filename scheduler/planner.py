@@ -105,8 +105,13 @@ class Planner:
                 del decoding[request.arrival]
 
     def _lease(self, request: Request, now: float) -> bool:
-        """Lease pages for all that is to be computed; False when they do not fit now."""
+        """Lease pages for all that is to be computed, with the metadata row of one whose peer has come; False when they
+        are not to be had now. Both or none: a request that held the one and waited for the other could wait for ever.
+        """
         state = self._state
+        needs_row = request.outgoing is not None
+        if needs_row and not state.metadata_rows.free:
+            return False
         again = request.generated > 0
         match = again or request.submit.sampling.prompt_logprobs is None
         lease = state.cache.acquire(request.tokens, request.salt, match=match)
@@ -114,6 +119,8 @@ class Planner:
             return False
         state.waiting.remove(request)
         request.lease = lease
+        if needs_row:
+            request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         cached = lease.matched * state.config.page_size
         state.unplanned -= cached
         request.planned = request.computed = cached

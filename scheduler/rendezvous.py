@@ -133,21 +133,14 @@ class Rendezvous:
             self._fail_early(early, error)
 
     def promote(self, now: float) -> None:
-        """Give metadata rows to those whose peer has come, in that order, and let them wait for a plan. Held requests
-        have been there, and are sent if they are computed."""
+        """Give metadata rows to held requests that got their pages before their peer came, in the order of the peers,
+        and send those that are computed."""
         state = self._state
         while state.rowless and state.metadata_rows.free:
             request = state.rowless.pop(next(iter(state.rowless)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
             if request.phase is Phase.INFLIGHT:
                 self._handoff.resume(request, now)
-                continue
-            if request.phase is Phase.BOOTSTRAP:
-                state.enter(request, Phase.WAITING, now)
-                state.waiting.push(request)
-            if request.submit.progress:
-                total = request.prompt_tokens
-                state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         state = self._state
@@ -170,8 +163,15 @@ class Rendezvous:
         problem = _mismatch(request, event, page_size)
         if problem:
             self._endings.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
-        else:
+            return
+        if request.phase is Phase.BOOTSTRAP:
+            state.enter(request, Phase.WAITING, now)
+            state.waiting.push(request)
+        elif request.phase is not Phase.WAITING:
             state.rowless[request.arrival] = request
+        if request.submit.progress:
+            total = request.prompt_tokens
+            state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
 
     def _admit(self, session: str, peer: Peer) -> None:
         out = self._state.out

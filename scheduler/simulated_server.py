@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from core.arrays import unpack
 from core.config import SchedulerConfig
 from core.intake import Failed, Finished, Output, Submit, Tokens
-from core.orders import Acked, Arrived, Expect, Forgotten, Forward, Order, Quiet, Send, StageFailed
+from core.orders import Acked, Arrived, Begin, Expect, Forgotten, Forward, Order, Quiet, Send, StageFailed
 from scheduler.scheduler import Effect, Event, Scheduler
 from scheduler.simulated_engine import Channel, Chunk, Pipeline, World, expected_tokens
 
@@ -24,10 +24,12 @@ class Client:
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run. violations: empty when everything held."""
+    """What came of a run. violations: empty when everything held. results: tokens and reason of every request that
+    finished, by server and rid."""
 
     violations: list[str] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
+    results: dict[tuple[str, str], tuple[tuple[int, ...], str]] = field(default_factory=dict)
     events: int = 0
     seconds: float = 0.0
 
@@ -195,6 +197,7 @@ class Server:
             client.ends.append(output)
             if isinstance(output, Finished):
                 self._check_tokens(client, output)
+                self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
             key = output.reason if isinstance(output, Finished) else output.error.code
             self.report.outcomes[f"{self.name}:{key}"] = self.report.outcomes.get(f"{self.name}:{key}", 0) + 1
         self.on_output(output)
@@ -239,3 +242,5 @@ class Server:
         for stage in self.pipeline.stages:
             if stage.log != self._stream[: len(stage.log)]:
                 self.violation(f"stage {stage.index} logged another stream")
+            if stage.log and not isinstance(stage.log[0], Begin):
+                self.violation(f"stage {stage.index} was ordered about before all of its group were ready")

@@ -6,6 +6,7 @@
 Everything is checked as it happens, against what must hold whatever the schedule; violations are collected.
 """
 
+import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +31,8 @@ class Scenario:
 
     cancel: the client goes away at some point. stall: a chunk never arrives. abandon: the prompt is never posted to
     the prefill server. hold: the prompt is held there first, and fetched later. lost_peer: the connection breaks.
-    crash: a stage dies; engines come up again.
+    crash: a stage dies; engines come up again. depth: plans in flight beyond one per stage; None draws it. The requests
+    are the same whatever it is.
     """
 
     seed: int
@@ -44,6 +46,7 @@ class Scenario:
     hold: float = 0.3
     lost_peer: float = 0.2
     crash: float = 0.05
+    depth: int | None = None
 
 
 def simulate(scenario: Scenario) -> Report:
@@ -58,6 +61,7 @@ class Simulation:
         self._scenario = scenario
         self._world = World(scenario.seed)
         self._random = self._world.random
+        self._clients = random.Random(scenario.seed)  # what they ask must not depend on how fast they are served
         self._report = Report()
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
@@ -71,8 +75,7 @@ class Simulation:
             self._server.intake(AddPrefill(name="prefill", endpoint="simulated"))
             self._server.on_output = self._on_decode_output
             self._prefill.on_output = self._on_prefill_output
-        texts = [tuple(self._random.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
-        self._texts = texts
+        self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
 
     def run(self) -> Report:
         when = 0.0
@@ -111,6 +114,8 @@ class Simulation:
             hold_limit_s=0.4,
             hold_percent=rng.choice([30, 100]),
         )
+        if self._scenario.depth is not None:
+            config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)
         tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
         if other is not None and rng.random() < 0.5:
@@ -118,7 +123,7 @@ class Simulation:
         return Server(self._world, name, config, self._scenario.token_s, self._report)
 
     def _arrive(self, number: int) -> None:
-        rng = self._random
+        rng = self._clients
         prompt = self._draw_prompt()
         pair = self._scenario.shape == "pair"
         sampling = SamplingParams(
@@ -151,7 +156,7 @@ class Simulation:
 
     def _draw_prompt(self) -> tuple[int, ...]:
         """A prefix of a common text and an ending of its own, so that prompts share pages."""
-        rng = self._random
+        rng = self._clients
         shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50])]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]))]
         return (*shared, *own)

@@ -3,7 +3,7 @@
 from core.errors import STAGE_FAILED, ErrorInfo
 from core.intake import EngineState, StageDown
 from core.joining import Gathering
-from core.orders import PlanDone, StageReady
+from core.orders import Begin, PlanDone, StageReady
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
 from scheduler.generate import Generate
@@ -57,6 +57,7 @@ class Stages:
         costs = [stage.cost for stage in self._up.values() if stage.cost is not None]
         state.costs = tuple(costs) if state.config.chunking == "dynamic" else ()
         state.ready = True
+        state.out.add(Begin(seq=state.out.next_seq(), epoch=self._epoch))
         self.announce("draining" if state.draining else "")
         return True
 

@@ -90,12 +90,13 @@ class State:
 
     records: every request until its pages are back, by the serial that stages know; arrivals: the same by their
     arrival number, which deadlines and queues use; rids: the live ones by name.
-    The queues, by arrival number: rowless (its peer has come, no metadata row yet: BOOTSTRAP, or held), waiting
-    (WAITING), prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently planned first).
-    Whoever is in none of them waits for somebody else, under a deadline. preempting: requests on their way back to
-    waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be held for a
-    peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing takes
-    each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to know.
+    The queues, by arrival number: rowless (held, computing or computed; its peer has come, and there was no metadata
+    row), waiting (WAITING), prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently
+    planned first). Whoever is in none of them waits for somebody else, under a deadline. preempting: requests on their
+    way back to waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be
+    held for a peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing
+    takes each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to
+    know.
     trace_log: what a recording notes, while there is one.
     """
 

@@ -35,6 +35,13 @@ KV_EVENTS: tuple[MetricSpec, ...] = (
 )
 
 STAGES: tuple[MetricSpec, ...] = (
+    MetricSpec("orders_total", "counter", "Orders sent to every stage since their group began."),
+    MetricSpec(
+        "stage_orders_total",
+        "counter",
+        "Orders that a stage has had, the same as were sent, as of its last heartbeat.",
+        ("stage",),
+    ),
     MetricSpec("stage_busy_seconds_total", "counter", "Time a stage spent computing.", ("stage",)),
     MetricSpec(
         "stage_waiting_seconds_total",

@@ -11,8 +11,19 @@ from core.codec import Codec
 from core.errors import ConfigError
 from core.intake import EngineState, IntakeMessage, OutputMessage, StageDown, StageLost, StatsReply
 from core.joining import Gathering
-from core.orders import Beat, Halt, OrderMessage, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
-from core.stats import Stats, join
+from core.order_log import OrderLog
+from core.orders import (
+    Beat,
+    Begin,
+    Halt,
+    OrderMessage,
+    StageBeat,
+    StageFailed,
+    StageMessage,
+    StageReady,
+    stage_identity,
+)
+from core.stats import Sample, Stats, join
 from server.gate import Gate
 
 log = logging.getLogger(__name__)
@@ -135,6 +146,10 @@ class StageChannel:
     longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
     next epoch in their names; once one of a group has been heard, its predecessors are not listened to any more.
 
+    All stages of a group get the same stream: it begins with the scheduler's Begin, for which all of them are ready.
+    Orders that come before it, once a stage of the group has been heard, were decided for the group before and are
+    dropped. Every heartbeat has the stage compare what it got with what was sent.
+
     socket: from order_socket(). gate: what stages that somebody else starts have to pass first.
     """
 
@@ -151,6 +166,8 @@ class StageChannel:
         self._stages = stages
         self._gate = gate
         self._epoch = 0
+        self._begun = False
+        self._log = OrderLog()
         self._beat_s = beat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
@@ -184,12 +201,17 @@ class StageChannel:
         return events
 
     def apply(self, command: OrderMessage, now: float) -> Sequence[ChannelEvent]:
+        if isinstance(command, Begin):
+            self._begun = command.epoch == self._epoch
+        if not self._begun and not isinstance(command, Halt):
+            return ()
         frame = self._out.encode(command)
+        self._log.add(frame)
         return [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
-        frame = self._out.encode(Beat(seq=0))
+        frame = self._out.encode(Beat(seq=0, orders=self._log.count, digest=self._log.digest))
         for stage, heard in list(self._heard.items()):
             if now - heard > self._silence_s:
                 events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
@@ -206,9 +228,10 @@ class StageChannel:
         return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
 
     def statistics(self) -> Stats:
-        """The stages' counters as of their last heartbeat."""
-        own = Stats(samples=self._gate.statistics()) if self._gate is not None else Stats()
-        return join([*self._stats.values(), own])
+        """The stages' counters as of their last heartbeat, and how many orders they should have had by now."""
+        own = [Stats((Sample("orders_total", self._log.count),))]
+        gate = [Stats(samples=self._gate.statistics())] if self._gate is not None else []
+        return join([*own, *gate, *self._stats.values()])
 
     def stage_down(self, down: StageDown) -> Sequence[ChannelEvent]:
         """The group is of no use any more. Stages that are not ours to kill are told to end."""
@@ -223,6 +246,8 @@ class StageChannel:
     def _begin(self, epoch: int) -> None:
         """A new group of stages is coming up."""
         self._epoch = epoch
+        self._begun = False
+        self._log = OrderLog()
         self._ready.clear()
         self._heard.clear()
         self._stats.clear()

@@ -13,7 +13,7 @@ from typing import assert_never
 from core.arrays import packed_length, unpack
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
-from core.errors import PEER_GONE
+from core.errors import CANCELLED, PEER_GONE
 from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
@@ -165,9 +165,16 @@ class Sender:
         else:
             self._note(lane, part, "refused", now)
             self._counters.add("nacks_total", labels=(answer.code,))
-            events = self._fail(part.owner.request, answer.code, answer.message)
+            events = self._refused(part.owner.request, answer)
         self._pump(lane, now)
         return events
+
+    def _refused(self, request: int, nack: Nack) -> list[StageEvent]:
+        """A peer that has reserved a ticket and does not know it has taken it back: its Cancel, on the other
+        connection, is on the way."""
+        if nack.code == messages.UNKNOWN_TICKET:
+            return self._fail(request, CANCELLED, "the peer has taken the ticket back")
+        return self._fail(request, nack.code, nack.message)
 
     def _send(self, order: Send, now: float) -> list[StageEvent]:
         session = self._outbound.session(order.session)

@@ -190,6 +190,18 @@ def test_a_refused_chunk_fails_the_request() -> None:
     bench.assert_empty()
 
 
+def test_a_peer_that_does_not_expect_a_chunk_any_more_has_cancelled() -> None:
+    """Its stage's refusal may come before the Cancel of its scheduler, which is then answered as ever."""
+    bench = started(10)
+    bench.compute(1)
+    send = bench.one(Send)
+    effects = bench.do(SendFailed(stage=0, request=send.request, code="cancelled", message="taken back"))
+    assert (only(effects, Failed).error.code, only(effects, Failed).error.status) == ("cancelled", 499)
+    assert bench.do(PeerCancelled(session="s", ticket="t", generation=1, reason="r")) == []
+    only(bench.quiet(send.request), TellCancelled)
+    bench.assert_empty()
+
+
 def test_a_failure_with_bytes_under_way_keeps_pages_and_the_last_word_until_every_stage_is_quiet() -> None:
     bench = started(10, bench=Bench(stages=2, kv_pages=3))
     bench.compute(1)

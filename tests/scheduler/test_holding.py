@@ -123,6 +123,24 @@ def test_a_reserved_ticket_waits_for_a_metadata_row_without_a_lease() -> None:
     bench.assert_empty()
 
 
+def test_who_waits_for_pages_keeps_no_metadata_row_from_those_who_have_them() -> None:
+    """One waits for the pages of the other, which waits for a row: so the row must be free."""
+    bench = held(40, bench=Bench(metadata_rows=1, kv_pages=16, hold_percent=100))
+    bench.submit("b", list(range(100, 139)), exit="wire", ticket="u")
+    bench.reserve("u", tokens=39)
+    assert bench.plan() is None
+    assert bench.metric("metadata_rows_in_use") == 0
+    bench.reserve(tokens=40)
+    for send in bench.all(Send):
+        bench.ack(send)
+    assert bench.finished("a").reason == "handoff"
+    bench.compute(43)
+    for send in bench.all(Send)[3:]:
+        bench.ack(send)
+    assert bench.finished("b").reason == "handoff"
+    bench.assert_empty()
+
+
 def test_a_lease_ends_and_a_late_peer_hears_of_it_at_once() -> None:
     bench = held()
     bench.wait(29.9)

@@ -3,7 +3,7 @@
 import pytest
 
 from core.intake import Failed, Progress
-from core.orders import AdmitPeer, Cancel, DropPeer, Forward
+from core.orders import AdmitPeer, Cancel, DropPeer, Forward, Send
 from core.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed
 from tests.scheduler.bench import Bench, none, only
 
@@ -140,12 +140,17 @@ def test_without_a_metadata_row_requests_wait_in_order() -> None:
         wire(bench, f"r{number}", 10, f"t{number}")
     for number in (2, 0, 1):
         bench.reserve(f"t{number}")
-    assert bench.metric("queue_requests", "bootstrap") == 2
+    assert bench.metric("queue_requests", "waiting") == 3
+    bench.compute(42)
+    assert bench.metric("queue_requests", "waiting") == 2
     assert bench.metric("metadata_rows_in_use") == 1
-    bench.abort("r2")
-    assert bench.metric("queue_requests", "waiting") == 1
-    bench.wait(60)
+    bench.wait(5)
     assert bench.ended("r1") == 0, "its peer has come: it waits for us, and no deadline runs"
+    bench.ack(bench.one(Send))
+    assert bench.finished("r0").reason == "handoff"
+    bench.compute(43)
+    bench.ack(bench.last(Send))
+    assert bench.finished("r1").reason == "handoff"
 
 
 def test_peers_are_admitted_at_every_stage_and_dropped() -> None:

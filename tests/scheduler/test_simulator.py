@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from scheduler.simulated_server import Report
 from scheduler.simulator import Scenario, Shape, simulate
 
 BATCH = 100
@@ -56,3 +57,22 @@ def test_without_faults_nobody_is_called_silent() -> None:
     outcomes = run("pair", 30_000, cancel=0.1, crash=0.0, lost_peer=0.0, abandon=0.0)
     assert outcomes["decode:stop"] > 0
     assert not [reason for reason in outcomes if reason.endswith(("peer_gone", "stage_failed", "no_request"))]
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_plans_in_flight_change_no_result(shape: Shape) -> None:
+    """The same requests at every depth: whoever finishes has the same tokens and ends for the same reason."""
+    compared = 0
+    for seed in range(40_000, 40_000 + BATCH // 2):
+
+        def run_at(depth: int, seed: int = seed) -> Report:
+            report = simulate(Scenario(seed, shape, 7, cancel=0.0, crash=0.0, lost_peer=0.0, abandon=0.0, depth=depth))
+            assert report.violations == [], f"seed {seed}, depth {depth}: {report.violations[:3]}"
+            return report
+
+        plain, *overlapping = (run_at(depth).results for depth in (0, 1, 3))
+        for other in overlapping:
+            both = plain.keys() & other.keys()
+            compared += len(both)
+            assert {key: plain[key] for key in both} == {key: other[key] for key in both}, seed
+    assert compared > BATCH * 4, "few requests were let in, or met their deadline, at every depth"

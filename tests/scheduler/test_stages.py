@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from core.intake import EngineState, Failed, StageDown
 from core.joining import Gathering
-from core.orders import AdmitPeer, Dial, Forward, PlanDone, Release, StageFailed, StageReady
+from core.orders import AdmitPeer, Begin, Dial, Forward, Order, PlanDone, Release, StageFailed, StageReady
 from core.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
 from tests.scheduler.bench import Bench, geometry, none, only
 
@@ -64,6 +64,26 @@ def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
     forward = bench.plan()
     assert forward is not None
     assert forward.rows[0].start == 0, "the old tree is gone"
+
+
+def test_nothing_is_ordered_before_all_stages_are_ready_and_their_stream_begins() -> None:
+    bench = Bench(stages=2)
+    assert bench.one(Begin) == Begin(seq=1, epoch=0)
+    bench.join()
+    bench.prefill_up()
+    bench.submit("a", exit="fake")
+    bench.plan()
+    bench.do(StageFailed(stage=1, message=""))
+    bench.seen.clear()
+    one = Bench(up=False)
+    one.scheduler = bench.scheduler
+    one.join("later")
+    one.prefill_up("p2")
+    one.up()
+    one.plan()
+    assert one.all(Order) == [], "one of two is ready"
+    bench.up()
+    assert [type(order) for order in bench.all(Order)] == [Begin, AdmitPeer, AdmitPeer, Dial]
 
 
 def test_reports_of_the_old_engine_are_dropped() -> None:

@@ -10,7 +10,7 @@ from core.codec import Codec
 from core.geometry import Geometry
 from core.intake import StageDown
 from core.joining import Admitted, AnswerMessage, Dismissed, Gathering, Join, Refused, Waiting
-from core.orders import Beat, OrderMessage, PlanDone, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
+from core.orders import Begin, OrderMessage, PlanDone, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
 from core.stats import Stats
 from server.channels import ChannelEvent, StageChannel, bound_port, order_socket
 from server.gate import Gate
@@ -107,8 +107,8 @@ def test_the_way_in_and_what_the_scheduler_hears_of_it(bench: Bench) -> None:
         socket.send(EVENTS.encode(ready(stage)))
         assert bench.receive() == [ready(stage)]
     assert bench.channel.all_ready() == (ready(0), ready(1))
-    bench.channel.apply(Beat(seq=7), 0.0)
-    assert [ORDERS.decode(socket.recv()) for socket in orders] == [Beat(seq=7)] * 2
+    bench.channel.apply(Begin(seq=7, epoch=1), 0.0)
+    assert [ORDERS.decode(socket.recv()) for socket in orders] == [Begin(seq=7, epoch=1)] * 2
 
 
 def test_garbage_and_impostors_change_nothing(bench: Bench) -> None:

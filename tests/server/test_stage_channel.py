@@ -7,7 +7,8 @@ import zmq
 
 from core.codec import Codec
 from core.geometry import Geometry
-from core.orders import Beat, OrderMessage, PlanDone, StageMessage, StageReady, stage_identity
+from core.order_log import OrderLog
+from core.orders import Beat, Begin, DropPeer, OrderMessage, PlanDone, Release, StageMessage, StageReady, stage_identity
 from server.channels import StageChannel, order_socket
 
 ENDPOINT = "inproc://stages"
@@ -34,6 +35,15 @@ def say(socket: Socket, message: StageMessage) -> None:
     socket.send(codec.encode(message))
 
 
+def hear(socket: Socket) -> list[OrderMessage]:
+    """What has come to a stage."""
+    codec: Codec[OrderMessage] = Codec(OrderMessage)
+    orders: list[OrderMessage] = []
+    while socket.poll(50):
+        orders.append(codec.decode(socket.recv()))
+    return orders
+
+
 def ready(stage: int, epoch: int) -> StageReady:
     return StageReady(
         stage=stage, geometry=GEOMETRY, fingerprint="", data_port=1, kv_pages=4, vocab_size=9, epoch=epoch
@@ -55,12 +65,9 @@ def test_a_new_group_is_heard_and_the_old_one_is_not(context: "zmq.Context[Socke
     say(new[1], ready(1, 1))
     channel.receive(1.0)
     assert channel.all_ready() == (ready(0, 1), ready(1, 1))
-    channel.apply(Beat(seq=0), 1.0)
-    orders: Codec[OrderMessage] = Codec(OrderMessage)
-    assert [orders.decode(socket.recv()) for socket in new] == [Beat(seq=0)] * 2
-    for socket in old:
-        with pytest.raises(zmq.Again):
-            socket.recv(zmq.NOBLOCK)
+    channel.apply(Begin(seq=1, epoch=1), 1.0)
+    assert [hear(socket) for socket in new] == [[Begin(seq=1, epoch=1)]] * 2
+    assert [hear(socket) for socket in old] == [[]] * 2
     for socket in (*old, *new):
         socket.close()
     channel.close()
@@ -75,6 +82,54 @@ def test_a_silent_stage_is_named(context: "zmq.Context[Socket]") -> None:
     say(sockets[0], PlanDone(stage=0, seq=1, duration_s=1.0))
     channel.receive(2.0)
     assert [event.stage for event in channel.tick(3.5)] == [1]
+    for socket in sockets:
+        socket.close()
+    channel.close()
+
+
+def test_a_stream_begins_when_all_stages_of_the_group_are_ready(context: "zmq.Context[Socket]") -> None:
+    """Whatever the scheduler decided before it had heard of them all was meant for others, and goes to none."""
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
+    old = [stage_socket(context, stage, 0) for stage in (0, 1)]
+    for stage, socket in enumerate(old):
+        say(socket, ready(stage, 0))
+    channel.receive(0.0)
+    channel.apply(Begin(seq=1, epoch=0), 0.0)
+    new = [stage_socket(context, stage, 1) for stage in (0, 1)]
+    say(new[0], ready(0, 1))
+    channel.receive(1.0)
+    channel.apply(Release(seq=2, request=1), 1.0)
+    say(new[1], ready(1, 1))
+    channel.receive(1.0)
+    channel.apply(Release(seq=3, request=2), 1.0)
+    channel.apply(Begin(seq=4, epoch=1), 1.0)
+    stream = [Begin(seq=4, epoch=1), DropPeer(seq=5, session="s")]
+    channel.apply(stream[1], 1.0)
+    assert [hear(socket) for socket in new] == [stream] * 2
+    assert [hear(socket) for socket in old] == [[Begin(seq=1, epoch=0)]] * 2
+    for socket in (*old, *new):
+        socket.close()
+    channel.close()
+
+
+def test_a_heartbeat_tells_what_the_stream_was(context: "zmq.Context[Socket]") -> None:
+    channel = StageChannel(order_socket(context, ENDPOINT), 2, beat_s=1, silence_s=3)
+    sockets = [stage_socket(context, stage, 0) for stage in (0, 1)]
+    say(sockets[0], ready(0, 0))
+    channel.receive(0.0)
+    channel.tick(0.0)
+    say(sockets[1], ready(1, 0))
+    channel.receive(0.0)
+    log = OrderLog()
+    [first] = hear(sockets[0])
+    assert first == Beat(seq=0, orders=0, digest=log.digest)
+    codec: Codec[OrderMessage] = Codec(OrderMessage)
+    for order in (Begin(seq=1, epoch=0), Release(seq=2, request=7)):
+        channel.apply(order, 0.0)
+        channel.tick(0.0)
+        log.add(codec.encode(order))
+        for socket in sockets:
+            assert hear(socket) == [order, Beat(seq=0, orders=log.count, digest=log.digest)]
     for socket in sockets:
         socket.close()
     channel.close()
