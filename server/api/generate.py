@@ -54,7 +54,7 @@ def generate_routes(service: Service, config: ServerConfig) -> APIRouter:
             with _their_names():
                 asked, several = await _asked(service, body, names)
             if config.role == "prefill":
-                jobs = _tellable(jobs_to_hand_over(service, asked, names), several)
+                jobs = _tellable(jobs_to_hand_over(service, asked, names), names, several)
                 return GenerateAnswer(service, asked, jobs, several).hand_over(request.url.hostname or "")
             jobs = jobs_to_decode(service, asked, names, config)
             return GenerateAnswer(service, asked, jobs, several).respond(body)
@@ -62,9 +62,11 @@ def generate_routes(service: Service, config: ServerConfig) -> APIRouter:
     return router
 
 
-def _tellable(jobs: list[Job], several: bool) -> list[Job]:
-    """An answer that is a list has no place for kv_transfer_params, so nobody could fetch what it holds."""
-    if several and jobs[0].hold:
+def _tellable(jobs: list[Job], names: Names, several: bool) -> list[Job]:
+    """An answer that is a list has no place for kv_transfer_params, so nobody could fetch what it holds, unless the
+    router has named it."""
+    params = names.kv_transfer_params
+    if several and jobs[0].hold and params is not None and params.transfer_id is None:
         return [msgspec.structs.replace(job, ticket=None, hold=False) for job in jobs]
     return jobs
 

@@ -10,6 +10,7 @@ from core.intake import Submit
 from core.request import TokenLogprob
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying
+from tests.server.test_hand_over import NIXL, computing
 
 
 @in_loop
@@ -123,12 +124,13 @@ async def test_mistakes_are_named_as_they_were_sent(tokenizer: Tokenizer, body: 
 
 @in_loop
 async def test_held_kv_is_told_of_in_an_answer_for_one_prompt_only(tokenizer: Tokenizer) -> None:
-    from tests.server.test_hand_over import NIXL, computing
-
     link = FakeLink(computing)
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         one = json_of(await http.post("/generate", json={"text": "hi", "kv_transfer_params": NIXL}))
         many = json_of(await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": NIXL}))
+        named = {**NIXL, "transfer_id": "x"}
+        await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": named})
     assert one["kv_transfer_params"]["ticket"] == link.of(Submit)[0].ticket
     assert len(many) == 2
-    assert [(submit.exit, submit.ticket) for submit in link.of(Submit)[1:]] == [("fake", None)] * 2
+    assert [(submit.exit, submit.ticket) for submit in link.of(Submit)[1:3]] == [("fake", None)] * 2
+    assert [(submit.hold, submit.ticket) for submit in link.of(Submit)[3:]] == [(True, "x/0"), (True, "x/1")]
