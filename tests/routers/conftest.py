@@ -1,4 +1,4 @@
-"""One pair for the tests of texts, and routers in front of it."""
+"""Pairs for the tests, and routers in front of them."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,23 @@ from server.local import free_port
 from tests.e2e.harness import pair
 from tests.routers.fleet import KINDS, Router, Site, routed
 
-FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pages", "256", "--served-model-name", "tested")
+STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "2048", "--served-model-name", "tested")
+SMOLLM2 = ("--dtype", "float32", "--max-model-len", "512", "--kv-pages", "128", "--served-model-name", "tested")
 
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
-    """SmolLM2, prefill and decode."""
+    """The stand-in model, whose tokens follow from all of the prompt's KV: what is lost or misplaced shows."""
     port = free_port()
-    with pair((*FLAGS, "--bootstrap-port", str(port)), FLAGS) as (prefill, decode):
+    with pair((*STAND_IN, "--bootstrap-port", str(port)), STAND_IN) as (prefill, decode):
+        yield Site(prefill, decode, port, "tested")
+
+
+@pytest.fixture(scope="session")
+def real_site() -> Iterator[Site]:
+    """A real model."""
+    port = free_port()
+    with pair((*SMOLLM2, "--bootstrap-port", str(port)), SMOLLM2) as (prefill, decode):
         yield Site(prefill, decode, port, "tested")
 
 

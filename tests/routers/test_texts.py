@@ -6,29 +6,28 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.routers.fleet import Router, Site
+from tests.routers.fleet import KINDS, Router, Site, routed
 
 pytestmark = pytest.mark.routers
 
 STORY = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
-COMPLETIONS: list[dict[str, Any]] = [
-    {"prompt": "The capital of France is"},
-    {"prompt": STORY},
-    {"prompt": "One token is all:", "max_tokens": 1},
-    {"prompt": "At least three words:", "min_tokens": 3},
-    {"prompt": "Stop at the end of the sentence.", "stop": [".", "\n"]},
-    {"prompt": "With logprobs:", "logprobs": 2},
-    {"prompt": "Sampled, with a seed:", "temperature": 0.8, "seed": 7},
-    {"prompt": ["The capital of France is", "Two and two are", STORY]},
-    {"prompt": ["The capital of France is", "Two and two are"], "n": 2},
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"prompt": "The capital of France is"}),
+    (COMPLETION, {"prompt": STORY}),
+    (COMPLETION, {"prompt": "One token is all:", "max_tokens": 1}),
+    (COMPLETION, {"prompt": "At least three tokens:", "min_tokens": 3}),
+    (COMPLETION, {"prompt": "With logprobs:", "logprobs": 2}),
+    (COMPLETION, {"prompt": ["The capital of France is", "Two and two are", STORY]}),
+    (COMPLETION, {"prompt": ["The capital of France is", "Two and two are"], "n": 2}),
+    (CHAT, {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}),
+    (CHAT, {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}], "n": 2}),
 ]
-CHATS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "Why is the sky blue?"}]},
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}], "n": 2},
-]
-CASES = [
-    *[("/v1/completions", body) for body in COMPLETIONS],
-    *[("/v1/chat/completions", body) for body in CHATS],
+WITH_A_REAL_MODEL: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"prompt": ["The capital of France is", "Two and two are"]}),
+    (COMPLETION, {"prompt": "Stop at the end of the sentence", "stop": [".", "\n"]}),
+    (COMPLETION, {"prompt": "Sampled, with a seed:", "temperature": 0.8, "seed": 7}),
+    (CHAT, {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}),
 ]
 DEFAULTS = {"max_tokens": 12, "temperature": 0}
 
@@ -64,8 +63,21 @@ def posted(site: Site) -> float:
 
 @pytest.mark.parametrize(("path", "body"), CASES)
 def test_texts_are_the_decode_servers_own(router: Router, site: Site, path: str, body: dict[str, Any]) -> None:
+    compare(router, site, path, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_real_model(kind: str, real_site: Site) -> None:
+    with routed(kind, real_site) as router:
+        for path, body in WITH_A_REAL_MODEL:
+            compare(router, real_site, path, body)
+
+
+def compare(router: Router, site: Site, path: str, body: dict[str, Any]) -> None:
+    """Whole and streamed, through the router and not."""
     body = {"model": site.model, **DEFAULTS, **body}
     own = texts(site.decode.post(path, body))
+    assert any(own.values())
     before = posted(site)
     assert texts(router.post(path, body)) == own
     assert streamed(router.post(path, {**body, "stream": True})) == own
@@ -76,7 +88,7 @@ def test_texts_are_the_decode_servers_own(router: Router, site: Site, path: str,
 def test_sglangs_own_form(router: Router, site: Site) -> None:
     if router.name == "xpyd":
         pytest.skip("xpyd-proxy has no /generate")
-    for body in ({"text": "The capital of France is"}, {"input_ids": [[504, 3575, 282], [1, 2, 3, 4]]}):
+    for body in ({"text": "The capital of France is"}, {"input_ids": [[100, 101, 102], [1, 2, 3, 4]]}):
         body = {**body, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
         own, through = site.decode.post("/generate", body).json(), router.post("/generate", body).json()
         if isinstance(own, list):
@@ -102,4 +114,4 @@ def test_what_the_router_says_of_the_servers(router: Router, site: Site) -> None
     assert router.get("/health").status_code == 200
     if router.name != "xpyd":
         assert router.get("/health_generate").status_code == 200
-        assert router.get("/get_model_info").json()["model_path"] == "smollm2"
+        assert router.get("/get_model_info").json()["served_model_name"] == site.model
