@@ -39,6 +39,7 @@ LABEL org.opencontainers.image.title="headrace" \
 ENV PATH=/opt/headrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/models \
+    XDG_CACHE_HOME=/models \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN useradd --uid 10001 --create-home headrace && install --directory --owner=headrace /models

@@ -121,6 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
     served_model_name: str = ""
+    cache_dir: str = ""  # of what takes long to work out and is kept from start to start; "" keeps nothing
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

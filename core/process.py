@@ -1,6 +1,7 @@
-"""What every child process does first."""
+"""What every process of a server does at its start."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -20,3 +21,9 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request was in place
         os._exit(1)
+
+
+def freeze_loaded() -> None:
+    """Keep what has been loaded so far out of all garbage collections. Modules and classes never become garbage, and
+    going through hundreds of thousands of objects would now and then hold up a request for tens of milliseconds."""
+    gc.freeze()

@@ -1,15 +1,13 @@
-"""What the machine has: device, dtype and memory."""
+"""What the machine has: device, dtype and memory. Loads torch only to ask it about GPUs, since that takes seconds."""
 
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from core.config import Dtype
 from core.errors import ConfigError
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))  # NVIDIA's, WSL's, AMD's
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -18,11 +16,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 def resolve_device(device: str) -> str:
     """ "auto" takes CUDA where there is one. Raises ConfigError for a device this machine lacks."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if any(driver.exists() for driver in _GPU_DRIVERS) and _torch_finds_gpu() else "cpu"
     if device == "cpu":
         return device
     if device == "cuda" or device.startswith("cuda:"):
-        if not torch.cuda.is_available():
+        if not _torch_finds_gpu():
             raise ConfigError(f"device {device} is not available here; write --device cpu")
         return device
     raise ConfigError(f"device {device!r} is not supported; supported are auto, cpu, cuda, cuda:N")
@@ -32,7 +30,11 @@ def own_device(device: str, local_rank: int) -> str:
     """The device of one of several processes on this machine. A launcher may also show each process its own only.
     Raises ConfigError for a device this machine lacks."""
     resolved = resolve_device(device)
-    return f"cuda:{local_rank % torch.cuda.device_count()}" if resolved == "cuda" else resolved
+    if resolved != "cuda":
+        return resolved
+    import torch
+
+    return f"cuda:{local_rank % torch.cuda.device_count()}"
 
 
 def resolve_dtype(dtype: Dtype, device: str) -> ResolvedDtype:
@@ -53,11 +55,19 @@ def has_matrix_units(dtype: str, device: str, cpuinfo: Path = _CPUINFO) -> bool:
 def available_memory(device: str) -> int:
     """Bytes that this process may still take on the device, as far as the system tells."""
     if device != "cpu":
+        import torch
+
         return torch.cuda.mem_get_info(device)[0]
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else ():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, _cgroup_room())
     raise ConfigError(f"{_MEMINFO} does not tell the available memory; write --kv-pages")
+
+
+def _torch_finds_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _cgroup_room() -> int:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.geometry import Geometry
-from engine.device import TORCH_DTYPES
+from engine.dtypes import TORCH_DTYPES
 from transfer.layout import WHOLE, Box
 
 

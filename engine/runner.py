@@ -15,7 +15,8 @@ from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams, TokenLogprob
 from engine.attention import choose_attention
 from engine.attention.base import Span
-from engine.device import TORCH_DTYPES, available_memory, has_matrix_units, resolve_device, resolve_dtype
+from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from engine.dtypes import TORCH_DTYPES
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.checkpoint import open_checkpoint

@@ -16,7 +16,7 @@ from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
 from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
-from core.process import die_with_parent
+from core.process import die_with_parent, freeze_loaded
 from engine.layers import ranges
 from engine.loop import StageLoop
 from engine.measure import measure
@@ -73,6 +73,7 @@ def run(config: StageConfig) -> int:
         outbox=outbox,
         clock=clock,
     )
+    freeze_loaded()
     outbox.post(
         StageReady(
             stage=config.stage,

@@ -22,7 +22,8 @@ from core import arrays
 from core.config import EngineConfig, ModelConfig
 from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams, TokenLogprob
-from engine.device import TORCH_DTYPES, available_memory, resolve_device, resolve_dtype
+from engine.device import available_memory, resolve_device, resolve_dtype
+from engine.dtypes import TORCH_DTYPES
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.standin import END, parse_stand_in

@@ -92,12 +92,22 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         values["prefill-api-key"] = key.strip()
     if key := environ.get(STAGE_KEY_VARIABLE, ""):
         values["stage-key"] = key.strip()
+    if folder := _cache_folder(environ):
+        values.setdefault("cache-dir", folder)
     for key, given in flags.items():
         if key in BY_KEY:
             values[key] = parse_value(BY_KEY[key], given, BY_KEY[key].flag)
     config = _build(values)
     check(config)
     return config
+
+
+def _cache_folder(environ: Mapping[str, str]) -> str:
+    """Where caches belong by the XDG base directory specification; "" for a user without a home."""
+    if base := environ.get("XDG_CACHE_HOME", ""):
+        return str(Path(base) / "headrace")
+    home = environ.get("HOME", "")
+    return str(Path(home) / ".cache" / "headrace") if home else ""
 
 
 def _read_file(path: Path) -> dict[str, Any]:

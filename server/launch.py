@@ -11,42 +11,27 @@ HTTP server closes; scheduler and stages are told to end, and are killed if they
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
-from fastapi import FastAPI
 
 from core.config import Config, StageConfig
-from server.app import create_app, create_bootstrap_app
-from server.kv_events import endpoint
-from server.link import ZmqSchedulerLink
-from server.local import free_port
+from core.process import freeze_loaded
+from server.ports import free_port
 from server.scheduler_process import ExternalStages, SchedulerProcessConfig
-from server.service import Service
 from server.supervisor import Child, Supervisor
-from server.version import headrace_version
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(config: Config) -> int:
@@ -66,66 +51,41 @@ async def _serve(config: Config, folder: Path) -> int:
     external = config.group.start == "external"
     if external:
         stage_endpoint = _tcp(config.group.host, config.group.port)
-    service = Service(ZmqSchedulerLink(front_endpoint), config)
     supervisor = Supervisor(
         _scheduler(config, front_endpoint, stage_endpoint),
         None if external else partial(_stages, config, stage_endpoint),
-        on_stage_lost=service.stage_lost,
-        start_timeout_s=config.scheduler.start_timeout_s,
+        config.scheduler.start_timeout_s,
     )
-    service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
-    servers = _http_servers(config, service)
     started = time.monotonic()
-    http: asyncio.Future[None] | None = None
+    await supervisor.start()
+    from server.front import FrontEnd  # most of what this process loads, while the children load theirs
+
+    front = FrontEnd(config, front_endpoint)
+    service = front.service
+    service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
+    supervisor.watch(service.stage_lost)
+    http = asyncio.ensure_future(front.serve())
     try:
-        await supervisor.start()
-        http = asyncio.ensure_future(_serve_http(servers))
         await service.start()
-        news = [_tell_engine_news(service)] if external else []
+        freeze_loaded()
+        news = [front.tell_engine_news()] if external else []
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
         await _first_of(over, service.wait_ready())
         if not over.done():
-            _announce(config, service, time.monotonic() - started)
+            front.announce(time.monotonic() - started)
             await over
         if stop.first.is_set():
             print("draining", flush=True)
             await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
     finally:
-        for server in servers:
-            server.should_exit = True
-        if http is not None:
-            await http
+        front.close()
+        await http
         service.shut_down()
         await supervisor.end()
         await service.stop()
     if supervisor.fatal.done():
         return supervisor.fatal.result()
     return 0 if stop.first.is_set() else 1
-
-
-def _http_servers(config: Config, service: Service) -> list[HttpServer]:
-    servers = [HttpServer(_uvicorn_config(config, create_app(service, config.server), config.server.port))]
-    if config.server.role == "prefill" and config.server.bootstrap_port:
-        app = create_bootstrap_app(service, config.server)
-        servers.append(HttpServer(_uvicorn_config(config, app, config.server.bootstrap_port)))
-    return servers
-
-
-async def _serve_http(servers: Sequence[HttpServer]) -> None:
-    """Until all of them have ended; the end of one ends the others."""
-    serving = [asyncio.create_task(server.serve()) for server in servers]
-    await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
-    for server in servers:
-        server.should_exit = True
-    await asyncio.gather(*serving)
-
-
-async def _tell_engine_news(service: Service) -> None:
-    """Print how far the stages have come, whenever that changes: they are on other machines, with logs of their own."""
-    told = ""
-    while True:
-        told = await service.next_engine_news(told)
-        print(told, flush=True)
 
 
 class StopSignals:
@@ -225,38 +185,3 @@ def _template(config: Config) -> StageConfig:
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
     )
-
-
-def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=config.server.host,
-        port=port,
-        log_config=None,
-        access_log=config.server.log_level == "debug",
-        timeout_graceful_shutdown=2,  # what was in flight has been drained before
-        lifespan="off",
-    )
-
-
-def _announce(config: Config, service: Service, seconds: float) -> None:
-    """What listens where."""
-    engine = service.engine
-    assert engine is not None
-    lines = [
-        f"Headrace {headrace_version()}: {config.server.role} server for {service.model_name} "
-        f"({config.model.dtype}, {config.model.device})",
-        f"  http   http://{config.server.host}:{config.server.port}",
-    ]
-    if config.server.role == "prefill" and config.server.bootstrap_port:
-        lines.append(f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the desk is)")
-    if engine.desk_port:
-        lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
-        lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
-    if config.kv_events.port:
-        lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
-    tokens = engine.kv_pages * config.engine.page_size
-    lines.append(f"  kv     {engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
-    lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
-    lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
-    print("\n".join(lines), flush=True)

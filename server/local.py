@@ -1,10 +1,7 @@
 """A server of ours as a child process on a free loopback port: for the demo, the benchmarks and the tests."""
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +9,8 @@ import time
 from typing import Any
 
 import httpx
+
+from server.ports import free_port
 
 READY_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 40.0
@@ -88,13 +87,3 @@ class LocalServer:
             self.process.kill()
             self.process.wait()
         self._output.close()
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on now, from below the range that systems give to outgoing connections, so
-    that none of those takes it before its server does."""
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

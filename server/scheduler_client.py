@@ -1,8 +1,8 @@
 """The front end's view of the scheduler: one call per request, its state, and a probe that shows it is alive.
 
 call.next() ◄── queue per rid ◄─┐
-engine, stats, prefill states ◄─┴─ receiving task ◄── link ◄── scheduler
-post() ───────► outbox ─────────── sending task   ──► link ──► scheduler
+engine, stats, prefill states ◄─┴─ link ◄── scheduler
+post() ──────────────────────────► link ──► scheduler
 """
 
 import asyncio
@@ -103,14 +103,13 @@ class SchedulerClient:
     def __init__(self, link: SchedulerLink, clock: Clock) -> None:
         self._link = link
         self._clock = clock
-        self._outbox: asyncio.Queue[IntakeMessage] = asyncio.Queue()
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
         self._held: set[str] = set()  # rids answered and held for a peer
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._token = 0
         self._heard = clock.now()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._probing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._drained = False
         self.engine: EngineState | None = None
@@ -122,13 +121,14 @@ class SchedulerClient:
 
     def start(self) -> None:
         self._heard = self._clock.now()
-        self._tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._send, self._probe)]
+        self._link.open(self._take)
+        self._probing = asyncio.create_task(self._probe())
 
     async def stop(self) -> None:
         """Stop talking to the scheduler; whoever still waits is told."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
         self.fail_all(ErrorInfo(code="stopped", message="the server has stopped", status=503))
         self._link.close()
 
@@ -151,7 +151,7 @@ class SchedulerClient:
         self._notify()
 
     def post(self, message: IntakeMessage) -> None:
-        self._outbox.put_nowait(message)
+        self._link.send(message)
 
     def cancel(self, rid: str) -> bool:
         """Take an open request back, or a held one. False when there is none of this name."""
@@ -179,7 +179,7 @@ class SchedulerClient:
     def problem(self) -> str | None:
         """Why the scheduler counts as dead, or None while it answers."""
         silence = self._clock.now() - self._heard
-        if any(task.done() for task in self._tasks):
+        if self._link.failed:
             return "the connection to the scheduler has failed"
         return f"the scheduler has been silent for {silence:.1f} s" if silence > SILENT_S else None
 
@@ -217,14 +217,6 @@ class SchedulerClient:
             self._queries[self._token] = answer
         self.post(QueryStats(token=self._token))
         return self._token
-
-    async def _send(self) -> None:
-        while True:
-            await self._link.send(await self._outbox.get())
-
-    async def _receive(self) -> None:
-        async for message in self._link.outputs():
-            self._take(message)
 
     async def _probe(self) -> None:
         """A timer, since silence wakes nobody."""

@@ -18,7 +18,7 @@ from core.clock import SystemClock
 from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
 from core.orders import StageReady
-from core.process import die_with_parent
+from core.process import die_with_parent, freeze_loaded
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
 from server.channels import FrontChannel, StageChannel, bound_port, order_socket
@@ -87,6 +87,7 @@ def run(config: SchedulerProcessConfig) -> None:
         clock=SystemClock(),
         observe=introduce,
     )
+    freeze_loaded()
     try:
         loop.run()
     finally:

@@ -83,7 +83,7 @@ class Service:
         self._client.start()
         tokenizer = self._tokenizer
         if tokenizer is None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model.model)
+            tokenizer = await asyncio.to_thread(_warm_tokenizer, self.config.model.model, self.config.server.cache_dir)
         self._tokens = TokenService(tokenizer)
         local = self.config.server.fallback == "local"
         self._generation = Generation(self._client, self._tokens, self._prefills, local=local)
@@ -280,6 +280,12 @@ class Service:
             await emit(event)
 
         return watch
+
+
+def _warm_tokenizer(model: str, cache_dir: str) -> Tokenizer:
+    tokenizer = load_tokenizer(model, cache_dir)
+    tokenizer.warm_up()
+    return tokenizer
 
 
 def _unready(code: str, message: str) -> ErrorInfo:

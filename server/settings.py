@@ -339,6 +339,13 @@ SETTINGS: tuple[Setting, ...] = (
         low=0,
     ),
     Setting(
+        "cache-dir",
+        "server",
+        "cache_dir",
+        "text",
+        "folder for what is kept from start to start (default: headrace in $XDG_CACHE_HOME or ~/.cache)",
+    ),
+    Setting(
         "log-level",
         "server",
         "log_level",

@@ -29,6 +29,8 @@ LAST_WORDS_S = 1.0  # for the scheduler to say what a lost group had done
 END_TIMEOUT_S = 5.0
 CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot use what it was told
 
+OnStageLost = Callable[[int, str], Awaitable[None]]
+
 
 class Child:
     """One child process of ours."""
@@ -93,12 +95,10 @@ class Supervisor:
         self,
         scheduler: Child,
         make_stages: Callable[[int], list[Child]] | None,
-        on_stage_lost: Callable[[int, str], Awaitable[None]],
         start_timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
         self._make_stages = make_stages
-        self._on_stage_lost = on_stage_lost
         self._start_timeout_s = start_timeout_s
         self._group = _Group(0, make_stages(0) if make_stages is not None else [])
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,9 +108,12 @@ class Supervisor:
 
     async def start(self) -> None:
         await asyncio.gather(self._scheduler.start(), self._group.start())
+
+    def watch(self, on_stage_lost: OnStageLost) -> None:
+        """Begin to watch the children, which have been started. on_stage_lost is told which stage ended and how."""
         self._tasks = [asyncio.create_task(self._watch_scheduler())]
         if self._make_stages is not None:
-            self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages)))
+            self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages, on_stage_lost)))
 
     async def end(self) -> None:
         """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
@@ -139,11 +142,11 @@ class Supervisor:
             log.error("the scheduler has ended with status %d", status)
             self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
-    async def _watch_stages(self, make_stages: Callable[[int], list[Child]]) -> None:
+    async def _watch_stages(self, make_stages: Callable[[int], list[Child]], on_lost: OnStageLost) -> None:
         """Restart the group of stages while that can help. One that has served starts with a clean record."""
         restarts = 0
         while True:
-            message = await self._first_loss(self._group)
+            message = await self._first_loss(self._group, on_lost)
             if self._ending or self.fatal.done():
                 return
             await self._group.kill()
@@ -161,7 +164,7 @@ class Supervisor:
                 self._group = _Group(epoch, make_stages(epoch))
                 await self._group.start()
 
-    async def _first_loss(self, group: "_Group") -> str:
+    async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> str:
         """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""
         ends = [asyncio.create_task(stage.wait()) for stage in group.stages]
         late = asyncio.create_task(self._late(group))
@@ -184,7 +187,7 @@ class Supervisor:
             if CONFIGURATION_MISTAKE in statuses.values():
                 self._give_up(CONFIGURATION_MISTAKE)
             else:
-                await self._on_stage_lost(stage, message)
+                await on_lost(stage, message)
         return message
 
     async def _late(self, group: "_Group") -> None:

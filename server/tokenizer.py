@@ -1,32 +1,45 @@
-"""Text to tokens and back. Wraps a Hugging Face fast tokenizer; every method may be called from any thread."""
+"""Text to tokens and back, with the Rust library alone; every method may be called from any thread."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
 import jinja2
+import tokenizers
 
-from core.errors import ConfigError, invalid
-from engine.model.source import eos_token_ids, resolve_source
-from engine.model.source import load_tokenizer as load_transformers_tokenizer
+from core.errors import HeadraceError, invalid
+from engine.model.source import resolve_source
+from engine.model.standin import CHAT_TEMPLATE, END, stand_in_tokenizer
+from server.chat_template import ChatTemplate
+from server.tokenizer_store import load_record
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain than this is looked for in the text only
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """Encodes and decodes with the Rust tokenizer behind a transformers tokenizer (its methods do not mutate it).
+    """Encodes and decodes with a Rust tokenizer (its methods do not mutate it).
 
-    eos_ids: ids that end a text; those of the model's generation settings may be more than the tokenizer's own.
+    eos_ids: ids that end a text. template: None for a model that knows no conversations.
     """
 
-    def __init__(self, fast: Any, eos_ids: Sequence[int] = ()) -> None:
-        self._fast = fast
-        self._backend = fast.backend_tokenizer
-        own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *eos_ids)))
-        self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...] = (), template: ChatTemplate | None = None
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self.eos_ids = eos_ids
+        self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
+
+    def warm_up(self) -> None:
+        """Do what the first request would otherwise have to wait for."""
+        self._backend.encode("warm up")
+        self.piece(0)
+        if self._template is not None:
+            with contextlib.suppress(HeadraceError):  # a template may refuse this; it has been compiled
+                self.encode_chat([{"role": "user", "content": "warm up"}])
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens (such as BOS) that the model expects around one."""
@@ -35,10 +48,10 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, ending where the assistant is to speak. Raises HeadraceError (400) for one that the
         chat template refuses, or when the model has no template."""
-        if not self._fast.chat_template:
+        if self._template is None:
             raise invalid("messages", "this model has no chat template: send a prompt instead", code="no_chat_template")
         try:
-            text = self._fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._template.render(messages)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise invalid("messages", f"the model's chat template refuses these messages: {error}") from error
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -88,10 +101,14 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of what --model names, with the ids that end its texts. Raises ConfigError, saying why."""
+def load_tokenizer(model: str, cache_dir: str) -> Tokenizer:
+    """The tokenizer of what --model names. cache_dir: where converted ones are kept, "" for nowhere.
+
+    Raises ConfigError, saying why there is none.
+    """
     source = resolve_source(model)
-    fast = load_transformers_tokenizer(source)
-    if not fast.is_fast:
-        raise ConfigError(f"{model}: only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
-    return Tokenizer(fast, eos_token_ids(source))
+    if source.kind == "stand-in":
+        return Tokenizer(stand_in_tokenizer(model), (END,), ChatTemplate(CHAT_TEMPLATE, {}))
+    record = load_record(source, cache_dir)
+    template = ChatTemplate(record.chat_template, record.special_tokens) if record.chat_template else None
+    return Tokenizer(tokenizers.Tokenizer.from_str(record.backend), record.eos_ids, template)

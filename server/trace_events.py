@@ -90,9 +90,9 @@ class Timeline:
         self._add(track, "e", span.name, span.end, cat=category, id=self._ids)
 
     def arrow(self, category: str, name: str, source: tuple[Track, int], target: tuple[Track, int]) -> None:
-        """From the span that is there on one track at a time, to the one on another; each begins before 0 or was
-        added."""
-        if min(source[1], target[1]) < 0:
+        """From the span that one track has at a time to the one that another track has. Both must have been added,
+        unless one lies before the trace; then there is no arrow."""
+        if min(source[1], target[1]) <= 0:
             return
         self._ids += 1
         self._add(source[0], "s", name, source[1], cat=category, id=self._ids)

@@ -127,11 +127,11 @@ class _Stage:
         for transfer in spans.transfers:
             self._draw_transfer(transfer)
         if spans.dropped_plans:
-            text = f"the recording was full: {spans.dropped_plans} more plans"
-            timeline.moment(self.compute, text, self._at(spans.plans[-1].marks[-1]))
+            last = max((plan.marks[-1] for plan in spans.plans), default=self._began)
+            timeline.moment(self.compute, f"recording full, {spans.dropped_plans} more plans", self._at(last))
         if spans.dropped_transfers:
-            text = f"the recording was full: {spans.dropped_transfers} more chunks"
-            timeline.moment(self.transfers, text, self._at(spans.transfers[-1].ended))
+            last = max((transfer.ended for transfer in spans.transfers), default=self._began)
+            timeline.moment(self.transfers, f"recording full, {spans.dropped_transfers} more chunks", self._at(last))
 
     def _draw_plan(self, plan: PlanTrace, ended: int) -> None:
         marks = [self._at(mark) for mark in plan.marks]

@@ -38,7 +38,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class Checkpoint(Protocol):
-    """Weights by Hugging Face name; a tensor is read when it is asked for."""
+    """Weights by Hugging Face name; a tensor is read when it is asked for, by any thread."""
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
         """The tensor, in the dtype it is stored in, or only these rows of its first axis.

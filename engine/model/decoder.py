@@ -1,5 +1,8 @@
 """The decoder of one stage: layers [start, end), with the embedding on the first stage and the head on the last."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +13,8 @@ from engine.model.config import ModelSpec
 from engine.model.linear import Linear
 from engine.model.rope import rotary_tables, rotate
 from engine.model.weights import LayerWeights, load_head, load_layer
+
+LOADERS = 4  # threads that read layers; each holds a tensor of its own while it converts it
 
 
 class Decoder:
@@ -32,7 +37,9 @@ class Decoder:
         """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
         self._spec = spec
         self._linear = linear
-        self._layers: list[LayerWeights] = [load_layer(spec, checkpoint, layer, dtype, device) for layer in layers]
+        with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
+            load = partial(load_layer, spec, checkpoint, dtype=dtype, device=device)
+            self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,
             checkpoint,

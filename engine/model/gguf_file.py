@@ -167,6 +167,13 @@ class _Header:
         self._at += struct.calcsize(form)
         return value
 
+    def _scalars(self, form: str, count: int) -> list[Any]:
+        """A vocabulary has tens of thousands of them."""
+        form = f"<{count}{form[1]}"
+        values = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return list(values)
+
     def _string(self) -> str:
         length = self._scalar("<Q")
         self._at += length
@@ -180,6 +187,8 @@ class _Header:
         if kind != _ARRAY:
             raise ValueError(f"metadata of type {kind} is unknown")
         item, count = self._scalar("<I"), self._scalar("<Q")
+        if item in _SCALARS:
+            return self._scalars(_SCALARS[item], count)
         if item != _STRING:
             return [self._value(item) for _ in range(count)]
         for _ in range(count):

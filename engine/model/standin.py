@@ -4,10 +4,9 @@ It has no weights: it takes a set time and computes nothing but checks (engine/s
 everything around a model.
 """
 
-from typing import Any
-
 import msgspec
 import xxhash
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from core.errors import ConfigError
 from engine.model.config import ModelSpec, RopeSpec
@@ -89,18 +88,15 @@ def parse_stand_in(model: str) -> StandIn:
     return made
 
 
-def stand_in_tokenizer(model: str) -> Any:
-    """A transformers tokenizer in which every byte of a text is a token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+def stand_in_tokenizer(model: str) -> Tokenizer:
+    """A tokenizer in which every byte of a text is a token."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     words = {f"Ġw{token}": token for token in range(END + 1, parse_stand_in(model).vocab)}
-    backend = Tokenizer(models.BPE(vocab={**vocab, "<end>": END, **words}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    end = AddedToken("<end>", special=True)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, chat_template=CHAT_TEMPLATE)
+    made = Tokenizer(models.BPE(vocab={**vocab, "<end>": END, **words}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    return made
 
 
 def _byte_characters() -> list[str]:

@@ -23,22 +23,26 @@ def json_response(content: object, *, status: int = 200, headers: Mapping[str, s
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run the work; cancel it and raise ClientGone when the client disconnects first. The body must have been read."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:  # by us and nobody else
+            raise ClientGone from None
+        raise
     finally:
-        for each in (task, watcher):
-            each.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
 
 
 class EventWriter:

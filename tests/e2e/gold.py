@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from engine.model.source import load_tokenizer, resolve_source
+from engine.model.source import resolve_source
+from tests.engine.models import transformers_tokenizer
 
 SMOLLM2 = "smollm2"
 
 
 @cache
 def tokenizer() -> Any:
-    return load_tokenizer(resolve_source(SMOLLM2))
+    return transformers_tokenizer(SMOLLM2)
 
 
 @cache

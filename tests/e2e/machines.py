@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from server.local import free_port
+from server.ports import free_port
 
 SUBNET = "198.18.97"  # of a range that is set aside for tests of networks
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from server.local import free_port
+from server.ports import free_port
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import Stages, Tree, machines

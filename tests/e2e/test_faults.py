@@ -12,7 +12,7 @@ import httpx
 import pytest
 import zmq
 
-from server.local import free_port
+from server.ports import free_port
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 

@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from core.kv_events import AllBlocksCleared, BlockStored, KvEventBatch
-from server.local import free_port
+from server.ports import free_port
 from tests.e2e.harness import Server, serving, wait_until
 from tests.scheduler.router import Router, name_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.local import free_port
+from server.ports import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
 MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024")

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -18,6 +20,7 @@ from core import arrays
 from core.config import EngineConfig, ModelConfig
 from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams
+from engine.model.source import resolve_source
 from engine.runner import ModelRunner
 
 VOCABULARY = 199
@@ -51,6 +54,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-yarn": Qwen2Config(**_SIZES, rope_parameters=_YARN),
     "qwen3": Qwen3Config(**_SIZES, head_dim=24),
 }
+
+
+def transformers_tokenizer(model: str) -> Any:
+    """What transformers makes of a folder or a GGUF file."""
+    path = resolve_source(model).path
+    if path.suffix == ".gguf":
+        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+    return AutoTokenizer.from_pretrained(path)
 
 
 class Saved(NamedTuple):

@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from engine.model import source as source_module
 from engine.model.checkpoint import gguf_tensor_name, open_checkpoint
 from engine.model.fingerprint import fingerprint
-from engine.model.source import ModelSource, eos_token_ids, load_spec, load_tokenizer, resolve_source
+from engine.model.source import ModelSource, eos_token_ids, load_spec, resolve_source
 from tests.engine.models import CONFIGS, Saved, make_runner, save_model
 
 Models = Callable[[str], Saved]
@@ -81,12 +81,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
         open_checkpoint(source, load_spec(source))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
-        load_tokenizer(source)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no tokenizer; expected one of tokenizer\.json"):
-        load_tokenizer(source)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ConfigError, match="must hold a weight_map"):
         open_checkpoint(source, load_spec(source))

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from core.request import SamplingParams
 from engine.model.checkpoint import open_checkpoint
 from engine.model.fingerprint import fingerprint
-from engine.model.source import eos_token_ids, load_spec, load_tokenizer, resolve_source
+from engine.model.source import load_spec, resolve_source
 from engine.runner import ModelRunner
-from tests.engine.models import Prompt, make_runner, pool_tokens, reference
+from tests.engine.models import Prompt, make_runner, pool_tokens, reference, transformers_tokenizer
 
 TEXT = "The water of the headrace turns the wheel, and the wheel turns the stone. " * 4
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=20)
@@ -33,7 +33,7 @@ def runner() -> ModelRunner:
 
 
 def test_logits_and_pages_equal_transformers(oracle: PreTrainedModel, runner: ModelRunner) -> None:
-    tokenizer = load_tokenizer(resolve_source("smollm2"))
+    tokenizer = transformers_tokenizer("smollm2")
     tokens = tokenizer(TEXT)["input_ids"]
     prompt = Prompt(1, tokens, list(range(20, 0, -1)), 16)
     logprobs, keys_values = reference(oracle, tokens)
@@ -58,14 +58,3 @@ def test_an_export_has_the_same_fingerprint(oracle: PreTrainedModel, runner: Mod
     source = resolve_source(str(tmp_path))
     spec = load_spec(source)
     assert fingerprint(spec, open_checkpoint(source, spec)) == runner.fingerprint
-
-
-def test_tokenizer_and_end_of_text() -> None:
-    source = resolve_source("smollm2")
-    tokenizer = load_tokenizer(source)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert eos_token_ids(source) == (tokenizer.eos_token_id,)
-    assert load_spec(source).vocab_size == len(tokenizer)

@@ -15,7 +15,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import ConfigError
 from core.orders import Row
 from core.request import SamplingParams
-from engine.model.source import eos_token_ids, load_spec, load_tokenizer, resolve_source
+from engine.model.source import load_spec, resolve_source
 from engine.model.standin import parse_stand_in
 from engine.runner import Runner
 from engine.standin import StandInRunner
@@ -195,15 +195,3 @@ def test_rows_that_contradict_themselves_are_refused() -> None:
 def test_time_stays_out_of_the_fingerprint_and_sizes_do_not() -> None:
     assert parse_stand_in("stand-in:us_per_token=1").fingerprint() == parse_stand_in("stand-in").fingerprint()
     assert parse_stand_in("stand-in:layers=9").fingerprint() != parse_stand_in("stand-in").fingerprint()
-
-
-def test_the_tokenizer_makes_every_byte_a_token() -> None:
-    source = resolve_source("stand-in:vocab=300")
-    tokenizer = load_tokenizer(source)
-    text = "Grüße,\n\n日本 🙂"
-    ids = tokenizer.encode(text)
-    assert ids == list(text.encode())
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([*b"a", 257, 299]) == "a w257 w299"
-    assert len(tokenizer) == load_spec(source).vocab_size
-    assert eos_token_ids(source) == (tokenizer.eos_token_id,)

@@ -12,7 +12,6 @@ import msgspec
 import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from core.clock import Clock
 from core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
@@ -35,6 +34,7 @@ from core.intake import (
 from core.request import Handoff, Timing, TokenLogprob, Usage
 from core.stats import Stats
 from server.app import create_app
+from server.chat_template import ChatTemplate
 from server.service import Service
 from server.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def tiny_tokenizer() -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>", chat_template=TEMPLATE))
+    return Tokenizer(rust, (rust.token_to_id("<eos>"),), ChatTemplate(TEMPLATE, {"eos_token": "<eos>"}))
 
 
 Script = Callable[["FakeLink", Submit], Iterable[OutputMessage]]
@@ -89,12 +89,19 @@ class FakeLink:
         self.stats = Stats()
         self.sent: list[IntakeMessage] = []
         self.closed = False
+        self.failed = False
         self._open: set[str] = set()
         self._draining = False
-        self._outputs: asyncio.Queue[OutputMessage] = asyncio.Queue()
+        self._take: Callable[[OutputMessage], None] | None = None
+        self._early: list[OutputMessage] = []
         self._news = asyncio.Event()
 
-    async def send(self, message: IntakeMessage) -> None:
+    def open(self, take: Callable[[OutputMessage], None]) -> None:
+        self._take = take
+        for message in ([] if self.state is None else [self.state]) + self._early:
+            self._deliver(message)
+
+    def send(self, message: IntakeMessage) -> None:
         self.sent.append(message)
         self._news.set()
         self._news = asyncio.Event()
@@ -112,25 +119,26 @@ class FakeLink:
                 self._draining = True
                 self._say_drained()
 
-    async def outputs(self) -> AsyncIterator[OutputMessage]:
-        if self.state is not None:
-            yield self.state
-        while True:
-            yield await self._outputs.get()
-
     def close(self) -> None:
         self.closed = True
 
     def say(self, message: OutputMessage) -> None:
         """Have the scheduler send this."""
-        self._outputs.put_nowait(message)
+        self._deliver(message)
         if isinstance(message, Finished | Failed):
             self._open.discard(message.rid)
             self._say_drained()
 
     def _say_drained(self) -> None:
         if self._draining and not self._open:
-            self._outputs.put_nowait(Drained())
+            self._deliver(Drained())
+
+    def _deliver(self, message: OutputMessage) -> None:
+        """In order, and in a later turn of the event loop, as over a socket."""
+        if self._take is None:
+            self._early.append(message)
+        else:
+            asyncio.get_running_loop().call_soon(self._take, message)
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Messages of this kind that came so far."""

@@ -12,7 +12,7 @@ from core.config import KvEventsConfig
 from core.errors import ConfigError
 from core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from server.kv_events import KvEventPublisher, endpoint
-from server.local import free_port
+from server.ports import free_port
 
 Socket = zmq.Socket[bytes]
 

@@ -188,6 +188,7 @@ async def test_a_held_prefill_answers_before_its_end(tokenizer: Tokenizer) -> No
         again = await http.post("/v1/prefill", json={**HOLD, "ticket": "u"})
         assert (again.status_code, json_of(again)["error"]["param"]) == (409, "rid")
         link.say(finished("mine", "handoff"))
+        await asyncio.sleep(0)  # it is on its way
         answer = json_of(await http.post("/v1/prefill", json={**HOLD, "stream": False}))
         assert answer["lease_s"] == 30.0, "a ticket that was fetched leaves its rid free"
     assert [submit.hold for submit in link.of(Submit)] == [True, True]

@@ -147,11 +147,11 @@ async def test_open_requests_are_bounded(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_a_rid_that_was_taken_back_stays_taken_until_its_end(tokenizer: Tokenizer) -> None:
     class Slow(FakeLink):
-        async def send(self, message: object) -> None:
+        def send(self, message: object) -> None:
             if isinstance(message, Abort):
                 self.sent.append(message)  # the answer takes its time
             else:
-                await super().send(message)  # type: ignore[arg-type]
+                super().send(message)  # type: ignore[arg-type]
 
     link = Slow()
     body = {"prompt": "x", "handoff": "none", "rid": "mine"}

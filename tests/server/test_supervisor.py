@@ -36,7 +36,7 @@ class Site:
         self._plan = plan
         self._served = served
         self.changed = asyncio.Event()
-        self.supervisor = Supervisor(scheduler or child(), self._make, self._on_lost, start_timeout_s)
+        self.supervisor = Supervisor(scheduler or child(), self._make, start_timeout_s)
 
     def _make(self, epoch: int) -> list[Child]:
         self.starts.append(epoch)
@@ -47,6 +47,10 @@ class Site:
         self.lost.append((stage, message))
         down = StageDown(stage=stage, message=message, epoch=self.starts[-1], served=self._served)
         self.supervisor.stage_down(down)
+
+    async def start(self) -> None:
+        await self.supervisor.start()
+        self.supervisor.watch(self._on_lost)
 
     async def started(self, starts: int) -> None:
         while len(self.starts) < starts:
@@ -65,7 +69,7 @@ def timed(test: Callable[[pytest.MonkeyPatch], Coroutine[Any, Any, None]]) -> Ca
 @timed
 async def test_a_group_that_never_serves_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, 7])
-    await site.supervisor.start()
+    await site.start()
     assert await site.supervisor.fatal == 1
     assert site.starts == list(range(MAX_RESTARTS + 1))
     assert site.lost[0] == (1, "stage 1 ended with status 7")
@@ -76,7 +80,7 @@ async def test_a_group_that_never_serves_is_given_up(monkeypatch: pytest.MonkeyP
 async def test_a_group_that_has_served_comes_back_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
     often = 2 * MAX_RESTARTS
     site = Site(lambda epoch: [9 if epoch < often else None], served=True)
-    await site.supervisor.start()
+    await site.start()
     await site.started(often + 1)
     assert not site.supervisor.fatal.done()
     site.supervisor.fatal.set_result(0)  # ends the scheduler at once
@@ -86,7 +90,7 @@ async def test_a_group_that_has_served_comes_back_however_often(monkeypatch: pyt
 @timed
 async def test_a_mistake_in_the_configuration_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, CONFIGURATION_MISTAKE])
-    await site.supervisor.start()
+    await site.start()
     assert await site.supervisor.fatal == CONFIGURATION_MISTAKE
     assert site.starts == [0]
     await site.supervisor.end()
@@ -96,7 +100,7 @@ async def test_a_mistake_in_the_configuration_is_not_tried_again(monkeypatch: py
 async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_WORDS_S", 0.01)
     site = Site(lambda epoch: [None, None], start_timeout_s=0.2)
-    await site.supervisor.start()
+    await site.start()
     await site.started(2)
     site.supervisor.stages_ready()
     await asyncio.sleep(0.5)
@@ -113,7 +117,7 @@ async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pyt
 @timed
 async def test_the_end_of_the_scheduler_is_the_end_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, None], scheduler=child(3))
-    await site.supervisor.start()
+    await site.start()
     assert await site.supervisor.fatal == 1
     started = time.monotonic()
     await site.supervisor.end()

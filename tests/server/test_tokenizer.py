@@ -1,10 +1,12 @@
 """The tokenizer: stop ids, bytes of tokens, chat, and the real one once."""
 
 import asyncio
+import os
 
 import pytest
 
 from core.errors import HeadraceError
+from server.config import load
 from server.tokenizer import MAX_STOP_IDS, Tokenizer, load_tokenizer
 from server.tokens import TokenService
 
@@ -56,7 +58,7 @@ def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
 
 
 def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
-    real = load_tokenizer("smollm2")
+    real = load_tokenizer("smollm2", load({}, os.environ).server.cache_dir)
     text = "Why is the sky blue? 日本語 🙂\n\nBecause"
     assert real.decode(real.encode(text)) == text
     assert real.decode(real.encode_chat([{"role": "user", "content": "hi"}])).endswith("assistant\n")
@@ -66,9 +68,10 @@ def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
 
 
 def test_a_stand_in_has_a_tokenizer_of_bytes() -> None:
-    made = load_tokenizer("stand-in:vocab=300")
+    made = load_tokenizer("stand-in:vocab=300", "")
     assert made.encode("é\n") == list("é\n".encode())
     assert (made.vocab_size, made.eos_ids) == (300, (256,))
+    assert made.decode([*b"a", 257, 299]) == "a w257 w299"
     assert [made.piece(token) for token in (97, 256, 257)] == ["a", "<end>", " w257"]
     assert made.piece_bytes(0xC3) == b"\xc3"
     assert made.decode(made.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "

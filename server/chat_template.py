@@ -1,0 +1,74 @@
+"""A model's template for conversations, rendered as transformers renders it, which is the environment that models'
+templates are written for (and the oracle of the tests). Templates come with models: they run in Jinja's sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class ChatTemplate:
+    """tokens: what the template may call by name, such as bos_token."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._tokens = tokens
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation, ending where the assistant is to speak.
+
+        Raises what templates raise: jinja2.TemplateError, and Python's errors about values they do not expect.
+        """
+        return self._compiled.render(
+            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._tokens
+        )
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        return environment.from_string(self._source)
+
+
+class _Generation(Extension):
+    """{% generation %} marks what the assistant said, which matters to training only."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)
+
+    def _unchanged(self, caller: Macro) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
