@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from core.intake import QueryStats, RefuseTicket
 from server.tokenizer import Tokenizer
 from tests.server.fakes import LENGTH, FakeLink, client, in_loop, json_of, make_config, running, saying
 
