@@ -38,7 +38,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
     stage_timeout_s: one plan. start_timeout_s: stages that load. hold_lease_s: how long a computed prompt is held for
     a peer that neither comes nor renews; hold_limit_s: how long in all; hold_percent: of the pool's pages, what prompts
-    held for later may take.
+    held for later may take. optimistic_start: prompts may be computed before their peer has reserved, within that
+    share.
     """
 
     page_size: int = 16
@@ -63,6 +64,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_lease_s: float = 30.0
     hold_limit_s: float = 600.0
     hold_percent: int = 50
+    optimistic_start: bool = False
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

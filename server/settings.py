@@ -201,6 +201,13 @@ SETTINGS: tuple[Setting, ...] = (
         high=100,
     ),
     Setting(
+        "optimistic-start",
+        "scheduler",
+        "optimistic_start",
+        "switch",
+        "compute prompts before their peer has reserved pages, within the share of --hold-percent",
+    ),
+    Setting(
         "stage-timeout",
         "scheduler",
         "stage_timeout_s",
