@@ -1,25 +1,37 @@
-"""GB/s of KV from one pool into another process's over ZMQ, beside a memory copy: python -m benchmarks.transfer.
+"""GB/s of KV from one process's pool into another's, each backend beside its limit: python -m benchmarks.transfer.
+
+    shm   beside copying the same pages within one process
+    zmq   beside bare ZMQ: the same frames between two processes, taken in and copied in the same way
 
 The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
-measured is everything between two pools: chunk headers, checksums, sockets, writes and acknowledgements.
+measured is everything between two pools: headers, checksums, sockets, writes, acknowledgements. The ways take turns.
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import zmq
 
+from benchmarks.bare_zmq import BareReceiver
+from benchmarks.bare_zmq import send as send_bare
+from benchmarks.report import console, print_table
 from core.arrays import pack
+from core.backends import SHM, ZMQ, PoolMemory
 from core.clock import SystemClock
 from core.config import TransferConfig
 from core.geometry import Geometry
 from core.orders import AdmitPeer, Arrived, Dial, Expect, FetchFailed, Send
 from core.request import FirstToken
 from transfer.arrays import ArrayPageStore
+from transfer.backends.shm import SharedPool, ShmReach
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 from transfer.sockets import Context
@@ -29,89 +41,182 @@ GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16
 CLOCK = SystemClock()
 
 
-def measure(pages: int = 256, chunk_pages: int = 32, rounds: int = 8, *, checksum: bool = True) -> tuple[float, float]:
-    """Return (transfer, memory copy) in GB/s: the best of several rounds of moving this many pages."""
-    config = TransferConfig(checksum=checksum)
-    command = [sys.executable, "-m", "benchmarks.transfer", "--send", f"{pages},{chunk_pages}"]
-    child = subprocess.Popen(
-        [*command, *([] if checksum else ["--no-checksum"])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    context = zmq.Context()
-    store = ArrayPageStore(GEOMETRY, pages)
-    receiver = Receiver(config, stage=0, geometry=GEOMETRY, store=store, context=context)
-    try:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        endpoint = f"tcp://127.0.0.1:{int(child.stdout.readline())}"
-        dial = Dial(
-            seq=0, session=SESSION, endpoints=(endpoint,), geometries=(GEOMETRY,), window_bytes=config.window_bytes
+class Job(msgspec.Struct, frozen=True):
+    """What a child is to send, on every line of its standard input."""
+
+    way: str
+    pages: int
+    chunk_pages: int
+    checksum: bool
+    memory: PoolMemory = PoolMemory()
+
+
+class Way(Protocol):
+    """Something that moves all pages once."""
+
+    def move(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Copy:
+    """Copying the pages within this process."""
+
+    def __init__(self, pages: int) -> None:
+        self._source = np.ones((pages, GEOMETRY.page_bytes), np.uint8)
+        self._target = np.zeros_like(self._source)
+
+    def move(self) -> None:
+        for page in range(len(self._source)):
+            self._target[page] = self._source[page]
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class Child:
+    """The sending process. port: where it listens."""
+
+    def __init__(self, job: Job) -> None:
+        command = [sys.executable, "-m", "benchmarks.transfer", "--send", msgspec.json.encode(job).decode()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def start(self) -> None:
+        """Have it send."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Bare:
+    """What ZMQ alone does with the same frames."""
+
+    def __init__(self, job: Job) -> None:
+        self._child = Child(job)
+        store = ArrayPageStore(GEOMETRY, job.pages)
+        self._receiver = BareReceiver(self._child.port, store.data.reshape(job.pages, -1))
+
+    def move(self) -> None:
+        self._child.start()
+        self._receiver.take_all()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._child.close()
+
+
+class Transfer:
+    """A Receiver here and a Sender in a child."""
+
+    def __init__(self, job: Job) -> None:
+        config = TransferConfig(checksum=job.checksum)
+        self._pages = job.pages
+        self._request = 0
+        self._pool = SharedPool(GEOMETRY, job.pages) if job.way == SHM else None
+        memory = PoolMemory(shm=self._pool.memory) if self._pool is not None else PoolMemory()
+        self._child = Child(msgspec.structs.replace(job, memory=memory))
+        self._context: Context = zmq.Context()
+        self._receiver = Receiver(
+            config,
+            stage=0,
+            geometry=GEOMETRY,
+            store=ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None),
+            context=self._context,
+            exposures={SHM: self._pool} if self._pool is not None else {},
         )
-        receiver.apply(dial, CLOCK.now())
-        seconds = []
-        for request in range(rounds + 1):
-            _expect(receiver, request, pages)
-            started = time.perf_counter()
-            child.stdin.write("\n")
-            child.stdin.flush()
-            _turn_until_arrived(receiver)
-            seconds.append(time.perf_counter() - started)
-        total = pages * GEOMETRY.page_bytes
-        return total / min(seconds[1:]) / 1e9, memory_copy(total)
-    finally:
-        receiver.close()
-        context.destroy(linger=0)
-        child.kill()
-        child.communicate()
+        dial = Dial(
+            seq=0,
+            session=SESSION,
+            endpoints=(f"tcp://127.0.0.1:{self._child.port}",),
+            geometries=(GEOMETRY,),
+            window_bytes=config.window_bytes,
+            backend=job.way,
+        )
+        self._receiver.apply(dial, CLOCK.now())
+
+    def move(self) -> None:
+        self._request += 1
+        order = Expect(
+            seq=0,
+            request=self._request,
+            session=SESSION,
+            ticket="benchmark",
+            generation=self._request,
+            start=0,
+            count=self._pages * GEOMETRY.page_size,
+            pages=pack(range(self._pages)),
+            row=0,
+        )
+        self._receiver.apply(order, CLOCK.now())
+        self._child.start()
+        poller = zmq.Poller()
+        for socket in self._receiver.sockets():
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            poller.poll(10)
+            now = CLOCK.now()
+            for event in [*self._receiver.receive(now), *self._receiver.tick(now)]:
+                if isinstance(event, FetchFailed):
+                    raise RuntimeError(event.message)
+                if isinstance(event, Arrived):
+                    return
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._context.destroy(linger=0)
+        self._child.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
-def memory_copy(size: int, rounds: int = 5) -> float:
-    """GB/s of numpy copying this many bytes."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    best = float("inf")
-    for _ in range(rounds):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - started)
-    return size / best / 1e9
+def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dict[str, list[float]]:
+    """GB/s of every way in every round; the ways of one round follow each other directly."""
+    job = Job("", pages, chunk_pages, checksum)
+    makers: dict[str, Callable[[], Way]] = {
+        "copy": lambda: Copy(pages),
+        SHM: lambda: Transfer(msgspec.structs.replace(job, way=SHM)),
+        "bare zmq": lambda: Bare(msgspec.structs.replace(job, way="bare")),
+        ZMQ: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ)),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in makers}
+    with ExitStack() as stack:
+        ways = {name: make() for name, make in makers.items()}
+        for way in ways.values():
+            stack.callback(way.close)
+        for number in range(rounds + 2):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                way.move()
+                if number > 1:  # memory is touched for the first time in the first rounds
+                    speeds[name].append(pages * GEOMETRY.page_bytes / (time.perf_counter() - started) / 1e9)
+    return speeds
 
 
-def _expect(receiver: Receiver, request: int, pages: int) -> None:
-    order = Expect(
-        seq=0,
-        request=request,
-        session=SESSION,
-        ticket="benchmark",
-        generation=request,
-        start=0,
-        count=pages * GEOMETRY.page_size,
-        pages=pack(range(pages)),
-        row=0,
-    )
-    receiver.apply(order, CLOCK.now())
-
-
-def _turn_until_arrived(receiver: Receiver) -> None:
-    poller = zmq.Poller()
-    for socket in receiver.sockets():
-        poller.register(socket, zmq.POLLIN)
-    while True:
-        poller.poll(10)
-        now = CLOCK.now()
-        for event in [*receiver.receive(now), *receiver.tick(now)]:
-            if isinstance(event, FetchFailed):
-                raise RuntimeError(event.message)
-            if isinstance(event, Arrived):
-                return
-
-
-def send(pages: int, chunk_pages: int, *, checksum: bool) -> None:
+def send(job: Job) -> None:
     """The child: send all pages once for every line on standard input, until that ends."""
-    config = TransferConfig(checksum=checksum)
-    store = ArrayPageStore(GEOMETRY, pages)
+    config = TransferConfig(checksum=job.checksum)
+    store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
+    if job.way == "bare":
+        send_bare(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes)
+        return
     context: Context = zmq.Context()
-    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context)
-    sender.apply(AdmitPeer(seq=0, session=SESSION, geometry=GEOMETRY, window_bytes=config.window_bytes), CLOCK.now())
+    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches={SHM: ShmReach()})
+    admit = AdmitPeer(
+        seq=0,
+        session=SESSION,
+        geometry=GEOMETRY,
+        window_bytes=config.window_bytes,
+        backend=job.way,
+        memory=(job.memory,),
+    )
+    sender.apply(admit, CLOCK.now())
     print(sender.port, flush=True)
     poller = zmq.Poller()
     poller.register(sender.sockets()[0], zmq.POLLIN)
@@ -125,14 +230,14 @@ def send(pages: int, chunk_pages: int, *, checksum: bool) -> None:
         if sys.stdin.fileno() in ready:
             if not sys.stdin.readline():
                 return
-            _order(sender, request, pages, chunk_pages)
             request += 1
+            _order(sender, request, job)
 
 
-def _order(sender: Sender, request: int, pages: int, chunk_pages: int) -> None:
-    for chunk, first in enumerate(range(0, pages, chunk_pages)):
-        ids = pack(range(first, min(first + chunk_pages, pages)))
-        last = first + chunk_pages >= pages
+def _order(sender: Sender, request: int, job: Job) -> None:
+    for chunk, first in enumerate(range(0, job.pages, job.chunk_pages)):
+        ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
+        last = first + job.chunk_pages >= job.pages
         tokens = len(ids) // 4 * GEOMETRY.page_size
         order = Send(
             after=0,
@@ -148,23 +253,36 @@ def _order(sender: Sender, request: int, pages: int, chunk_pages: int) -> None:
             dst_pages=ids,
             row=0,
             dst_row=0,
-            last=FirstToken(token=0, prompt_tokens=pages * GEOMETRY.page_size, cached_tokens=0) if last else None,
+            last=FirstToken(token=0, prompt_tokens=job.pages * GEOMETRY.page_size, cached_tokens=0) if last else None,
         )
         sender.apply(order, CLOCK.now())
 
 
 def main(given: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="KV transfer between two processes beside a memory copy")
-    parser.add_argument("--pages", type=int, default=256)
-    parser.add_argument("--no-checksum", action="store_true")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
+    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--chunk-pages", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--send", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.send:
-        pages, chunk_pages = map(int, arguments.send.split(","))
-        send(pages, chunk_pages, checksum=not arguments.no_checksum)
+        send(msgspec.json.decode(arguments.send, type=Job))
         return 0
-    moved, copied = measure(arguments.pages, checksum=not arguments.no_checksum)
-    print(f"zmq transfer  {moved:6.2f} GB/s\nmemory copy   {copied:6.2f} GB/s\nratio         {moved / copied:6.2f}")
+    rows = []
+    for checksum in (False, True):
+        with console.status(f"moving pages {'with' if checksum else 'without'} checksums"):
+            speeds = measure(arguments.pages, arguments.chunk_pages, arguments.rounds, checksum=checksum)
+        for name, limit in ((SHM, "copy"), (ZMQ, "bare zmq")):
+            ratio = statistics.median(one / other for one, other in zip(speeds[name], speeds[limit], strict=True))
+            medians = (f"{statistics.median(speeds[way]):.2f}" for way in (name, limit))
+            rows.append((name, "yes" if checksum else "no", *medians, limit, f"{ratio:.2f}"))
+    size = arguments.pages * GEOMETRY.page_bytes / 1e6
+    print_table(
+        f"GB/s from pool to pool, {size:.0f} MB in pages of {GEOMETRY.page_bytes >> 10} KiB: medians of "
+        f"{arguments.rounds} rounds",
+        ("backend", "checksums", "GB/s", "limit", "which is", "ratio"),
+        rows,
+    )
     return 0
 
 

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from core.backends import SHM, ZMQ
+
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -69,7 +71,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
-    peer_timeout_s: silence after which a peer is gone; pings go out at a third of it."""
+    peer_timeout_s: silence after which a peer is gone; pings go out at a third of it. backends: ways to move KV that
+    may be used, best first; the prefill server's order counts."""
 
     host: str = "127.0.0.1"
     desk_port: int = 0
@@ -80,6 +83,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_peers: int = 64
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20
+    backends: tuple[str, ...] = (SHM, ZMQ)
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +151,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes, "" where they are. rendezvous: HOST:PORT where the stages of one start meet. rendezvous_hosted: somebody
     else listens there (torchrun's agent), else stage 0 does. stage_timeout_s: longest wait for another stage.
     measure_tokens: chunk length around which to measure the stage's speed before it is ready; 0 does not.
+    role: of the server.
     """
 
     stage: int
@@ -162,3 +167,4 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous_hosted: bool = False
     stage_timeout_s: float = 120.0
     measure_tokens: int = 0
+    role: Role = "colocated"

@@ -7,6 +7,7 @@ orders it had so far and gives a digest of them (core/order_log.py), which the s
 
 import msgspec
 
+from core.backends import ZMQ, PoolMemory
 from core.geometry import Geometry
 from core.request import FirstToken, SamplingParams, TokenLogprob
 from core.stats import Stats
@@ -95,12 +96,15 @@ class Release(Order, frozen=True, kw_only=True):
 
 class AdmitPeer(Order, frozen=True, kw_only=True):
     """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged on
-    each data connection. geometry: of its first stage; geometries: of all of them (empty: it has but one)."""
+    each data connection. geometry: of its first stage; geometries: of all of them (empty: it has but one). backend: how
+    bytes go there; memory: its stages' pools, where that writes into them."""
 
     session: str
     geometry: Geometry
     window_bytes: int
     geometries: tuple[Geometry, ...] = ()
+    backend: str = ZMQ
+    memory: tuple[PoolMemory, ...] = ()
 
 
 class DropPeer(Order, frozen=True, kw_only=True):
@@ -111,16 +115,17 @@ class DropPeer(Order, frozen=True, kw_only=True):
 
 class Dial(Order, frozen=True, kw_only=True):
     """Open the data connections to a prefill server: one endpoint per stage of it, in stage order.
-    session is the secret its desk gave us; geometries are those of its stages."""
+    session is the secret its desk gave us; geometries are those of its stages. backend: how bytes come."""
 
     session: str
     endpoints: tuple[str, ...]
     geometries: tuple[Geometry, ...]
     window_bytes: int
+    backend: str = ZMQ
 
 
 class HangUp(Order, frozen=True, kw_only=True):
-    """Close the data connections of a session."""
+    """Close the data connections of a session. Answered by HungUp once nobody can write through it any more."""
 
     session: str
 
@@ -179,7 +184,8 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 class StageReady(StageEvent, frozen=True, kw_only=True):
     """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
     attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
-    take here, where they were measured."""
+    take here, where they were measured. backends: ways to move KV that work here, best first. host: token of the
+    host's shared memory, "" where there is none. memory: how peers may write into the pool."""
 
     geometry: Geometry
     fingerprint: str
@@ -189,6 +195,9 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     data_host: str = ""
     epoch: int = 0
     cost: tuple[float, float, float] | None = None
+    backends: tuple[str, ...] = (ZMQ,)
+    host: str = ""
+    memory: PoolMemory | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -276,6 +285,13 @@ class Forgotten(StageEvent, frozen=True, kw_only=True):
     request: int
 
 
+class HungUp(StageEvent, frozen=True, kw_only=True):
+    """Answer to HangUp: whoever sent through this session cannot write into this stage's pool any more. It may take
+    as long as a stopped process of the other side stays stopped."""
+
+    session: str
+
+
 class StageBeat(StageEvent, frozen=True, kw_only=True):
     """Answer to Beat, with the stage's counters."""
 
@@ -323,6 +339,7 @@ StageMessage = (
     | ChunkArrived
     | FetchFailed
     | Forgotten
+    | HungUp
     | StageBeat
     | Recorded
     | StageFailed

@@ -6,6 +6,7 @@ this far has been checked against what the peer said in its hello.
 
 import msgspec
 
+from core.backends import ZMQ, PoolMemory
 from core.errors import ErrorInfo
 from core.geometry import Geometry
 from core.request import FirstToken
@@ -17,13 +18,17 @@ class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     """Desk: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first stage;
-    geometries: of all of them (empty: it has but one)."""
+    geometries: of all of them (empty: it has but one). backend: how bytes go there, and why that one; memory: its
+    stages' pools, where it writes into them."""
 
     session: str
     name: str
     geometry: Geometry
     window_bytes: int
     geometries: tuple[Geometry, ...] = ()
+    backend: str = ZMQ
+    backend_reason: str = ""
+    memory: tuple[PoolMemory, ...] = ()
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
@@ -75,13 +80,14 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server welcomed us."""
+    """Dialer: a prefill server welcomed us. backend: how bytes will come."""
 
     name: str
     session: str
     endpoints: tuple[str, ...]
     geometries: tuple[Geometry, ...]
     window_bytes: int
+    backend: str = ZMQ
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
@@ -111,7 +117,7 @@ class TicketFinished(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: answer to AskCancel."""
+    """Dialer: answer to AskCancel; no byte is written for it any more. None comes when the session ends before."""
 
     session: str
     ticket: str
@@ -149,6 +155,13 @@ class TellCancelled(PeerEffect, frozen=True, kw_only=True):
     generation: int
 
 
+class EndPeer(PeerEffect, frozen=True, kw_only=True):
+    """Desk: end the session, since nobody can vouch any more that its pages are not written."""
+
+    session: str
+    reason: str
+
+
 class AskDial(PeerEffect, frozen=True, kw_only=True):
     """Dialer: keep a connection to this desk."""
 
@@ -184,7 +197,7 @@ class AskRenew(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskCancel(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: take a ticket back; answered by TicketCancelled (or the end of the session)."""
+    """Dialer: take a ticket back; answered by TicketCancelled or PrefillDown."""
 
     session: str
     ticket: str
@@ -192,5 +205,5 @@ class AskCancel(PeerEffect, frozen=True, kw_only=True):
     reason: str
 
 
-DeskEffect = TellFailed | TellFinished | TellCancelled
+DeskEffect = TellFailed | TellFinished | TellCancelled | EndPeer
 DialerEffect = AskDial | AskHangUp | AskReserve | AskRenew | AskCancel

@@ -1,5 +1,7 @@
 """The paged KV pool of one stage."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -8,6 +10,8 @@ from torch import Tensor
 from core.geometry import Geometry
 from engine.dtypes import TORCH_DTYPES
 from transfer.layout import WHOLE, Box
+
+Allocate = Callable[[Geometry, int], memoryview | None]  # for a pool of this many pages; None: take memory of your own
 
 
 class KVPool:
@@ -19,11 +23,17 @@ class KVPool:
     set of them is one operation. Writers of different pages may run in different threads.
     """
 
-    def __init__(self, geometry: Geometry, pages: int, device: str = "cpu") -> None:
+    def __init__(self, geometry: Geometry, pages: int, device: str = "cpu", allocate: Allocate | None = None) -> None:
+        """allocate: gives the memory, on the CPU; None has torch allocate it."""
         self.geometry = geometry
         self.pages = pages
         shape = (pages, geometry.layers, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
-        self.tensor = torch.empty(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
+        dtype = TORCH_DTYPES[geometry.dtype]
+        buffer = allocate(geometry, pages) if allocate is not None else None
+        if buffer is None:
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
         self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * geometry.head_dim)
         self.slots: Tensor = self.tensor.view(-1, geometry.head_dim)
         self._bytes: NDArray[np.uint8] | None = None
@@ -39,18 +49,21 @@ class KVPool:
     def blocks_per_page(self) -> int:
         return self.geometry.layers * self.blocks_per_layer
 
-    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
-        """Bytes of slots [first_slot, first_slot + count): C-contiguous [layers, 2, kv_heads, count, row bytes]
-        with the layers and heads of the box.
-
-        On the CPU, consecutive layers of a full page with all heads are a view of the pool, anything else is a copy.
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
+        """Bytes of slots [first_slot, first_slot + count): [layers, 2, kv_heads, count, row bytes] with the layers and
+        heads of the box; on the CPU a strided view of the pool, else a copy.
         """
         self._check(page, first_slot, count)
         if self._bytes is None:
             part = self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count].contiguous().cpu()
             copied: NDArray[np.uint8] = part.view(torch.uint8).numpy()
             return copied
-        return np.ascontiguousarray(self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count])
+        return self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count]
+
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
+        """The same, C-contiguous. On the CPU, consecutive layers of a full page with all heads are a view of the pool,
+        anything else is a copy."""
+        return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
         """Set slots [first_slot, first_slot + count) from bytes in the shape that read returns."""

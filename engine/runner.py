@@ -24,7 +24,7 @@ from engine.model.decoder import Decoder
 from engine.model.fingerprint import fingerprint
 from engine.model.linear import choose_linear
 from engine.model.source import load_spec, resolve_source
-from engine.pool import KVPool
+from engine.pool import Allocate, KVPool
 from engine.sampling import Sampler, SampleRow
 
 WARM_UP_REQUEST = -1
@@ -79,9 +79,15 @@ class ModelRunner:
     """Runs the layers of one stage; not thread-safe but for the pool, whose pages others may read and write."""
 
     def __init__(
-        self, model: ModelConfig, engine: EngineConfig, max_model_len: int = 0, layer_range: range | None = None
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        max_model_len: int = 0,
+        layer_range: range | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
-        """max_model_len 0 takes the configured one, or the model's limit; layer_range None takes all layers.
+        """max_model_len 0 takes the configured one, or the model's limit; layer_range None takes all layers. allocate:
+        see KVPool.
 
         Raises ConfigError for a model, a device or sizes that cannot be had.
         """
@@ -120,7 +126,7 @@ class ModelRunner:
         self.vocab_size = spec.vocab_size
         self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
-        self.pool = KVPool(self.geometry, plan.kv_pages, device)
+        self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self._attention = choose_attention(self.pool, native_units=native)
         self._sampler = Sampler(random.SystemRandom())
         self._sampled: dict[int, int] = {}  # request → the token sampled last for it

@@ -25,6 +25,7 @@ from engine.model.standin import is_stand_in
 from engine.pipeline import LinkBroken, PipelineLinks, join_group
 from engine.recorder import Recorder
 from engine.runner import ModelRunner, Runner
+from engine.sharing import KvSharing
 from engine.standin import StandInRunner
 from engine.wire import QUEUE_LIMIT, Outbox, StageWire
 from transfer.receiver import Receiver
@@ -40,7 +41,15 @@ def run(config: StageConfig) -> int:
     not find together."""
     if config.stages > 1:
         join_group(config, torch.device(config.model.device))
-    runner = _runner(config)
+    sharing = KvSharing(config)
+    try:
+        return _serve(config, sharing)
+    finally:
+        sharing.close()
+
+
+def _serve(config: StageConfig, sharing: KvSharing) -> int:
+    runner = _runner(config, sharing)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
@@ -55,9 +64,15 @@ def run(config: StageConfig) -> int:
         store=runner.pool,
         context=context,
         transfers=recorder.transfers,
+        reaches=sharing.reaches,
     )
     receiver = Receiver(
-        config.transfer, stage=config.stage, geometry=runner.geometry, store=runner.pool, context=context
+        config.transfer,
+        stage=config.stage,
+        geometry=runner.geometry,
+        store=runner.pool,
+        context=context,
+        exposures=sharing.exposures,
     )
     wire = StageWire(
         context=context,
@@ -85,6 +100,9 @@ def run(config: StageConfig) -> int:
             vocab_size=runner.vocab_size,
             epoch=config.epoch,
             cost=_cost(config, runner),
+            backends=sharing.backends,
+            host=sharing.host,
+            memory=sharing.memory,
         )
     )
     wire.start()
@@ -97,11 +115,11 @@ def run(config: StageConfig) -> int:
     return status
 
 
-def _runner(config: StageConfig) -> Runner:
+def _runner(config: StageConfig, sharing: KvSharing) -> Runner:
     """With the layers of this stage, warmed up."""
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
     make: Callable[..., Runner] = StandInRunner if is_stand_in(config.model.model) else ModelRunner
-    runner = make(config.model, config.engine, layer_range=layers)
+    runner = make(config.model, config.engine, layer_range=layers, allocate=sharing.allocate)
     runner.warm_up()
     return runner
 

@@ -27,7 +27,7 @@ from engine.dtypes import TORCH_DTYPES
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.standin import END, parse_stand_in
-from engine.pool import KVPool
+from engine.pool import Allocate, KVPool
 from engine.runner import WARM_UP_REQUEST, Hidden
 from engine.sampling import Sampler, SampleRow
 
@@ -37,8 +37,15 @@ CERTAIN = 40.0  # logit of the token that follows; all others have 0
 class StandInRunner:
     """The layers of one stage of a stand-in model (see engine/model/standin.py). A Runner."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, layer_range: range | None = None) -> None:
-        """layer_range None takes all layers. Raises ConfigError for a name or sizes that cannot be had."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        layer_range: range | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """layer_range None takes all layers. allocate: see KVPool. Raises ConfigError for a name or sizes that cannot
+        be had."""
         self._model = parse_stand_in(model.model)
         spec = self._model.spec()
         layers = layer_range or range(spec.layers)
@@ -53,7 +60,7 @@ class StandInRunner:
         self.vocab_size = spec.vocab_size
         self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
-        self.pool = KVPool(self.geometry, plan.kv_pages, device)
+        self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self._first = layers.start == 0
         self._share = len(layers) / spec.layers
         self._positions = length

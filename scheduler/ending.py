@@ -4,6 +4,7 @@ fail() / complete()      the client hears of it now
     │  Cancel or Forget to the stages, where bytes may be under way
     ▼
 every stage Quiet/Forgotten ─► the last word to the peer: no byte can follow it
+    │  and whoever writes into our pages itself has said that it has ceased, or cannot write any more
     │  and every plan in flight with the request done
     ▼
 finish()                 Release; the lease and the metadata row end here and nowhere else
@@ -82,9 +83,9 @@ class Endings:
 
     def settle(self, request: Request) -> None:
         """Go as far with an ended request as is safe by now."""
-        if not request.ended or request.awaiting:
+        incoming, outgoing = request.incoming, request.outgoing
+        if not request.ended or request.awaiting or (incoming is not None and incoming.exposed):
             return
-        outgoing = request.outgoing
         if outgoing is not None and outgoing.farewell is not None:
             self._say(outgoing.farewell)
             outgoing.farewell = None
@@ -108,8 +109,11 @@ class Endings:
     def void(self, error: ErrorInfo, now: float) -> None:
         """The engine and all its pages are gone: end every request, waiting for no answer."""
         state = self._state
+        state.revoking.clear()
         for request in list(state.records.values()):
             outgoing = request.outgoing
+            if request.incoming is not None:
+                request.incoming.exposed = False
             if outgoing is not None and outgoing.farewell is not None:  # its stages can no longer vouch for anything
                 outgoing.farewell = _tell_failed(outgoing, error)
             request.in_flight = 0
@@ -126,6 +130,8 @@ class Endings:
         del self._state.arrivals[request.arrival]
         if request.outgoing is not None:
             self._state.tickets.forget(request.outgoing.key)
+        if request.incoming is not None:
+            self._state.fetches.pop(request.incoming.key, None)
 
     def _end(self, request: Request, phase: Phase, reason: str, now: float) -> None:
         """Take a request out of every queue, index and deadline of the living."""
@@ -150,7 +156,7 @@ class Endings:
 
     def _leave_peers(self, request: Request, now: float) -> None:
         state = self._state
-        submit, outgoing, incoming = request.submit, request.outgoing, request.incoming
+        submit, outgoing = request.submit, request.outgoing
         if submit.exit == "wire" and submit.ticket is not None:
             session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
             first = request.first if outgoing is None else None
@@ -160,8 +166,6 @@ class Endings:
             state.peers[outgoing.session].requests.pop(request.arrival, None)
         if submit.prefill is not None and submit.prefill in state.prefills:
             state.prefills[submit.prefill].requests.pop(request.arrival, None)
-        if incoming is not None:
-            state.fetches.pop(incoming.key, None)
 
     def _quiesce(self, request: Request, now: float) -> None:
         """Stop bytes that may be under way, in or out."""

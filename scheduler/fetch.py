@@ -2,13 +2,27 @@
 
 WAITING ─► lease, Expect ─► every stage Expecting ─► AskReserve, Reserved ─► chunks … ─► every stage Arrived
            └──────────────── FETCHING ────────────────────────────────────────────┘     └► GENERATING
+
+A prefill server that writes into our pages itself may do so from AskReserve until it has said that the ticket has
+ended, or our stages have made sure that nobody can write through its session any more (HungUp). Only then do pages of
+requests that failed meanwhile go to others.
 """
 
 from core.arrays import pack, prompt_hash
+from core.backends import writes_directly
 from core.errors import PEER_GONE, ErrorInfo
 from core.intake import AddPrefill, PrefillState, RemovePrefill, Reserved
-from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, HangUp, Sampled
-from core.peers import AskDial, AskHangUp, AskReserve, PrefillDown, PrefillUp, TicketFailed, TicketFinished
+from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, HangUp, HungUp, Sampled
+from core.peers import (
+    AskDial,
+    AskHangUp,
+    AskReserve,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
 from core.request import FirstToken
 from scheduler.admission import no_prefill
 from scheduler.deadlines import Timer
@@ -54,6 +68,7 @@ class Fetch:
         server.endpoints = event.endpoints
         server.geometries = event.geometries
         server.window_bytes = event.window_bytes
+        server.backend = event.backend
         if self._state.ready:
             self._dial(server, event.session)
         self._state.out.add(PrefillState(name=event.name, up=True))
@@ -95,6 +110,7 @@ class Fetch:
             unready=set(state.stages),
             missing=set(state.stages),
             pages=len(lease.pages) - lease.matched,
+            direct=writes_directly(server.backend),
         )
         state.fetches[incoming.key] = request
         state.unplanned -= request.unplanned
@@ -132,7 +148,7 @@ class Fetch:
         assert request.lease is not None, "start() has seen to it"
         assert request.row is not None, "start() has seen to it"
         state.deadlines.clear(Timer.ANSWER, request.arrival)
-        incoming.reserved = True
+        incoming.reserved, incoming.exposed = True, incoming.direct
         state.out.add(
             AskReserve(
                 session=incoming.session,
@@ -167,7 +183,7 @@ class Fetch:
         if incoming.missing:
             return
         assert request.lease is not None, "start() has seen to it"
-        incoming.open = False
+        incoming.open = incoming.exposed = False
         del state.fetches[incoming.key]
         request.computed = request.target
         state.cache.publish(request.lease, request.tokens, request.computed)
@@ -182,15 +198,35 @@ class Fetch:
         self._endings.fail(request, error, now)
 
     def ticket_failed(self, event: TicketFailed, now: float) -> None:
-        request = self._ended_ticket(event.session, event.ticket, event.generation)
+        request = self._ended_ticket(event)
         if request is not None:
             self._endings.fail(request, event.error, now)
 
     def ticket_finished(self, event: TicketFinished, now: float) -> None:
         """The prefill ended the request with its first token. Bytes it had sent before may still be coming in."""
-        request = self._ended_ticket(event.session, event.ticket, event.generation)
+        request = self._ended_ticket(event)
         if request is not None:
             self._first(request, event.first, now)
+
+    def ticket_cancelled(self, event: TicketCancelled) -> None:
+        """The answer to our cancel. Who asked has not waited for it, but its pages have if others write into them."""
+        if (event.session, event.ticket, event.generation) in self._state.fetches:
+            self._ended_ticket(event)
+
+    def hung_up(self, event: HungUp) -> None:
+        """A stage has made sure that nobody can write through an ended session any more."""
+        state = self._state
+        stages = state.revoking.get(event.session)
+        if stages is None:
+            return
+        stages.discard(event.stage)
+        if stages:
+            return
+        del state.revoking[event.session]
+        for request in list(state.fetches.values()):
+            if request.incoming is not None and request.incoming.session == event.session:
+                request.incoming.exposed = False
+                self._endings.settle(request)
 
     def _first(self, request: Request, first: FirstToken, now: float) -> None:
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
@@ -203,13 +239,17 @@ class Fetch:
             return None, None
         return request, request.incoming
 
-    def _ended_ticket(self, session: str, ticket: str, generation: int) -> Request | None:
-        request = self._state.fetches.get((session, ticket, generation))
+    def _ended_ticket(self, event: TicketFailed | TicketFinished | TicketCancelled) -> Request | None:
+        """The prefill server has ended a ticket, and writes nothing more for it. Returns its request if that lives."""
+        request = self._state.fetches.get((event.session, event.ticket, event.generation))
         if request is None or request.incoming is None:
             self._state.drop("unknown_ticket")
             return None
-        request.incoming.ended = True
-        return request
+        request.incoming.ended, request.incoming.exposed = True, False
+        if not request.ended:
+            return request
+        self._endings.settle(request)
+        return None
 
     def _lose(self, server: PrefillServer, reason: str, now: float) -> None:
         """The server's session has ended: its requests fail, since nothing will come for them."""
@@ -223,6 +263,7 @@ class Fetch:
                 error = ErrorInfo(code=PEER_GONE, message=f"the prefill server is gone: {reason}", status=502)
                 self._endings.fail(request, error, now)
         if session is not None and state.ready:
+            state.revoking[session] = set(state.stages)
             state.out.add(HangUp(seq=state.out.next_seq(), session=session))
         state.out.add(PrefillState(name=server.name, up=False, reason=reason))
 
@@ -235,5 +276,6 @@ class Fetch:
                 endpoints=server.endpoints,
                 geometries=server.geometries,
                 window_bytes=server.window_bytes,
+                backend=server.backend,
             )
         )

@@ -81,8 +81,11 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} has no pages"
     if phase in (Phase.BOOTSTRAP, Phase.WAITING) and request.lease is not None:
         yield f"{name} has pages already"
-    if request.ended and not request.awaiting and not request.in_flight:
+    exposed = request.incoming is not None and request.incoming.exposed
+    if request.ended and not request.awaiting and not exposed and not request.in_flight:
         yield f"{name} has ended and nothing keeps it"
+    if exposed and not request.ended and phase is not Phase.FETCHING:
+        yield f"{name} computes on pages that others may write"
     if request.lease is not None and not 0 <= request.computed <= request.planned:
         yield f"{name} has computed {request.computed} tokens of {request.planned} planned"
 

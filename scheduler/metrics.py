@@ -21,6 +21,7 @@ CATALOG = (
     MetricSpec("kv_pages", "gauge", "KV pages by state.", ("state",), (("free",), ("cached",), ("leased",))),
     MetricSpec("held_requests", "gauge", "Requests to be fetched later that no peer has come for."),
     MetricSpec("held_pages", "gauge", "KV pages that those requests may take."),
+    MetricSpec("quarantined_pages", "gauge", "KV pages of ended requests that a prefill server may still write into."),
     MetricSpec("leases_expired_total", "counter", "Held requests that nobody came for in time.", (), ((),)),
     MetricSpec("plan_duration_seconds", "histogram", "Time the last stage spent on a plan.", (), ((),), SECONDS),
     MetricSpec("plan_tokens", "histogram", "Tokens in a plan.", (), ((),), TOKENS),

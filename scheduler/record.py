@@ -69,7 +69,8 @@ class Outgoing:
 @dataclass(slots=True, eq=False)
 class Incoming:
     """The way in by wire. open: stages may write into our pages. reserved: the prefill server has been told.
-    ended: the prefill server needs no cancel (it ended the ticket, or is gone)."""
+    ended: the prefill server needs no cancel (it ended the ticket, or is gone). direct: the prefill server writes into
+    our pages itself; exposed: it may do so now, whatever our stages want."""
 
     session: str
     ticket: str
@@ -80,6 +81,8 @@ class Incoming:
     open: bool = True
     reserved: bool = False
     ended: bool = False
+    direct: bool = False
+    exposed: bool = False
     bytes: int = 0
     chunks: int = 0
 

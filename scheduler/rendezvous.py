@@ -22,7 +22,7 @@ class Rendezvous:
         self._handoff = handoff
 
     def joined(self, event: PeerJoined, now: float) -> None:
-        peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries)
+        peer = Peer(event.name, event.geometry, event.window_bytes, now, event.geometries, event.backend, event.memory)
         self._state.peers[event.session] = peer
         if self._state.ready:
             self._admit(event.session, peer)
@@ -183,6 +183,8 @@ class Rendezvous:
                 geometry=peer.geometry,
                 window_bytes=peer.window_bytes,
                 geometries=peer.geometries,
+                backend=peer.backend,
+                memory=peer.memory,
             )
         )
 

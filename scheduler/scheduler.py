@@ -34,6 +34,7 @@ from core.orders import (
     FetchFailed,
     Forgotten,
     Halt,
+    HungUp,
     PlanDone,
     Quiet,
     Recorded,
@@ -204,7 +205,11 @@ class Scheduler:
                 self._drain(now)
             case Shutdown():
                 self._shutdown(now)
-            case StageBeat() | TicketCancelled():
+            case TicketCancelled():
+                self._fetch.ticket_cancelled(event)
+            case HungUp():
+                self._fetch.hung_up(event)
+            case StageBeat():
                 pass  # the loop keeps the stages' counters; pages come back with Forgotten, not with Cancelled
 
     def _conclude(self, now: float) -> list[Effect]:

@@ -23,6 +23,8 @@ from core.orders import (
     Forget,
     Forgotten,
     Forward,
+    HangUp,
+    HungUp,
     Order,
     PlanDone,
     Quiet,
@@ -34,19 +36,7 @@ from core.orders import (
     StageReady,
 )
 from core.request import FirstToken
-
-MODULUS = (1 << 61) - 1
-VOCABULARY = 61
-
-
-def extend(state: int, token: int) -> int:
-    """The hash of a prefix and one more token."""
-    return (state * 1_000_003 + token + 7) % MODULUS
-
-
-def next_token(state: int) -> int:
-    """What the model says after a prefix with this hash."""
-    return state % VOCABULARY
+from scheduler.simulated_model import VOCABULARY, extend, next_token
 
 
 class World:
@@ -97,7 +87,8 @@ class Channel:
 
 @dataclass(slots=True)
 class Chunk:
-    """One Send of one stage on its way. values: the KV of positions [start, start + len(values))."""
+    """One Send of one stage on its way. values: the KV of positions [start, start + len(values)). written: it is in the
+    peer's pages already."""
 
     stage: int
     stages: int
@@ -105,6 +96,7 @@ class Chunk:
     values: list[int]
     acked: Callable[[], None]
     receivers: int = 0
+    written: bool = False
 
 
 @dataclass(slots=True)
@@ -191,6 +183,7 @@ class Stage:
         self._quiet_asked: set[int] = set()
         self._sending: Counter[int] = Counter()
         self._expected: dict[tuple[str, str, int], Expectation] = {}
+        self.revoked: set[str] = set()  # sessions through which nobody can write any more
 
     def say(self, event: StageMessage) -> None:
         pipeline = self.pipeline
@@ -221,6 +214,8 @@ class Stage:
             case Forget():
                 self._forget(order.request)
                 self.say(Forgotten(stage=self.index, request=order.request))
+            case HangUp():  # whoever sends may be stopped, and goes on for as long
+                self.pipeline.world.after(0.05, lambda: self._revoke(order.session))
             case _:
                 pass
 
@@ -233,17 +228,21 @@ class Stage:
         seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
         self.pipeline.world.after(seconds, lambda: self._computed(order, seconds))
 
+    def write(self, send: Send, values: list[int]) -> None:
+        """Put the KV of a chunk into the pages that were reserved for it."""
+        pages = unpack(send.dst_pages)
+        base = send.start // self.page_size
+        for offset, value in enumerate(values, send.start):
+            self.pool[pages[offset // self.page_size - base]][offset % self.page_size] = value
+
     def receive(self, chunk: Chunk) -> None:
-        """A chunk from a prefill stage. Written and acknowledged only while it is expected."""
+        """A chunk from a prefill stage. Acknowledged only while it is expected, and written here unless it has been."""
         send = chunk.order
         expectation = self._expected.get((send.session, send.ticket, send.generation))
         if expectation is None or self.pipeline.dead:
             return
-        size = self.page_size
-        pages = unpack(send.dst_pages)
-        base = send.start // size
-        for offset, value in enumerate(chunk.values, send.start):
-            self.pool[pages[offset // size - base]][offset % size] = value
+        if not chunk.written:
+            self.write(send, chunk.values)
         expectation.seen.add((chunk.stage, send.chunk))
         if send.last is not None:
             expectation.totals[chunk.stage] = send.chunk + 1
@@ -262,6 +261,10 @@ class Stage:
         chunks = len(expectation.seen)
         request = expectation.order.request
         self.say(Arrived(stage=self.index, request=request, first=expectation.first, bytes=chunks, chunks=chunks))
+
+    def _revoke(self, session: str) -> None:
+        self.revoked.add(session)
+        self.say(HungUp(stage=self.index, session=session))
 
     def _forget(self, request: int) -> None:
         for key in [key for key, expected in self._expected.items() if expected.order.request == request]:
@@ -329,18 +332,3 @@ class Stage:
             self._quiet_asked.discard(request)
             del self._sending[request]
             self.say(Quiet(stage=self.index, request=request))
-
-
-def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop: tuple[int, ...], min_tokens: int) -> list[int]:
-    """What a request must generate, from its prompt alone."""
-    state = 0
-    for token in prompt:
-        state = extend(state, token)
-    tokens: list[int] = []
-    while len(tokens) < max_tokens:
-        token = next_token(state)
-        tokens.append(token)
-        if token in stop and len(tokens) >= min_tokens:
-            break
-        state = extend(state, token)
-    return tokens

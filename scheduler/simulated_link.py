@@ -1,11 +1,13 @@
 """The wire of the simulator: control messages and chunks between a prefill and a decode server."""
 
+from core.backends import SHM
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.peers import (
     AskCancel,
     AskDial,
     AskReserve,
+    EndPeer,
     PeerCancelled,
     PeerGone,
     PeerJoined,
@@ -22,16 +24,17 @@ from core.peers import (
     TicketFinished,
 )
 from scheduler.scheduler import Effect, Event
-from scheduler.simulated_engine import Channel, Chunk, World
+from scheduler.simulated_engine import Channel, Chunk, Pipeline, World
 from scheduler.simulated_server import Server
 
 WINDOW = 1 << 20
 
 
 class Link:
-    """The connection of a decode server to a prefill server's desk, and their data connections."""
+    """The connection of a decode server to a prefill server's desk, and their data connections. By "shm" the prefill
+    stages write into the pool that the decode server had when the session began, until they are kept from it."""
 
-    def __init__(self, world: World, prefill: Server, decode: Server, stall: float) -> None:
+    def __init__(self, world: World, prefill: Server, decode: Server, stall: float, backend: str) -> None:
         self._world = world
         self._prefill = prefill
         self._decode = decode
@@ -41,18 +44,29 @@ class Link:
         self._to_prefill = Channel(world, 0.002)
         self._to_decode = Channel(world, 0.002)
         self._data: dict[tuple[int, int], Channel] = {}
+        self._backend = backend
+        self._pools: dict[str, Pipeline] = {}
         prefill.on_peer = self._from_desk
         prefill.ship = self._ship
         decode.on_peer = self._from_dialer
+        if self._backend == SHM:
+            decode.on_restart = self.lose  # its pool is another one, so its hello is
 
     def connect(self) -> None:
         self._sessions += 1
         session = self.session = f"session-{self._sessions}"
+        self._pools[session] = self._decode.pipeline
         prefill, decode = self._prefill.config, self._decode.config
         self._send(
             self._to_prefill,
             self._prefill,
-            PeerJoined(session=session, name="decode", geometry=_geometry(decode), window_bytes=WINDOW),
+            PeerJoined(
+                session=session,
+                name="decode",
+                geometry=_geometry(decode),
+                window_bytes=WINDOW,
+                backend=self._backend,
+            ),
         )
         up = PrefillUp(
             name="prefill",
@@ -60,6 +74,7 @@ class Link:
             endpoints=("simulated",) * prefill.stages,
             geometries=(_geometry(prefill),) * prefill.stages,
             window_bytes=WINDOW,
+            backend=self._backend,
         )
         self._send(self._to_decode, self._decode, up)
 
@@ -113,6 +128,9 @@ class Link:
                 event: Event = TicketFailed(session=session, ticket=ticket, generation=generation, error=error)
             case TellCancelled(session=session, ticket=ticket, generation=generation):
                 event = TicketCancelled(session=session, ticket=ticket, generation=generation)
+            case EndPeer():
+                self.lose()
+                return
             case TellFinished(session=session, ticket=ticket, generation=generation, first=first) if first is not None:
                 event = TicketFinished(session=session, ticket=ticket, generation=generation, first=first)
             case _:
@@ -121,12 +139,26 @@ class Link:
 
     def _ship(self, chunk: Chunk) -> None:
         """Deliver a chunk to every stage of the decode server; some are lost with their session, or stall for ever."""
+        if self._backend == SHM:
+            self._write(chunk)
         if self._world.random.random() < self._stall:
             return
         chunk.receivers = self._decode.config.stages
         for index in range(chunk.receivers):
             channel = self._data.setdefault((chunk.stage, index), Channel(self._world, 0.003))
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
+
+    def _write(self, chunk: Chunk) -> None:
+        """The prefill stages do it themselves, whether or not the session has ended, unless they are kept from it."""
+        send, pipeline = chunk.order, self._pools[chunk.order.session]
+        chunk.written = True
+        for stage in pipeline.stages:
+            if send.session in stage.revoked:
+                continue
+            stage.write(send, chunk.values)
+            problem = self._decode.guard.written(send) if pipeline is self._decode.pipeline else None
+            if problem is not None:
+                self._decode.violation(problem)
 
     def _deliver(self, chunk: Chunk, index: int) -> None:
         if chunk.order.session == self.session:

@@ -8,7 +8,8 @@ from core.config import SchedulerConfig
 from core.intake import Failed, Finished, Output, Submit, Tokens
 from core.orders import Acked, Arrived, Begin, Expect, Forgotten, Forward, Order, Quiet, Send, StageFailed
 from scheduler.scheduler import Effect, Event, Scheduler
-from scheduler.simulated_engine import Channel, Chunk, Pipeline, World, expected_tokens
+from scheduler.simulated_engine import Channel, Chunk, Pipeline, World
+from scheduler.simulated_model import expected_tokens
 
 
 @dataclass(slots=True)
@@ -42,23 +43,33 @@ class PageGuard:
         self._page_size = page_size
         self._held: dict[int, set[int]] = {}
         self._open: dict[int, set[tuple[int, int]]] = {}
-        self._answers: dict[int, set[int]] = {}
+        self._requests: dict[tuple[str, str, int], int] = {}
+        self._owners: dict[int, int] = {}
 
     def order(self, order: Order) -> str | None:
         """Note an order; say what it violates."""
         if isinstance(order, Forward):
             for row in order.rows:
                 written = set(unpack(row.pages)[row.start // self._page_size :])
+                self._owners.update(dict.fromkeys(written, row.request))
                 if problem := self._clash(row.request, written):
                     return problem
         elif isinstance(order, Expect):
             pages = set(unpack(order.pages))
             if problem := self._clash(order.request, pages):
                 return problem
+            self._requests[order.session, order.ticket, order.generation] = order.request
+            self._owners.update(dict.fromkeys(pages, order.request))
             self._hold(order.request, pages, {(stage, -1) for stage in range(self._stages)})
         elif isinstance(order, Send):
             self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in range(self._stages)})
         return None
+
+    def written(self, send: Send) -> str | None:
+        """A prefill server has written into our pages by itself; say what that violates."""
+        request = self._requests.get((send.session, send.ticket, send.generation))
+        others = {owner for page in unpack(send.dst_pages) if (owner := self._owners.get(page)) != request}
+        return f"{send.ticket} was written into pages of requests {others}" if others else None
 
     def event(self, event: Event) -> None:
         """Acknowledged, arrived or promised not to be touched again."""
@@ -106,6 +117,7 @@ class Server:
         self.on_output: Callable[[Output], None] = lambda _output: None
         self.on_peer: Callable[[Effect], None] = lambda _effect: None
         self.ship: Callable[[Chunk], None] = lambda _chunk: None
+        self.on_restart: Callable[[], None] = lambda: None
         self._token_s = token_s
         self._tick_at: float | None = None
         self._stream: list[Order] = []
@@ -165,6 +177,7 @@ class Server:
     def _restart(self) -> None:
         self._stream.clear()
         self.pipeline = self._new_pipeline()
+        self.on_restart()
 
     def _apply(self, effects: list[Effect]) -> None:
         self._perform_all(effects)

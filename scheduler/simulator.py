@@ -13,12 +13,14 @@ from typing import Literal
 import msgspec
 
 from core.arrays import pack
+from core.backends import SHM, ZMQ
 from core.config import SchedulerConfig
 from core.errors import ErrorInfo
 from core.intake import Abort, AddPrefill, Failed, Output, Reserved, Submit
 from core.request import SamplingParams
-from scheduler.simulated_engine import VOCABULARY, World
+from scheduler.simulated_engine import World
 from scheduler.simulated_link import Link
+from scheduler.simulated_model import VOCABULARY
 from scheduler.simulated_server import Client, Report, Server
 
 Shape = Literal["colocated", "pair"]
@@ -71,7 +73,8 @@ class Simulation:
         if scenario.shape == "pair":
             self._prefill = self._new_server("prefill", self._server.config)
             self._servers.append(self._prefill)
-            self._link = Link(self._world, self._prefill, self._server, scenario.stall)
+            backend = (ZMQ, SHM)[scenario.seed % 2]
+            self._link = Link(self._world, self._prefill, self._server, scenario.stall, backend)
             self._server.intake(AddPrefill(name="prefill", endpoint="simulated"))
             self._server.on_output = self._on_decode_output
             self._prefill.on_output = self._on_prefill_output

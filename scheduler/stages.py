@@ -1,9 +1,11 @@
 """The engine as the scheduler sees it: stages that come up, plans that come back, a watchdog for those that do not."""
 
+from core.backends import writes_directly
 from core.errors import STAGE_FAILED, ErrorInfo
 from core.intake import EngineState, StageDown
 from core.joining import Gathering
 from core.orders import Begin, PlanDone, StageReady
+from core.peers import EndPeer
 from scheduler.deadlines import Timer
 from scheduler.ending import Endings
 from scheduler.generate import Generate
@@ -113,8 +115,12 @@ class Stages:
         self._served = False
 
     def stop(self, error: ErrorInfo, now: float) -> None:
-        """End every request with this error, without waiting for the stages."""
+        """End every request with this error, without waiting for the stages. Peers whose pages they write must not take
+        that for a promise that they have ceased: their sessions end, and they see for themselves."""
         state = self._state
+        for session, peer in state.peers.items():
+            if writes_directly(peer.backend):
+                state.out.add(EndPeer(session=session, reason=error.message))
         state.ready = False
         self._up.clear()
         state.plans.clear()

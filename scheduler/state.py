@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from core.backends import ZMQ, PoolMemory
 from core.config import SchedulerConfig
 from core.geometry import Geometry
 from core.stats import Counters, Histograms
@@ -24,26 +25,30 @@ RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A decode peer that was welcomed. geometry: of its first stage; geometries: of all. requests: live ones that
-    leave to it, by arrival."""
+    """A decode peer that was welcomed. geometry: of its first stage; geometries: of all. backend: how KV goes there;
+    memory: its stages' pools, where that writes into them. requests: live ones that leave to it, by arrival."""
 
     name: str
     geometry: Geometry
     window_bytes: int
     last_ack: float
     geometries: tuple[Geometry, ...] = ()
+    backend: str = ZMQ
+    memory: tuple[PoolMemory, ...] = ()
     requests: dict[int, Request] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class PrefillServer:
-    """A prefill server we dial. session is None while it is down. requests: live ones that come from it."""
+    """A prefill server we dial. session is None while it is down. backend: how KV comes. requests: live ones that come
+    from it."""
 
     name: str
     session: str | None = None
     endpoints: tuple[str, ...] = ()
     geometries: tuple[Geometry, ...] = ()
     window_bytes: int = 0
+    backend: str = ZMQ
     requests: dict[int, Request] = field(default_factory=dict)
 
 
@@ -97,7 +102,8 @@ class State:
     held for a peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing
     takes each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to
     know.
-    trace_log: what a recording notes, while there is one.
+    trace_log: what a recording notes, while there is one. revoking: sessions that have ended while their prefill server
+    might write into our pages, with the stages that have not ruled that out yet.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -128,6 +134,7 @@ class State:
         self.peers: dict[str, Peer] = {}
         self.prefills: dict[str, PrefillServer] = {}
         self.fetches: dict[tuple[str, str, int], Request] = {}
+        self.revoking: dict[str, set[int]] = {}
         self.preempting = 0
         self.unplanned = 0
         self.unclaimed: dict[int, Request] = {}

@@ -4,11 +4,16 @@ from core.stats import MetricSpec
 from scheduler.metrics import CATALOG as SCHEDULER
 
 TRANSFER: tuple[MetricSpec, ...] = (
-    MetricSpec("bytes_sent_total", "counter", "Payload bytes of KV sent to peers."),
+    MetricSpec("bytes_sent_total", "counter", "Payload bytes of KV sent to peers, by the way they went.", ("backend",)),
     MetricSpec("chunks_sent_total", "counter", "Chunks of KV sent to peers."),
     MetricSpec("unacked_bytes", "gauge", "Payload bytes sent and not yet acknowledged."),
     MetricSpec("queued_chunks", "gauge", "Chunks that wait for a peer to connect or to acknowledge others."),
-    MetricSpec("bytes_received_total", "counter", "Payload bytes of KV written into the pool."),
+    MetricSpec(
+        "bytes_received_total",
+        "counter",
+        "Payload bytes of KV that came into the pool, by the way they came.",
+        ("backend",),
+    ),
     MetricSpec("chunks_received_total", "counter", "Chunks of KV written into the pool."),
     MetricSpec("chunks_rejected_total", "counter", "Chunks refused here, by reason.", ("reason",)),
     MetricSpec("nacks_total", "counter", "Chunks that peers have refused, by reason.", ("reason",)),
@@ -23,6 +28,9 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec("open_tickets", "gauge", "Tickets that peers have reserved and that have not ended."),
     MetricSpec("prefill_servers_up", "gauge", "Prefill servers whose desk has welcomed this server."),
     MetricSpec("data_connections", "gauge", "Data connections to stages of prefill servers."),
+    MetricSpec(
+        "sessions_being_revoked", "gauge", "Ended sessions through which a prefill stage may still write into the pool."
+    ),
     MetricSpec("expected_requests", "gauge", "Requests whose KV is expected by wire."),
 )
 

@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 dest=dest,
                 action="append" if setting.kind == "list" else "store",
                 default=argparse.SUPPRESS,
-                metavar="{" + ",".join(setting.choices) + "}" if setting.choices else _METAVARS[setting.kind],
+                metavar=_METAVARS.get(setting.kind) or "{" + ",".join(setting.choices) + "}",
                 help=_flag_help(setting, defaults),
             )
 
@@ -65,6 +65,7 @@ _METAVARS: dict[Kind, str] = {
     "number": "SECONDS",
     "list": "TEXT",
     "integers": "N,N,...",
+    "choices": "NAME,NAME,...",
 }
 
 
@@ -74,6 +75,8 @@ def _flag_help(setting: Setting, defaults: Config) -> str:
         return setting.help
     if isinstance(value, bool):
         value = "on" if value else "off"
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
     return f"{setting.help} (default: {value})"
 
 
@@ -139,8 +142,10 @@ def parse_value(setting: Setting, given: object, origin: str) -> Any:
     except ValueError:
         shown = "the given text" if setting.secret else repr(given)
         raise ConfigError(f"{origin}: expected {_expected(setting)}, got {shown}") from None
-    if setting.choices and value not in setting.choices:
-        hint = nearest(str(value), setting.choices)
+    named = value if isinstance(value, tuple) else (value,)
+    unknown = [name for name in named if setting.choices and name not in setting.choices]
+    if unknown:
+        hint = nearest(str(unknown[0]), setting.choices)
         raise ConfigError(f"{origin}: expected {_expected(setting)}, got {given!r}{hint}")
     low, high = setting.low, setting.high
     if (low is not None and value < low) or (high is not None and value > high):
@@ -150,7 +155,7 @@ def parse_value(setting: Setting, given: object, origin: str) -> Any:
 
 def _expected(setting: Setting) -> str:
     if setting.choices:
-        return "one of " + ", ".join(setting.choices)
+        return ("names out of " if setting.kind == "choices" else "one of ") + ", ".join(setting.choices)
     words = {
         "text": "a text",
         "integer": "a whole number",
@@ -160,6 +165,7 @@ def _expected(setting: Setting) -> str:
         "list": "a text or a list of texts",
         "integers": "whole numbers separated by commas",
         "choice": "a text",
+        "choices": "names separated by commas",
     }[setting.kind]
     if setting.low is not None and setting.high is not None:
         return f"{words} from {setting.low:g} to {setting.high:g}"
@@ -218,6 +224,13 @@ def _integers(given: object) -> tuple[int, ...]:
     return tuple(_integer(item) for item in given)
 
 
+def _choices(given: object) -> tuple[str, ...]:
+    names = _list(given.split(",") if isinstance(given, str) else given)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(given)
+    return names
+
+
 _PARSERS: dict[Kind, Callable[[object], Any]] = {
     "text": _text,
     "choice": _text,
@@ -227,6 +240,7 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
     "switch": _switch,
     "list": _list,
     "integers": _integers,
+    "choices": _choices,
 }
 
 

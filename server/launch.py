@@ -184,4 +184,5 @@ def _template(config: Config) -> StageConfig:
         stage_timeout_s=config.scheduler.stage_timeout_s,
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
+        role=config.server.role,
     )

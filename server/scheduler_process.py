@@ -125,6 +125,8 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         data_ports=tuple(stage.data_port for stage in stages),
         data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
         max_model_len=config.scheduler.max_model_len,
+        backends=_backends(config, stages),
+        shared_memory=frozenset(stage.host for stage in stages),
     )
 
 
@@ -140,7 +142,14 @@ def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         kv_pages=min(stage.kv_pages for stage in stages),
         max_model_len=config.scheduler.max_model_len,
         metadata_rows=config.scheduler.metadata_rows,
+        backends=_backends(config, stages),
+        memory=tuple(stage.memory for stage in stages if stage.memory is not None),
     )
+
+
+def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> tuple[str, ...]:
+    """What works at every stage, in the configured order."""
+    return tuple(name for name in config.transfer.backends if all(name in stage.backends for stage in stages))
 
 
 def main() -> int:

@@ -4,11 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from core.backends import BACKENDS
 from core.config import Config
 from scheduler.policy import POLICIES
 
 SliceName = Literal["model", "engine", "scheduler", "transfer", "group", "kv_events", "server"]
-Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers"]
+Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers", "choices"]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -289,6 +290,15 @@ SETTINGS: tuple[Setting, ...] = (
         "number",
         "seconds of silence after which a peer is gone",
         low=0.05,
+    ),
+    Setting(
+        "transfer-backends",
+        "transfer",
+        "backends",
+        "choices",
+        "ways to move KV, best first: shm (a pool on the same host is written directly), zmq (frames), "
+        "fake (nothing moves: for benchmarks)",
+        choices=BACKENDS,
     ),
     Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
     Setting("max-peers", "transfer", "max_peers", "integer", "decode servers that may be connected", low=1),

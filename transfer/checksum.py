@@ -7,6 +7,7 @@ import xxhash
 
 XXH3_64 = "xxh3_64"
 NONE = "none"
+Digest = xxhash.xxh3_64
 
 
 def kinds(required: bool) -> tuple[str, ...]:

@@ -3,18 +3,21 @@
 It owns the ROUTER and turns bytes into messages; transfer/sessions.py decides what they mean.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
-from core.peers import DeskEffect, PeerEvent
+from core.peers import DeskEffect, PeerEvent, PeerJoined
 from core.stats import Sample, Stats
 from transfer import sockets
 from transfer.matching import Offer
 from transfer.messages import CONTROL_FRAME_BYTES, DeskMessage, PeerMessage
 from transfer.sessions import Outcome, PeerBook
 from transfer.sockets import Context, Socket
+
+log = logging.getLogger(__name__)
 
 QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is gone
 
@@ -84,6 +87,9 @@ class Desk:
     def _act(self, outcome: Outcome) -> list[PeerEvent]:
         """Send the replies. A session whose connection takes no more is ended."""
         events = list(outcome.events)
+        for event in events:
+            if isinstance(event, PeerJoined):
+                log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
         for route, message in outcome.replies:
             if not sockets.put(self._socket, (route, self._sent.encode(message))):
                 events += self._book.lose(route, "its connection is closed, or it does not read").events

@@ -4,6 +4,7 @@ It owns the sockets; transfer/link.py decides when to speak. A connection is mad
 nothing queued for a server that died reaches the one that took its place.
 """
 
+import logging
 from collections.abc import Sequence
 
 from core.codec import Codec, DecodeError
@@ -17,7 +18,7 @@ from core.peers import (
     AskReserve,
     DialerEffect,
     PeerEvent,
-    TicketCancelled,
+    PrefillUp,
     TicketFailed,
 )
 from core.stats import Counters, Sample, Stats
@@ -25,6 +26,8 @@ from transfer import sockets
 from transfer.link import DeskLink, Step
 from transfer.messages import CONTROL_FRAME_BYTES, Cancel, DeskMessage, Hello, PeerMessage, Reserve, text
 from transfer.sockets import Context, Socket
+
+log = logging.getLogger(__name__)
 
 
 class _Line:
@@ -49,8 +52,13 @@ class Dialer:
         self._sent: Codec[PeerMessage] = Codec(PeerMessage)
 
     def ready(self, hello: Hello) -> None:
-        """Introduce this server so from now on; until then nobody is dialled. next_deadline() is due at once."""
+        """Introduce this server so from now on; until then nobody is dialled. next_deadline() is due at once. Sessions
+        that began with another hello are over: what it said of the stages' pools is."""
+        if hello == self._hello:
+            return
         self._hello = hello
+        for line in self._lines.values():
+            line.link.outdate()
 
     def sockets(self) -> Sequence[Socket]:
         return [line.socket for line in self._lines.values() if line.socket is not None]
@@ -139,7 +147,7 @@ class Dialer:
         ticket, generation = command.ticket, command.generation
         line = self._line_of(command.session)
         if line is None:
-            return [TicketCancelled(session=command.session, ticket=ticket, generation=generation)]
+            return []  # the end of the session has been reported, or is about to be
         line.link.renewals.discard(ticket)
         return self._act(line, Step([Cancel(ticket=ticket, generation=generation, reason=text(command.reason))], []))
 
@@ -163,6 +171,9 @@ class Dialer:
         return events
 
     def _act(self, line: _Line, step: Step) -> list[PeerEvent]:
+        for event in step.events:
+            if isinstance(event, PrefillUp):
+                log.info("KV comes from %s by %s", event.name, event.backend)
         if step.redial:
             self._disconnect(line)
             line.socket = sockets.dial(self._context, line.endpoint, max_frame=CONTROL_FRAME_BYTES)

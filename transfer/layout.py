@@ -54,6 +54,11 @@ class PageStore(Protocol):
     """A KV pool as the transfer sees it: pages of shape [layers, 2, kv_heads, page_size, head_dim * item_bytes]. How
     its memory is laid out is its own business."""
 
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """Bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes] with the layers and heads of the box,
+        in place and strided where the pool can be read so, else a copy."""
+        ...
+
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """C-contiguous bytes of the slots, [layers, 2, kv_heads, count, head_dim * item_bytes] with the layers and
         heads of the box. Layers of a whole page with all heads may be a view, which is then read until the peer has

@@ -61,11 +61,16 @@ class DeskLink:
         self._next_ping = 0.0
         self._pings = 0
         self._reason: str | None = None  # the last one reported; repeated ones are not
+        self._outdated = False  # our hello is no longer what we are
         self._counters = counters
 
     @property
     def session(self) -> str | None:
-        return self.welcome.session if self.welcome else None
+        return self.welcome.session if self.welcome and not self._outdated else None
+
+    def outdate(self) -> None:
+        """Our hello has changed: the session is over at once, and the next tick, which is due, begins anew."""
+        self._outdated = self.state != "down"
 
     def receive(self, message: DeskMessage, now: float) -> Step:
         """Handle what the desk said."""
@@ -87,6 +92,8 @@ class DeskLink:
 
     def tick(self, now: float) -> Step:
         """Try again, ping, or notice the silence, whichever is due."""
+        if self._outdated:
+            return self._down("this server's stages have started again", now, wait_s=0.0)
         if self.state == "up" and self.welcome is not None:
             if self._heard + self.welcome.timeout_s <= now:
                 return self._down(f"silent for {self.welcome.timeout_s:g} s", now)
@@ -105,6 +112,8 @@ class DeskLink:
 
     def next_deadline(self) -> float | None:
         """None while there is no hello to say."""
+        if self._outdated:
+            return 0.0
         if self.state == "up" and self.welcome is not None:
             return min(self._next_ping, self._heard + self.welcome.timeout_s)
         if self.state == "greeting":
@@ -133,6 +142,7 @@ class DeskLink:
             endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
             window_bytes=welcome.window_bytes,
+            backend=welcome.backend,
         )
         return Step([], [*gone, up])
 
@@ -157,6 +167,7 @@ class DeskLink:
         if not events and reason != self._reason:
             events = [PrefillDown(name=self.name, session=None, reason=reason)]
         self._reason = reason
+        self._outdated = False
         self.state = "down"
         self._next_try = now + (self._retry_s if wait_s is None else wait_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -4,10 +4,12 @@ Each check returns a Refuse that names both values, or None. Both sides check, s
 """
 
 from itertools import combinations
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import asdict
 
+from core.backends import SHM, ZMQ, PoolMemory
 from core.config import TransferConfig
 from core.geometry import Geometry
 from transfer import checksum, messages, metadata
@@ -20,7 +22,7 @@ MAX_PAGE_SIZE = 1 << 16
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
     stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
-    in hex."""
+    in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their hosts."""
 
     instance: str
     fingerprint: str
@@ -28,12 +30,21 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     data_ports: tuple[int, ...]
     max_model_len: int
     data_hosts: tuple[str, ...] = ()
+    backends: tuple[str, ...] = (ZMQ,)
+    shared_memory: frozenset[str] = frozenset()
 
     def stages(self) -> tuple[StageInfo, ...]:
         """As the desk tells them to peers."""
         hosts = self.data_hosts or ("",) * len(self.data_ports)
         columns = zip(self.data_ports, self.geometries, hosts, strict=True)
         return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
+
+
+class Choice(NamedTuple):
+    """A way to move payload, and why it is that one. backend "": there is none."""
+
+    backend: str
+    reason: str
 
 
 def make_hello(
@@ -47,8 +58,11 @@ def make_hello(
     kv_pages: int,
     max_model_len: int,
     metadata_rows: int,
+    backends: tuple[str, ...] = (ZMQ,),
+    memory: tuple[PoolMemory, ...] = (),
 ) -> Hello:
-    """The hello of this version of the program. kv_pages: of the smallest of the stages' pools."""
+    """The hello of this version of the program. kv_pages: of the smallest of the stages' pools. backends: what works at
+    all stages. memory: how their pools may be written."""
     return Hello(
         protocols=(messages.VERSION,),
         instance=instance,
@@ -63,8 +77,9 @@ def make_hello(
         metadata_rows=metadata_rows,
         window_bytes=config.window_bytes,
         checksums=checksum.kinds(config.checksum),
-        backends=messages.BACKENDS,
+        backends=backends,
         components=messages.COMPONENTS,
+        memory=memory,
     )
 
 
@@ -80,8 +95,9 @@ def check_hello(offer: Offer, checksums: tuple[str, ...], hello: Hello) -> Refus
         return _refuse("metadata_bytes", metadata.ROW_BYTES, hello.metadata_bytes)
     if not set(checksums) & set(hello.checksums):
         return _refuse("checksum", checksums, hello.checksums)
-    if not set(messages.BACKENDS) & set(hello.backends):
-        return _refuse("backend", messages.BACKENDS, hello.backends)
+    choice = choose_backend(offer, hello)
+    if not choice.backend:
+        return _refuse("backend", f"{', '.join(offer.backends)} ({choice.reason})", ", ".join(hello.backends))
     if hello.components != messages.COMPONENTS:
         return _refuse("components", _named(messages.COMPONENTS), _named(hello.components))
     return check_geometries(offer.geometries, hello.geometries, replicas=True)
@@ -158,6 +174,32 @@ def _check_split(expected: int, ranks: tuple[Geometry, ...], replicas: bool) -> 
 def _own(number: int, rank: Geometry) -> str:
     layers, heads = f"{rank.layer_start} to {rank.layer_end - 1}", f"{rank.head_start} to {rank.head_end - 1}"
     return f"layers {layers} and heads {heads} in stage {number}"
+
+
+def choose_backend(offer: Offer, hello: Hello) -> Choice:
+    """The first of the prefill server's ways that works between all stages of both sides."""
+    reasons: list[str] = []
+    for backend in offer.backends:
+        obstacle = _obstacle(backend, offer, hello)
+        if not obstacle:
+            return Choice(backend, "; ".join(reasons) or "the first choice of this server")
+        reasons.append(f"not {backend}: {obstacle}")
+    return Choice("", "; ".join(reasons))
+
+
+def _obstacle(backend: str, offer: Offer, hello: Hello) -> str:
+    """Why payload cannot move in this way; "" when it can."""
+    if backend not in hello.backends:
+        return f"the peer accepts {', '.join(hello.backends)}"
+    if backend != SHM:
+        return ""
+    pools = [memory.shm for memory in hello.memory if memory.shm is not None]
+    if len(pools) != len(hello.geometries):
+        return f"the peer shares {len(pools)} pools of {len(hello.geometries)}"
+    if min(pool.pages for pool in pools) < hello.kv_pages:
+        return f"the peer shares {min(pool.pages for pool in pools)} pages of {hello.kv_pages}"
+    hosts = offer.shared_memory | {pool.host for pool in pools}
+    return "" if len(hosts) == 1 else "the stages of the two are not on one host"
 
 
 def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from core.arrays import ITEM_BYTES
+from core.backends import PoolMemory
 from core.geometry import Geometry
 
 VERSION = 1
-BACKENDS = ("zmq",)
 
 MAX_TICKET_CHARS = 256
 MAX_NAME_CHARS = 256
@@ -73,7 +73,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """Peer to desk, first. instance: random id of the peer's process, 128 bits or more. geometries: one per stage of
     the peer. kv_pages and metadata_rows bound the page ids and row numbers of its reservations. window_bytes: what
     it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can speak. components:
-    what its pools hold beside keys and values."""
+    what its pools hold beside keys and values. memory: how each stage's pool may be written; none: by nobody else."""
 
     protocols: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=16)]
     instance: Id
@@ -90,6 +90,7 @@ class Hello(Message, frozen=True, kw_only=True):
     checksums: Kinds
     backends: Kinds
     components: Components = ()
+    memory: Annotated[tuple[PoolMemory, ...], Meta(max_length=MAX_STAGES)] = ()
 
 
 class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -176,7 +177,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Cancelled(Message, frozen=True, kw_only=True):
-    """Desk to peer: no byte of this generation is queued any more, and none follows."""
+    """Desk to peer: no byte of this generation is queued or being written any more, and none follows."""
 
     ticket: Ticket
     generation: Natural
@@ -221,7 +222,7 @@ class Chunk(Message, frozen=True, kw_only=True):
     """Stage to peer: header of tokens [start, start + count) of a ticket. After it come the metadata row, if total
     is set, and one payload frame per source page. chunk counts from 0; total is 0 but in the last chunk, where it
     is chunk + 1. pages: packed destination ids; the first one holds position start. checksum: of all frames after
-    the header; absent when none was agreed."""
+    the header; absent when none was agreed. written: the payload is in the pages already, and no frame brings it."""
 
     ticket: Ticket
     generation: Natural
@@ -233,6 +234,7 @@ class Chunk(Message, frozen=True, kw_only=True):
     payload_bytes: Natural
     checksum: int | None = None
     total: Size = 0
+    written: bool = False
 
 
 class Ack(Message, frozen=True, kw_only=True):

@@ -5,6 +5,10 @@
     Send ─► queue ──window open──► in flight ──Ack──► settling ──no frame of it is held──► Acked, after the last part
              │                         │
              └──────── Cancel ─────────┴──────────► cancelling ──no frame of it is held──► Quiet
+                                                                 and no write is under way
+
+Where bytes are written into the peer's pool, a part in flight is written first and announced then, on whichever
+connection there is; it is never written again, for the peer may use its pages once it has answered.
 
 A peer that splits layers or heads otherwise has several lanes here, one for each of its stages that shares KV with this
 one. A chunk goes out in parts, each lane's own layers and heads on its own connection; it is acknowledged when all are.
@@ -17,20 +21,15 @@ peer answers it or its connection ends: a peer that does not read gains nothing 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from core.backends import ZMQ, PoolMemory
 from core.geometry import Geometry
 from core.orders import AdmitPeer, Send
+from transfer.backends.base import Handle, RemotePages
 from transfer.layout import overlap
 
 Key = tuple[str, int, int]  # ticket, generation, chunk
-
-
-class Handle(Protocol):
-    """Tells when libzmq has let go of a frame's memory (zmq.MessageTracker)."""
-
-    @property
-    def done(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +58,16 @@ class OutChunk:
 
 @dataclass(slots=True, eq=False)
 class OutPart:
-    """What one lane gets of a chunk. handles: of the frames of all its transmissions. sent_at: when the last
-    of these was."""
+    """What one lane gets of a chunk. handles: of its write, and of the frames of all its transmissions (a
+    zmq.MessageTracker tells when libzmq has let go of a frame's memory). sent_at: when the last of these was.
+    write: of its bytes into the peer's pages. checksum: of what was written."""
 
     chunk: OutChunk
     payload_bytes: int
     handles: list[Handle] = field(default_factory=list)
     sent_at: float = 0.0
+    write: Handle | None = None
+    checksum: int | None = None
 
     @property
     def owner(self) -> Outgoing:
@@ -83,7 +85,7 @@ class OutPart:
 
     @property
     def free(self) -> bool:
-        """Whether libzmq holds none of its frames."""
+        """Whether libzmq holds none of its frames, and nothing of it is being written."""
         self.handles = [handle for handle in self.handles if not handle.done]
         return not self.handles
 
@@ -91,25 +93,32 @@ class OutPart:
 @dataclass(slots=True, eq=False)
 class Lane:
     """One stage of a peer. stage: its number. destination: its pool. part: the layers and heads of this stage that
-    it takes. route: its connection of the moment. checksum: whether chunks carry one."""
+    it takes. backend: how bytes are to go there. route: its connection of the moment. checksum: whether chunks carry
+    one. memory: how its pool may be written; remote: that pool, once it has been opened. writing: parts in flight that
+    are not announced yet."""
 
     stage: int
     destination: Geometry
     part: Geometry
     window_bytes: int
+    backend: str = ZMQ
     route: bytes | None = None
     checksum: bool = True
+    memory: PoolMemory | None = None
+    remote: RemotePages | None = None
     unacked_bytes: int = 0
     queue: deque[OutPart] = field(default_factory=deque)
     in_flight: dict[Key, OutPart] = field(default_factory=dict)
+    writing: list[OutPart] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class OutSession:
-    """A peer that may attach. lanes: by its stage."""
+    """A peer that may attach. backend: how bytes go to it. lanes: by its stage."""
 
     session: str
     page_size: int
+    backend: str
     lanes: dict[int, Lane]
 
 
@@ -133,16 +142,16 @@ class Outbound:
 
     @property
     def unacked_bytes(self) -> int:
-        return sum(lane.unacked_bytes for session in self._sessions.values() for lane in session.lanes.values())
+        return sum(lane.unacked_bytes for lane in self.lanes())
 
     @property
     def queued_chunks(self) -> int:
-        return sum(len(lane.queue) for session in self._sessions.values() for lane in session.lanes.values())
+        return sum(len(lane.queue) for lane in self.lanes())
 
     @property
     def unsettled(self) -> bool:
-        """Whether settle() waits for libzmq."""
-        return bool(self._settling or self._cancelling)
+        """Whether settle() or written() wait for something that does not wake us."""
+        return bool(self._settling or self._cancelling or any(lane.writing for lane in self._by_route.values()))
 
     def admit(self, order: AdmitPeer) -> None:
         if order.session in self._sessions:
@@ -151,15 +160,22 @@ class Outbound:
         for stage, theirs in enumerate(order.geometries or (order.geometry,)):
             part = overlap(self._geometry, theirs)
             if part is not None:
-                lanes[stage] = Lane(stage, theirs, part, order.window_bytes)
-        self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, lanes)
+                memory = order.memory[stage] if order.backend != ZMQ and order.memory else None
+                lanes[stage] = Lane(stage, theirs, part, order.window_bytes, order.backend, memory=memory)
+        self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, order.backend, lanes)
 
-    def drop(self, session: str) -> None:
-        """The session has ended. Its requests stay known until they are cancelled or released."""
+    def drop(self, session: str) -> list[Lane]:
+        """The session has ended. Its requests stay known until they are cancelled or released. Returns its lanes."""
         ended = self._sessions.pop(session, None)
-        for lane in ended.lanes.values() if ended is not None else ():
+        lanes = list(ended.lanes.values()) if ended is not None else []
+        for lane in lanes:
             if lane.route is not None:
                 del self._by_route[lane.route]
+        return lanes
+
+    def lanes(self) -> list[Lane]:
+        """Of all sessions."""
+        return [lane for session in self._sessions.values() for lane in session.lanes.values()]
 
     def session(self, session: str) -> OutSession | None:
         return self._sessions.get(session)
@@ -185,14 +201,14 @@ class Outbound:
             lane.route = None
         lane.queue.extendleft(reversed([part for part in lane.in_flight.values() if part.owner.open]))
         lane.in_flight.clear()
+        lane.writing.clear()
         lane.unacked_bytes = 0
 
     def in_flight(self) -> Iterator[tuple[Lane, OutPart]]:
         """Parts that were sent and not answered."""
-        for session in self._sessions.values():
-            for lane in session.lanes.values():
-                for part in lane.in_flight.values():
-                    yield lane, part
+        for lane in self.lanes():
+            for part in lane.in_flight.values():
+                yield lane, part
 
     def enqueue(self, session: OutSession, order: Send, row: bytes) -> None:
         """Queue a chunk on every lane, unless its request has been cancelled or has failed: Cancel overtakes Sends that
@@ -220,6 +236,19 @@ class Outbound:
         if part not in part.owner.sent:
             part.owner.sent.append(part)
         return part
+
+    def written(self) -> list[tuple[Lane, OutPart]]:
+        """Take out what has come into the peer's pages and is to be announced."""
+        announced = []
+        for lane in self._by_route.values():
+            over = [part for part in lane.writing if part.write is not None and part.write.done]
+            lane.writing = [part for part in lane.writing if part not in over]
+            for part in over:
+                if part.owner.open:
+                    announced.append((lane, part))
+                else:
+                    self.answered(lane, part.key)  # the peer will not hear of it, so it cannot answer
+        return announced
 
     def answered(self, lane: Lane, key: Key) -> OutPart | None:
         """The peer has answered a part: its bytes leave the window. None when it was not in flight."""

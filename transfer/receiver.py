@@ -1,19 +1,22 @@
 """The receiver of a decode stage: a Port in its I/O thread that writes incoming KV into the pool.
 
     chunk ──► expected? ──► checksum ──► write pages ──► Ack ──► ChunkArrived, and Arrived after the last one
-                 │ no          │ wrong
+                 │ no          │ wrong   (or they are)
                  └──► Nack ◄───┘ ──► FetchFailed, if a request is concerned
 
-It owns one DEALER for each prefill stage that shares KV with this stage; transfer/inbound.py decides about chunks. All
-writes happen in receive(), so none is under way when Forget is answered (G2).
+It owns one DEALER for each prefill stage that shares KV with this stage; transfer/inbound.py decides about chunks. Its
+own writes happen in receive(), so none of them is under way when Forget is answered (G2). Where the other side writes,
+its desk says when it has ceased for a ticket; HungUp is said when it has for a session that ended without such a word.
 """
 
+from collections.abc import Mapping
+from itertools import chain
 from typing import assert_never
 
-import numpy as np
 import zmq
 
 from core.arrays import unpack
+from core.backends import FAKE, ZMQ, writes_directly
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import CHECKSUM, PEER_GONE
@@ -28,16 +31,19 @@ from core.orders import (
     Forget,
     Forgotten,
     HangUp,
+    HungUp,
     StageEvent,
 )
 from core.request import FirstToken
 from core.stats import Counters, Sample, Stats
-from transfer import checksum, messages, metadata, sockets
+from transfer import checksum, messages, metadata, payload, sockets
 from transfer.attachment import Attachment
+from transfer.backends.base import Exposure
 from transfer.inbound import Accept, Inbound, InboundTable, Reject, Repeat
-from transfer.layout import PageStore, frame_shape, frames_of, overlap
+from transfer.layout import PageStore, overlap
 from transfer.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
 from transfer.metadata import MetadataRows
+from transfer.revocation import Revocations
 from transfer.sockets import Context, Socket
 
 ReceiverOrder = Dial | HangUp | Expect | Forget
@@ -45,18 +51,21 @@ CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
 
 
 class _Line:
-    """A data connection to one prefill stage. source: its geometry, cut to what comes here."""
+    """A data connection to one prefill stage. source: its geometry, cut to what comes here. backend: how."""
 
-    def __init__(self, session: str, stage: int, source: Geometry, socket: Socket, attachment: Attachment) -> None:
+    def __init__(
+        self, session: str, stage: int, source: Geometry, backend: str, socket: Socket, attachment: Attachment
+    ) -> None:
         self.session = session
         self.stage = stage
         self.source = source
+        self.backend = backend
         self.socket = socket
         self.attachment = attachment
 
 
 class Receiver:
-    """A Port of StageEvents and ReceiverOrders."""
+    """A Port of StageEvents and ReceiverOrders. exposures: how others may write into the pool, by backend."""
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class Receiver:
         store: PageStore,
         context: Context,
         metadata_rows: int = 4096,
+        exposures: Mapping[str, Exposure] | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
@@ -76,8 +86,12 @@ class Receiver:
         self._rows = MetadataRows(metadata_rows)
         self._table = InboundTable(geometry)
         self._lines: list[_Line] = []
+        self._exposures = dict(exposures or {})
+        self._revocations = Revocations()
         self._counters = Counters()
-        for name in ("bytes_received_total", "chunks_received_total", "checksum_failures_total"):
+        for backend in config.backends:
+            self._counters.add("bytes_received_total", 0, (backend,))
+        for name in ("chunks_received_total", "checksum_failures_total"):
             self._counters.add(name, 0)
         self._received: Codec[StageMessage] = Codec(StageMessage)
         self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
@@ -91,11 +105,9 @@ class Receiver:
     def apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
         match command:
             case Dial():
-                self._dial(command, now)
-                return []
+                return self._dial(command, now)
             case HangUp():
-                self._hang_up(command.session)
-                return []
+                return self._hang_up(command.session, now)
             case Expect():
                 return self._expect(command)
             case Forget():
@@ -109,10 +121,12 @@ class Receiver:
             message = line.attachment.tick(now)
             if message is not None:
                 self._say(line, message)
-        return []
+        return [HungUp(stage=self._stage, session=session) for session in self._revocations.tick(now)]
 
     def next_deadline(self) -> float | None:
-        return min((line.attachment.next_deadline() for line in self._lines), default=None)
+        attachments = (line.attachment.next_deadline() for line in self._lines)
+        retry = self._revocations.next_deadline()
+        return min([*attachments, *([] if retry is None else [retry])], default=None)
 
     def close(self) -> None:
         for line in self._lines:
@@ -121,11 +135,15 @@ class Receiver:
 
     def statistics(self) -> Stats:
         attached = sum(line.attachment.attached for line in self._lines)
-        gauges = (Sample("data_connections", attached), Sample("expected_requests", len(self._table)))
+        gauges = (
+            Sample("data_connections", attached),
+            Sample("expected_requests", len(self._table)),
+            Sample("sessions_being_revoked", len(self._revocations)),
+        )
         return Stats(samples=(*gauges, *self._counters.snapshot()))
 
-    def _dial(self, order: Dial, now: float) -> None:
-        self._hang_up(order.session)
+    def _dial(self, order: Dial, now: float) -> list[StageEvent]:
+        self._close_lines(order.session)
         kind = checksum.kinds(self._config.checksum)[0]
         timeout_s = self._config.peer_timeout_s
         for stage, (endpoint, whole) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
@@ -134,15 +152,25 @@ class Receiver:
                 continue
             socket = sockets.dial(self._context, endpoint, max_frame=self._config.max_frame_bytes, silence_s=timeout_s)
             attach = Attach(session=order.session, stage=stage, checksum=kind, peer_stage=self._stage)
-            line = _Line(order.session, stage, source, socket, Attachment(attach, timeout_s / 3, timeout_s, now))
-            self._lines.append(line)
-        self.tick(now)
+            attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
+            self._lines.append(_Line(order.session, stage, source, order.backend, socket, attachment))
+        return self.tick(now)
 
-    def _hang_up(self, session: str) -> None:
-        for line in self._lines:
-            if line.session == session:
-                line.socket.close()
+    def _hang_up(self, session: str, now: float) -> list[StageEvent]:
+        """Close a session's connections. Whoever may write through it loses that right, now or later."""
+        ended = self._close_lines(session)
+        writers = [line.stage for line in ended if writes_directly(line.backend)]
+        if not writers:
+            return [HungUp(stage=self._stage, session=session)]
+        over = self._revocations.begin(session, self._exposures[ended[0].backend], writers, now)
+        return [HungUp(stage=self._stage, session=session) for session in over]
+
+    def _close_lines(self, session: str) -> list[_Line]:
+        closed = [line for line in self._lines if line.session == session]
         self._lines = [line for line in self._lines if line.session != session]
+        for line in closed:
+            line.socket.close()
+        return closed
 
     def _expect(self, order: Expect) -> list[StageEvent]:
         sources = {line.stage: line.source for line in self._lines if line.session == order.session}
@@ -186,7 +214,7 @@ class Receiver:
         """Answer a chunk, always: the sender's window counts on it."""
         verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
         if isinstance(verdict, Accept):
-            verdict = self._verify(verdict, header, frames)
+            verdict = self._verify(line, verdict, header, frames)
         match verdict:
             case Accept():
                 return self._accept(line, verdict, header, frames)
@@ -197,12 +225,15 @@ class Receiver:
             case Reject():
                 return self._reject(line, verdict, header)
 
-    def _verify(self, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> Accept | Reject:
-        """Check what can be checked before anything is written: the checksum, and whose metadata row it is."""
-        if header.checksum is None and self._config.checksum:
+    def _verify(self, line: _Line, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> Accept | Reject:
+        """Check what can be checked before anything is written here: the checksum, and whose metadata row it is."""
+        if header.written and line.backend == ZMQ:
+            return Reject(messages.BAD_CHUNK, "nobody may write into this pool, and no frames came", accept.inbound)
+        if header.checksum is None and self._config.checksum and line.backend != FAKE:
             return Reject(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
         if header.checksum is not None:
-            found = checksum.of_frames(frame.buffer for frame in frames)
+            written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
+            found = checksum.of_frames(chain((frame.buffer for frame in frames), written))
             if found != header.checksum:
                 self._counters.add("checksum_failures_total")
                 return Reject(
@@ -222,11 +253,13 @@ class Receiver:
         inbound = accept.inbound
         request = inbound.expect.request
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
-        self._write(line.source, accept, header, frames)
+        if not header.written:
+            buffers = [frame.buffer for frame in frames]
+            payload.write_frames(self._store, line.source, accept.copies, unpack(header.pages), buffers)
         problem = self._table.written(accept, header, first)
         if problem:
             return self._reject(line, Reject(messages.BAD_CHUNK, problem, inbound), header)
-        self._counters.add("bytes_received_total", header.payload_bytes)
+        self._counters.add("bytes_received_total", header.payload_bytes, (line.backend if header.written else ZMQ,))
         self._counters.add("chunks_received_total")
         self._ack(line, header)
         arrived = ChunkArrived(stage=self._stage, request=request)
@@ -245,18 +278,6 @@ class Receiver:
         if self._rows.is_clear(row):
             self._rows.set(row, frame.buffer)
         return self._rows.read(row).first
-
-    def _write(self, source: Geometry, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> None:
-        pages = unpack(header.pages)
-        cuts = frames_of(accept.copies)
-        blocks = [
-            np.frombuffer(frame.buffer, np.uint8).reshape(frame_shape(source, cut.count))
-            for frame, cut in zip(frames, cuts, strict=True)
-        ]
-        for copy in accept.copies:
-            offset = copy.source_slot - cuts[copy.source_page].slot
-            part = blocks[copy.source_page][:, :, :, offset : offset + copy.count]
-            self._store.write(pages[copy.page], copy.slot, copy.count, part, copy.destination)
 
     def _reject(self, line: _Line, verdict: Reject, header: Chunk) -> list[StageEvent]:
         self._counters.add("chunks_rejected_total", labels=(verdict.code,))

@@ -1,16 +1,20 @@
 """The sender of a stage: a Port in its I/O thread that ships computed pages to the peers that attached.
 
     Send ──► outbound queue ──window──► [header][metadata row][page]...[page] ──► peer ──Ack──► Acked
+                               └─ copies into the peer's pool ─► [header: written][metadata row] ──┘
 
-It owns the data ROUTER; transfer/outbound.py keeps the books. Pages leave without a copy, straight from the pool,
-so a page is in use until libzmq has let go of it. A MessageTracker has no file descriptor to wait for, therefore
-next_deadline() asks for short re-checks, and only while an Acked or a Quiet waits for one.
+It owns the data ROUTER; transfer/outbound.py keeps the books. In frames, pages leave without a copy, straight from the
+pool, so a page is in use until libzmq has let go of it. Neither that nor the end of a write wakes anybody, therefore
+next_deadline() asks for short re-checks, and only while something waits for one. All writes into peers' pools are begun
+here, so none is begun after Cancel or DropPeer has been applied (G2).
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from core.arrays import packed_length, unpack
+from core.backends import FAKE, ZMQ
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import CANCELLED, PEER_GONE
@@ -18,11 +22,14 @@ from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
 from core.trace import Buffer, Outcome, TransferTrace
-from transfer import checksum, messages, metadata, sockets
-from transfer.layout import PageStore, box_in, copies, frames_of, pages_for
+from transfer import checksum, messages, metadata, payload, sockets
+from transfer.backends.base import Reach, RemotePages
+from transfer.layout import Bytes, PageStore, box_in, copies, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
-from transfer.outbound import Lane, Outbound, OutPart
+from transfer.outbound import Lane, Outbound, OutPart, OutSession
 from transfer.sockets import Context, Socket
+
+log = logging.getLogger(__name__)
 
 SenderOrder = AdmitPeer | DropPeer | Send | Cancel | Release
 FIRST_RECHECK_S = 0.001
@@ -31,7 +38,7 @@ LAST_RECHECK_S = 0.02
 
 class Sender:
     """A Port of StageEvents and SenderOrders. port: where peers attach. transfers: takes what was answered, while it is
-    on. Raises ConfigError when it cannot bind."""
+    on. reaches: ways into peers' pools, by backend. Raises ConfigError when it cannot bind."""
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class Sender:
         store: PageStore,
         context: Context,
         transfers: Buffer[TransferTrace] | None = None,
+        reaches: Mapping[str, Reach] | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
@@ -49,9 +57,11 @@ class Sender:
         self._store = store
         self._outbound = Outbound(geometry)
         self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
+        self._reaches = dict(reaches or {})
         self._counters = Counters()
-        for name in ("bytes_sent_total", "chunks_sent_total"):
-            self._counters.add(name, 0)
+        for backend in config.backends:
+            self._counters.add("bytes_sent_total", 0, (backend,))
+        self._counters.add("chunks_sent_total", 0)
         self._received: Codec[AnswerMessage] = Codec(AnswerMessage)
         self._sent: Codec[StageMessage] = Codec(StageMessage)
         self._recheck_s = FIRST_RECHECK_S
@@ -83,7 +93,7 @@ class Sender:
             case AdmitPeer():
                 self._outbound.admit(command)
             case DropPeer():
-                self._outbound.drop(command.session)
+                self._let_go(self._outbound.drop(command.session))
             case Send():
                 return self._send(command, now)
             case Cancel():
@@ -104,6 +114,7 @@ class Sender:
 
     def close(self) -> None:
         self._socket.close()
+        self._let_go(self._outbound.lanes())
 
     def statistics(self) -> Stats:
         gauges = (
@@ -148,11 +159,33 @@ class Sender:
         if lane is None:
             text = f"stage {self._stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
             return self._refuse(route, messages.WRONG_STAGE, text)
-        lane.checksum = self._config.checksum or attach.checksum != checksum.NONE
+        lane.checksum = session.backend != FAKE and (self._config.checksum or attach.checksum != checksum.NONE)
+        self._open(session, lane)
         self._outbound.attach(lane, route)
         self._say(route, Attached(stage=self._stage))
-        self._pump(lane, now)
-        return []
+        return self._pump(lane, now)
+
+    def _open(self, session: OutSession, lane: Lane) -> None:
+        """Find the way into the peer's pool, once. Where there is none, payload goes in frames."""
+        memory, lane.memory = lane.memory, None
+        reach = self._reaches.get(session.backend)
+        if memory is None or reach is None:
+            return
+        try:
+            lane.remote = reach.open(session.session, self._stage, lane.destination, memory)
+        except (OSError, ValueError) as error:
+            log.warning(
+                "KV goes to stage %d of a peer in frames: its pool is out of reach by %s: %s",
+                lane.stage,
+                session.backend,
+                error,
+            )
+
+    def _let_go(self, lanes: list[Lane]) -> None:
+        for lane in lanes:
+            if lane.remote is not None:
+                lane.remote.close()
+                lane.remote = None
 
     def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
@@ -166,8 +199,7 @@ class Sender:
             self._note(lane, part, "refused", now)
             self._counters.add("nacks_total", labels=(answer.code,))
             events = self._refused(part.owner.request, answer)
-        self._pump(lane, now)
-        return events
+        return [*events, *self._pump(lane, now)]
 
     def _refused(self, request: int, nack: Nack) -> list[StageEvent]:
         """A peer that has reserved a ticket and does not know it has taken it back: its Cancel, on the other
@@ -193,9 +225,7 @@ class Sender:
         except ValueError as error:
             return self._fail(order.request, messages.BAD_METADATA, str(error))
         self._outbound.enqueue(session, order, row)
-        for lane in session.lanes.values():
-            self._pump(lane, now)
-        return []
+        return [event for lane in session.lanes.values() for event in self._pump(lane, now)]
 
     def _note(self, lane: Lane, part: OutPart, outcome: Outcome, now: float) -> None:
         if self._transfers.on:
@@ -207,19 +237,48 @@ class Sender:
             return []
         return [SendFailed(stage=self._stage, request=request, code=code, message=message)]
 
-    def _pump(self, lane: Lane, now: float) -> None:
+    def _pump(self, lane: Lane, now: float) -> list[StageEvent]:
         """Put out what the window allows. One lane's pace never holds up another: nothing here waits."""
+        events: list[StageEvent] = []
         while (part := self._outbound.next_part(lane)) is not None:
             part.sent_at = now
-            if not self._transmit(lane, part):
-                self._outbound.detach(lane)
+            if lane.remote is None:
+                self._send_frames(lane, part)
+                continue
+            try:
+                self._write(lane, lane.remote, part)
+            except IndexError as error:
+                self._outbound.answered(lane, part.key)
+                events += self._fail(part.owner.request, messages.BAD_CHUNK, str(error))
+        return events
 
-    def _transmit(self, lane: Lane, part: OutPart) -> bool:
+    def _send_frames(self, lane: Lane, part: OutPart) -> None:
+        order = part.chunk.order
+        plan = copies(self._geometry, lane.destination, order.start, order.count)
+        frames = payload.frames(self._store, plan, unpack(order.pages), box_in(self._geometry, lane.part))
+        digest = checksum.of_frames([part.chunk.row, *frames]) if lane.checksum else None
+        self._transmit(lane, part, digest, frames)
+
+    def _write(self, lane: Lane, remote: RemotePages, part: OutPart) -> None:
+        """Write a part, unless it has been written before, and announce it when it is. Raises IndexError for pages that
+        the peer's pool has not."""
+        if part.write is None:
+            order = part.chunk.order
+            plan = copies(self._geometry, lane.destination, order.start, order.count)
+            digest = checksum.Digest(part.chunk.row) if lane.checksum else None
+            payload.write_through(self._store, remote, plan, unpack(order.pages), unpack(order.dst_pages), digest)
+            part.checksum = digest.intdigest() if digest is not None else None
+            part.write = remote.flush()
+            part.handles.append(part.write)
+            self._counters.add("bytes_sent_total", part.payload_bytes, (lane.backend,))
+        if part.write.done:
+            self._transmit(lane, part, part.checksum, [])
+        else:
+            lane.writing.append(part)
+
+    def _transmit(self, lane: Lane, part: OutPart, digest: int | None, frames: list[Bytes]) -> None:
+        """Put a part on the lane's connection: what it says, and its frames unless the bytes are there already."""
         chunk, order = part.chunk, part.chunk.order
-        pages, box = unpack(order.pages), box_in(self._geometry, lane.part)
-        cuts = frames_of(copies(self._geometry, lane.destination, order.start, order.count))
-        payload = [self._store.read(pages[cut.page], cut.slot, cut.count, box).reshape(-1) for cut in cuts]
-        row = [chunk.row] if chunk.row else []
         header = Chunk(
             ticket=order.ticket,
             generation=order.generation,
@@ -229,18 +288,23 @@ class Sender:
             pages=order.dst_pages,
             row=order.dst_row,
             payload_bytes=part.payload_bytes,
-            checksum=checksum.of_frames([*row, *payload]) if lane.checksum else None,
+            checksum=digest,
             total=order.chunk + 1 if order.last else 0,
+            written=part.write is not None,
         )
-        handles = sockets.put_tracked(self._socket, [lane.route or b"", self._sent.encode(header), *row], payload)
+        row = [chunk.row] if chunk.row else []
+        handles = sockets.put_tracked(self._socket, [lane.route or b"", self._sent.encode(header), *row], frames)
         if handles is None:
-            return False
+            self._outbound.detach(lane)
+            return
         part.handles.extend(handles)
-        self._counters.add("bytes_sent_total", part.payload_bytes)
         self._counters.add("chunks_sent_total")
-        return True
+        if frames:
+            self._counters.add("bytes_sent_total", part.payload_bytes, (ZMQ,))
 
     def _settle(self, now: float) -> list[StageEvent]:
+        for lane, part in self._outbound.written():
+            self._transmit(lane, part, part.checksum, [])
         acked, quiet = self._outbound.settle()
         if not self._outbound.unsettled:
             self._recheck_s, self._recheck_at = FIRST_RECHECK_S, None

@@ -7,14 +7,13 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from core.arrays import packed_length, unpack
 from core.config import TransferConfig
 from core.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from core.peers import (
     DeskEffect,
+    EndPeer,
     PeerCancelled,
     PeerEvent,
     PeerGone,
@@ -22,20 +21,14 @@ from core.peers import (
     PeerReleased,
     PeerRenewed,
     PeerReserved,
-    TellCancelled,
-    TellFailed,
-    TellFinished,
 )
 from core.stats import Counters
-from transfer import checksum, matching, messages, metadata
-from transfer.layout import pages_for
+from transfer import checksum, matching, messages
 from transfer.matching import Offer
 from transfer.messages import (
     Cancel,
     Cancelled,
     DeskMessage,
-    Failed,
-    Finished,
     Goodbye,
     Hello,
     PeerMessage,
@@ -45,9 +38,9 @@ from transfer.messages import (
     Reserve,
     Welcome,
 )
+from transfer.peer import OpenTicket, Peer, failed, last_word, reservation_error
 
 RESTARTED = "the stages of this server have started again"
-ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
 
 class Outcome(NamedTuple):
@@ -55,40 +48,6 @@ class Outcome(NamedTuple):
 
     replies: list[tuple[bytes, DeskMessage]]
     events: list[PeerEvent]
-
-
-@dataclass(slots=True)
-class OpenTicket:
-    """A reservation that has not ended."""
-
-    generation: int
-    cancelling: bool = False
-
-
-@dataclass(slots=True)
-class Peer:
-    """One session. route: the connection that it came on. ended: the last generation of tickets that ended."""
-
-    route: bytes
-    hello: Hello
-    offer: Offer
-    welcome: Welcome
-    last_heard: float
-    tickets: dict[str, OpenTicket] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def session(self) -> str:
-        return self.welcome.session
-
-    def end(self, ticket: str, generation: int) -> None:
-        """Close the ticket; later messages of this generation or an earlier one are stale."""
-        current = self.tickets.get(ticket)
-        if current is not None and current.generation == generation:
-            del self.tickets[ticket]
-        self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
-        while len(self.ended) > ENDED_KEPT:
-            del self.ended[next(iter(self.ended))]
 
 
 class PeerBook:
@@ -141,13 +100,14 @@ class PeerBook:
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
     def tell(self, effect: DeskEffect) -> Outcome:
-        """Say something about a ticket; nothing when its session has ended."""
+        """Say something about a ticket, or end a session; nothing when that has ended."""
         peer = self._by_session.get(effect.session)
         if peer is None:
             return Outcome([], [])
+        if isinstance(effect, EndPeer):
+            return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
-        reply = _answer(effect)
-        return Outcome([(peer.route, reply)], [])
+        return Outcome([(peer.route, last_word(effect))], [])
 
     def lose(self, route: bytes, reason: str) -> Outcome:
         """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
@@ -189,7 +149,8 @@ class PeerBook:
             limit = self._config.max_peers
             return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
-        welcome = self._welcome(self._offer, hello)
+        choice = matching.choose_backend(self._offer, hello)
+        welcome = self._welcome(self._offer, hello, choice.backend)
         peer = Peer(route, hello, self._offer, welcome, last_heard=now)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
@@ -198,10 +159,13 @@ class PeerBook:
             geometry=hello.geometries[0],
             window_bytes=welcome.window_bytes,
             geometries=hello.geometries,
+            backend=choice.backend,
+            backend_reason=choice.reason,
+            memory=hello.memory,
         )
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 
-    def _welcome(self, offer: Offer, hello: Hello) -> Welcome:
+    def _welcome(self, offer: Offer, hello: Hello, backend: str) -> Welcome:
         return Welcome(
             protocol=messages.VERSION,
             session=self._new_session(),
@@ -212,7 +176,7 @@ class PeerBook:
             max_tickets=self._config.max_tickets_per_peer,
             window_bytes=min(self._config.window_bytes, hello.window_bytes),
             checksum=matching.choose_checksum(self._checksums, hello.checksums),
-            backend=messages.BACKENDS[0],
+            backend=backend,
             heartbeat_s=self._config.peer_timeout_s / 3,
             timeout_s=self._config.peer_timeout_s,
         )
@@ -280,60 +244,6 @@ class PeerBook:
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
         self.counters.add("refusals_total", labels=("desk", code))
         return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
-
-
-def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
-    """What is wrong with a reservation, in words that name both values; "" when nothing is."""
-    tokens, cached = reserve.prompt_tokens, reserve.cached_tokens
-    if tokens > max_model_len:
-        return f"{tokens} prompt tokens, and the limit of the two servers is {max_model_len}"
-    if cached >= tokens:
-        return f"{cached} cached tokens of {tokens}: at least one has to be computed"
-    if reserve.row >= hello.metadata_rows:
-        return f"metadata row {reserve.row}, and the hello named {hello.metadata_rows} rows"
-    page_size = hello.geometries[0].page_size
-    needed = pages_for(page_size, cached, tokens - cached)
-    if len(reserve.pages) != 4 * needed:
-        found = packed_length(reserve.pages)
-        return (
-            f"{found} pages ({len(reserve.pages)} bytes); positions {cached} to {tokens} need {needed} of {page_size}"
-        )
-    pages = unpack(reserve.pages)
-    if min(pages) < 0 or max(pages) >= hello.kv_pages:
-        return f"page ids {min(pages)} to {max(pages)}, and the hello named {hello.kv_pages} pages"
-    if len(set(pages)) != len(pages):
-        return "a page id occurs twice"
-    return ""
-
-
-def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
-    """The error as the wire carries it."""
-    return Failed(
-        ticket=ticket,
-        generation=generation,
-        code=error.code,
-        message=messages.text(error.message),
-        status=error.status,
-        retry_after_s=error.retry_after_s,
-        stage=error.stage,
-    )
-
-
-def _answer(effect: DeskEffect) -> DeskMessage:
-    ticket, generation = effect.ticket, effect.generation
-    match effect:
-        case TellFailed():
-            return failed(ticket, generation, effect.error)
-        case TellCancelled():
-            return Cancelled(ticket=ticket, generation=generation)
-        case TellFinished():
-            if effect.first is None:
-                return Finished(ticket=ticket, generation=generation)
-            try:
-                row = metadata.encode(ticket, generation, effect.first)
-            except ValueError as error:
-                return failed(ticket, generation, ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=500))
-            return Finished(ticket=ticket, generation=generation, metadata=row)
 
 
 def _join(outcomes: Iterable[Outcome]) -> Outcome:

@@ -80,7 +80,7 @@ def transfer_params(
         "remote_host": reachable_host(service.config.transfer.host, host),
         "remote_port": engine.desk_port,
         "tp_size": 1,
-        "remote_num_tokens": sum(len(prompt) for prompt in prompts),
+        "remote_num_tokens": len(prompts[0]) if len(prompts) == 1 else [len(job.prompt) for job in jobs],
         "ticket": tickets[0],
         "tickets": tickets,
         "prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts,

@@ -36,6 +36,10 @@ class Server(LocalServer):
         found = re.findall(r"^(headrace_[^ ]+) (\S+)$", self.get("/metrics").text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
+    def total(self, name: str) -> float:
+        """A metric over all its labels."""
+        return sum(value for sample, value in self.metrics().items() if sample.partition("{")[0] == name)
+
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 

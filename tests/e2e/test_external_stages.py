@@ -134,7 +134,7 @@ def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
             hosts = re.findall(r"data   tcp://(\S+):\d+  \(stage", prefill.log)
             assert len(set(hosts)) == 2, "each stage has an address of its own"
             check_texts(decode)
-            assert decode.metrics()["headrace_bytes_received_total"] > 0
+            assert decode.total("headrace_bytes_received_total") > 0
 
 
 def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:

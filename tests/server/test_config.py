@@ -76,6 +76,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
                 )
             case "choice":
                 samples[setting.key] = (f'"{setting.choices[-1]}"', [setting.flag, setting.choices[-1]])
+            case "choices":
+                samples[setting.key] = ('["zmq", "shm"]', [setting.flag, "zmq,shm"])
             case "list":
                 samples[setting.key] = ('["http://a:1"]', [setting.flag, "http://a:1"])
             case "text":

@@ -100,6 +100,7 @@ async def test_a_list_of_prompts_has_a_ticket_for_each_continuation(tokenizer: T
         await ask(http, **fields, **{**ROOM, "bootstrap_room": [7, 8], "bootstrap_host": ["p", "2.2.2.2"]})
     params = answer["kv_transfer_params"]
     assert params["tickets"] == ["x/0", "x/1", "x/2", "x/3"]
+    assert params["remote_num_tokens"] == [2, 2, 1, 1]
     assert params["prompt_token_ids"] == [tokenizer.encode("ab"), tokenizer.encode("hello")]
     one, other = (prompt_hash(pack(ids)) for ids in params["prompt_token_ids"])
     assert params["prompt_hashes"] == [one, one, other, other]

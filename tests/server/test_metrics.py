@@ -34,8 +34,8 @@ def test_the_whole_catalog_appears_before_anything_happened() -> None:
 
 
 def test_values_of_several_processes_are_added_up() -> None:
-    values = samples(Stats((Sample("bytes_sent_total", 3),)), Stats((Sample("bytes_sent_total", 4),)))
-    assert values["headrace_bytes_sent_total", ()] == 7
+    values = samples(Stats((Sample("chunks_sent_total", 3),)), Stats((Sample("chunks_sent_total", 4),)))
+    assert values["headrace_chunks_sent_total", ()] == 7
 
 
 def test_what_no_catalog_knows_appears_too() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.arrays import pack
+from core.backends import SHM, writes_directly
 from core.geometry import Geometry
 from core.orders import (
     Arrived,
@@ -17,6 +18,7 @@ from core.orders import (
     FetchFailed,
     Forget,
     HangUp,
+    HungUp,
 )
 from core.peers import (
     AskCancel,
@@ -61,17 +63,22 @@ class DecodeSide(Side):
         self.store = ArrayPageStore(geometry, PAGES)
         self.store.data[:] = POISON
         self.free = list(range(PAGES))
+        self.direct = writes_directly(world.backend)
         self.session = ""
         self.open: dict[int, Incoming] = {}
         self.ended: list[Incoming] = []
         context: Any = Context(world.network)
         self.dialer = Dialer(world.config, context)
-        self.receiver = Receiver(world.config, stage=0, geometry=geometry, store=self.store, context=context)
+        self.shared = world.pools.share(geometry, self.store)
+        self.receiver = Receiver(
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures={SHM: self.shared}
+        )
         self.ports = [self.dialer, self.receiver]
         self.dialer.ready(
             make_hello(
                 world.config, instance=world.new_id(), name="decode", role="decode", fingerprint="model",
                 geometries=(geometry,), kv_pages=PAGES, max_model_len=1024, metadata_rows=64,
+                backends=(world.backend,), memory=(self.shared.memory,),
             )
         )  # fmt: skip
         self.apply(self.dialer, AskDial(name="p", endpoint=endpoint))
@@ -98,15 +105,15 @@ class DecodeSide(Side):
 
     def handle(self, event: Any) -> None:
         match event:
-            case PrefillUp(session=session, endpoints=endpoints, geometries=geometries, window_bytes=window):
-                self.session = session
-                order = Dial(seq=0, session=session, endpoints=endpoints, geometries=geometries, window_bytes=window)
-                self.apply(self.receiver, order)
+            case PrefillUp():
+                self.dial(event)
             case PrefillDown(session=session) if session is not None:
                 self.session = "" if session == self.session else self.session
-                self.apply(self.receiver, HangUp(seq=0, session=session))
-                for one in [one for one in self.open.values() if one.session == session]:
+                for one in self.of_session(session):
                     self.give_up(one, "down")
+                self.apply(self.receiver, HangUp(seq=0, session=session))
+            case HungUp(session=session):
+                for one in self.of_session(session):
                     self.finish(one)
             case Arrived(request=request) if request in self.open:
                 self.arrived(self.open[request])
@@ -120,6 +127,17 @@ class DecodeSide(Side):
             case TicketCancelled(ticket=ticket, generation=generation):
                 for one in [o for o in self.open.values() if (o.ticket, o.generation) == (ticket, generation)]:
                     self.finish(one)
+
+    def dial(self, up: PrefillUp) -> None:
+        self.session = up.session
+        order = Dial(
+            seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries, window_bytes=up.window_bytes,
+            backend=up.backend,
+        )  # fmt: skip
+        self.apply(self.receiver, order)
+
+    def of_session(self, session: str) -> list[Incoming]:
+        return [one for one in self.open.values() if one.session == session]
 
     def arrived(self, one: Incoming) -> None:
         """The bytes have to be those of this use (G4); the pages go back."""
@@ -143,7 +161,8 @@ class DecodeSide(Side):
         if not one.end:
             one.end = why
             self.apply(self.receiver, Forget(seq=0, request=one.serial))
-            self.give_back(one)
+            if not self.direct:
+                self.give_back(one)
 
     def give_back(self, one: Incoming) -> None:
         """From here on a byte that is written is found by check()."""
@@ -151,8 +170,11 @@ class DecodeSide(Side):
         self.free += one.pages
 
     def finish(self, one: Incoming) -> None:
+        """Nobody writes for it any more, on neither side."""
         if self.open.pop(one.serial, None) is not None:
             self.ended.append(one)
+            if self.direct and one.end != "arrived":
+                self.give_back(one)
 
     def turn(self) -> None:
         super().turn()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.arrays import pack
+from core.backends import PoolMemory, SharedMemory
 from core.codec import Codec
 from core.geometry import Geometry
 from core.request import FirstToken, TokenLogprob
@@ -37,6 +38,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- examples: begin -->\n", "<!-- examples: end -->\n"
 GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2)
 SECOND_GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2, layer_start=1)
+SHARED = SharedMemory(
+    host="0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0.1a", name="headrace-kv-" + "77" * 16, bytes=1024, pages=64,
+    strides=(16, 16, 8, 8, 4),
+)  # fmt: skip
 TICKET = "ticket-1"
 FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogprob(42, -0.5, (42, 7), (-0.5, -1.5)))
 ROW = metadata.encode(TICKET, 1, FIRST)
@@ -134,6 +139,24 @@ EXAMPLES = (
             heartbeat_s=1.0, timeout_s=3.0,
         ),
         DESK,
+    ),
+    Example(
+        "peer to desk",
+        Hello(
+            protocols=(1,), instance="66" * 16, name="decode-1", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("shm", "zmq"),
+            memory=(PoolMemory(shm=SHARED),),
+        ),
+        PEER,
+    ),
+    Example(
+        "stage to peer",
+        Chunk(
+            ticket="ticket-7", generation=1, chunk=0, start=0, count=2, pages=pack([8]), row=5, payload_bytes=16,
+            checksum=checksum.of_frames((PAGE_0,)), written=True,
+        ),
+        STAGE,
     ),
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ import numpy as np
 import zmq
 
 from core.arrays import pack
+from core.backends import FAKE, SHM, ZMQ, PoolMemory
 from core.clock import SystemClock
 from core.config import TransferConfig
 from core.geometry import Geometry
@@ -15,6 +16,8 @@ from core.orders import AdmitPeer, Dial, Expect, Send
 from core.ports import Port
 from core.request import FirstToken
 from transfer.arrays import ArrayPageStore
+from transfer.backends.fake import FakeReach
+from transfer.backends.shm import SharedPool, ShmReach
 from transfer.layout import pages_for
 from transfer.receiver import Receiver
 from transfer.sender import Sender
@@ -91,8 +94,8 @@ def value(stats: Any, name: str, labels: tuple[str, ...] = ()) -> float:
     return float(sum(sample.value for sample in stats.samples if (sample.name, sample.labels) == (name, labels)))
 
 
-def random_store(geometry: Geometry, pages: int, seed: int = 0) -> ArrayPageStore:
-    store = ArrayPageStore(geometry, pages)
+def random_store(geometry: Geometry, pages: int, seed: int = 0, memory: memoryview | None = None) -> ArrayPageStore:
+    store = ArrayPageStore(geometry, pages, memory)
     store.data[:] = np.random.default_rng(seed).integers(0, 256, store.data.shape, np.uint8)
     return store
 
@@ -122,14 +125,31 @@ class Pair:
         session: str = "s" * 32,
         admitted: bool = True,
         dialled: bool = True,
+        backend: str = ZMQ,
     ) -> None:
-        self.source, self.destination = source, destination
+        self.source, self.destination, self.backend = source, destination, backend
+        self.shared = SharedPool(destination, pages) if backend == SHM else None
+        self.memory = (PoolMemory(shm=self.shared.memory),) if self.shared is not None else ()
         self.session = session
         self.window = config.window_bytes
         self.store = random_store(source, pages, seed=1)
-        self.target = random_store(destination, pages, seed=2)
-        self.sender = Sender(config, stage=0, geometry=source, store=self.store, context=context)
-        self.receiver = Receiver(config, stage=0, geometry=destination, store=self.target, context=context)
+        self.target = random_store(destination, pages, seed=2, memory=self.shared.buffer if self.shared else None)
+        self.sender = Sender(
+            config,
+            stage=0,
+            geometry=source,
+            store=self.store,
+            context=context,
+            reaches={SHM: ShmReach(), FAKE: FakeReach()},
+        )
+        self.receiver = Receiver(
+            config,
+            stage=0,
+            geometry=destination,
+            store=self.target,
+            context=context,
+            exposures={SHM: self.shared} if self.shared is not None else {},
+        )
         self.loop = Loop(self.sender, self.receiver)
         if admitted:
             self.admit()
@@ -137,7 +157,14 @@ class Pair:
             self.dial(self.sender.port)
 
     def admit(self) -> None:
-        order = AdmitPeer(seq=0, session=self.session, geometry=self.destination, window_bytes=self.window)
+        order = AdmitPeer(
+            seq=0,
+            session=self.session,
+            geometry=self.destination,
+            window_bytes=self.window,
+            backend=self.backend,
+            memory=self.memory,
+        )
         self.loop.apply(self.sender, order)
 
     def dial(self, port: int) -> None:
@@ -147,6 +174,7 @@ class Pair:
             endpoints=(f"tcp://127.0.0.1:{port}",),
             geometries=(self.source,),
             window_bytes=self.window,
+            backend=self.backend,
         )
         self.loop.apply(self.receiver, order)
 
@@ -202,6 +230,8 @@ class Pair:
 
     def close(self) -> None:
         self.loop.close()
+        if self.shared is not None:
+            self.shared.close()
 
 
 def part(page_size: int, pages: Sequence[int], origin: int, start: int, count: int) -> list[int]:

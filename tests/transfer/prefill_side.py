@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from core.arrays import pack, unpack
+from core.backends import SHM
 from core.errors import ErrorInfo
 from core.geometry import Geometry
 from core.orders import (
@@ -31,6 +32,7 @@ from core.peers import (
 )
 from core.request import FirstToken
 from tests.transfer.harness import random_store
+from tests.transfer.memory_pools import HOST, MemoryReach
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, POISON, TIMEOUT, Side, World, content
 from transfer.desk import Desk
@@ -64,7 +66,10 @@ class PrefillSide(Side):
         self.open: dict[int, Outgoing] = {}
         self.serials = 0
         context: Any = Context(world.network)
-        self.sender = Sender(world.config, stage=0, geometry=geometry, store=self.store, context=context)
+        self.reach = MemoryReach(world.pools)
+        self.sender = Sender(
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches={SHM: self.reach}
+        )
         self.desk = Desk(world.config, context, new_session=world.new_id)
         ports = (self.sender.port,)
         self.desk.ready(
@@ -74,14 +79,16 @@ class PrefillSide(Side):
                 geometries=(geometry,),
                 data_ports=ports,
                 max_model_len=1024,
+                backends=(world.backend,),
+                shared_memory=frozenset([HOST]),
             )
         )
         self.ports = [self.desk, self.sender]
 
     def handle(self, event: Any) -> None:
         match event:
-            case PeerJoined(session=session, geometry=geometry, window_bytes=window):
-                self.apply(self.sender, AdmitPeer(seq=0, session=session, geometry=geometry, window_bytes=window))
+            case PeerJoined():
+                self.admit(event)
             case PeerGone(session=session):
                 self.apply(self.sender, DropPeer(seq=0, session=session))
                 for one in [one for one in self.open.values() if one.reserved.session == session]:
@@ -104,10 +111,25 @@ class PrefillSide(Side):
             case Quiet(request=request) if request in self.open:
                 one = self.open[request]
                 assert not self.world.network.flying(one.reserved.ticket, one.reserved.generation), "not quiet (G2)"
+                pages = self.reach.opened.get(one.reserved.session)
+                if pages is not None and not pages.closed:
+                    assert not any(pages.busy.get(page) for page in unpack(one.reserved.pages)), "still writes (G2)"
                 if one.error is None:
                     self.tell(one, TellCancelled)
                 else:
                     self.tell(one, TellFailed, error=one.error)
+
+    def admit(self, joined: PeerJoined) -> None:
+        assert joined.backend == self.world.backend
+        order = AdmitPeer(
+            seq=0, session=joined.session, geometry=joined.geometry, window_bytes=joined.window_bytes,
+            backend=joined.backend, memory=joined.memory,
+        )  # fmt: skip
+        self.apply(self.sender, order)
+
+    def kill(self) -> None:
+        super().kill()
+        self.reach.kill()
 
     def reserve(self, reserved: PeerReserved) -> None:
         tokens, cached = reserved.prompt_tokens, reserved.cached_tokens

@@ -1,8 +1,10 @@
 """One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs."""
 
+from core.backends import SHM, ZMQ
 from core.geometry import Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
+from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
 from tests.transfer.world import PAGES, World
@@ -19,10 +21,11 @@ def run_schedule(seed: int) -> dict[str, int]:
     network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
     source, destination = (Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size) for size in sizes)
-    world = World(network, sizes[1])
+    world = World(network, sizes[1], MemoryPools(network, seed), backend=(ZMQ, SHM)[seed % 2])
     prefill = PrefillSide(world, source)
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
     world.sides = [prefill, decode]
+    stopped = False
     for _ in range(random.randrange(5, 15)):
         world.run(network.now + random.uniform(0, 0.6))
         kind = random.random()
@@ -31,13 +34,17 @@ def run_schedule(seed: int) -> dict[str, int]:
         elif kind < 0.93:
             for one in random.sample(list(decode.open.values()), min(1, len(decode.open))):
                 decode.cancel(one, "cancelled")
+        elif kind < 0.95:
+            stopped = not stopped
         elif kind < 0.97:
             prefill.kill()
             prefill = PrefillSide(world, source)
         else:
             decode.kill()
             decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
-        world.sides = [prefill, decode]
+        # What a stopped process has begun to write goes on.
+        world.sides = [decode] if stopped else [prefill, decode]
+    world.sides = [prefill, decode]
     network.faults = Faults()
     world.run(network.now + 15.0)
     _settled(prefill, decode, lossless=not faults.drop)

@@ -36,7 +36,7 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
     assert table.expect(expect, {0: GEOMETRY}) == ""
     for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True):
         header = example.message
-        if isinstance(header, Chunk):
+        if isinstance(header, Chunk) and not header.written:
             verdict = table.check("s", 0, header, [len(frame) for frame in frames])
             assert isinstance(verdict, Accept)
             assert checksum.of_frames(frames) == header.checksum

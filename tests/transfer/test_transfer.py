@@ -12,6 +12,7 @@ import zmq
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from core.backends import SHM, ZMQ
 from core.config import TransferConfig
 from core.geometry import Geometry
 from core.orders import (
@@ -43,19 +44,20 @@ def context() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture
-def pair(context: Any) -> Iterator[Pair]:
-    made = Pair(context, geometry(16), geometry(16))
+@pytest.fixture(params=[ZMQ, SHM])
+def pair(context: Any, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(context, geometry(16), geometry(16), backend=request.param)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize(("source_size", "destination_size"), [(16, 16), (16, 64), (64, 16), (5, 7), (1, 3)])
 @pytest.mark.parametrize("cached", [0, 16, 21])
+@pytest.mark.parametrize("backend", [ZMQ, SHM])
 def test_kv_arrives_exactly_whatever_the_page_sizes(
-    context: Any, source_size: int, destination_size: int, cached: int
+    context: Any, backend: str, source_size: int, destination_size: int, cached: int
 ) -> None:
-    pair = Pair(context, geometry(source_size), geometry(destination_size), pages=256)
+    pair = Pair(context, geometry(source_size), geometry(destination_size), pages=256, backend=backend)
     tokens = 150
     pages = list(range(200, 0, -1))
     dst_pages = list(range(7, 256))
@@ -74,6 +76,8 @@ def test_kv_arrives_exactly_whatever_the_page_sizes(
     assert np.array_equal(gather(pair.target, pair.destination, dst_pages, cached, tokens - cached), sent)
     assert np.array_equal(np.delete(pair.target.data, used, axis=0), untouched)
     assert [event.chunk for event in pair.loop.of(pair.sender, Acked)] == [0, 1, 2]
+    for port, name in ((pair.sender, "bytes_sent_total"), (pair.receiver, "bytes_received_total")):
+        assert value(port.statistics(), name, (backend,)) == arrived.bytes
     assert value(pair.sender.statistics(), "unacked_bytes") == 0
     pair.close()
 
@@ -127,8 +131,9 @@ def test_a_small_window_slows_down_but_does_not_stop(context: Any) -> None:
     pair.close()
 
 
-def test_forget_then_poison_no_byte_lands(pair: Pair) -> None:
+def test_forget_then_poison_no_byte_lands(context: Any) -> None:
     """G2: pages of a forgotten request belong to somebody else at once, whatever is still on the wire."""
+    pair = Pair(context, geometry(16), geometry(16))
     pair.expect(1, range(4), 0, 64)
     pair.send(1, 0, 0, 16, pages=range(4), dst_pages=range(4))
     pair.loop.wait_for(pair.receiver, ChunkArrived)
@@ -145,6 +150,7 @@ def test_forget_then_poison_no_byte_lands(pair: Pair) -> None:
     pair.loop.wait_for(pair.sender, Quiet)
     assert value(pair.sender.statistics(), "unacked_bytes") == 0
     assert len(pair.loop.of(pair.sender, SendFailed)) == 1
+    pair.close()
 
 
 def test_the_same_ticket_again_under_a_new_generation(pair: Pair) -> None:

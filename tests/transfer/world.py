@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from core.backends import ZMQ
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from tests.transfer.harness import AnyPort
+from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Network
 
 PAGES = 32
@@ -75,6 +77,8 @@ class World:
 
     network: Network
     peer_page_size: int
+    pools: MemoryPools
+    backend: str = ZMQ
     config: TransferConfig = CONFIG
     uses: int = 0
     ids: int = 0

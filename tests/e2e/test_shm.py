@@ -1,0 +1,156 @@
+"""Two servers on one machine, with KV written straight into the decode server's pool: whoever dies, stops or cancels.
+
+The stand-in model's texts show every wrong page (engine/standin.py); they are compared with those of one server alone.
+"""
+
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
+
+MODEL = "stand-in:layers=4,us_per_token=400,vocab=1000,max_len=8192"
+FLAGS = ("--model", MODEL, "--chunk-tokens", "128", "--kv-pages", "1024", "--threads", "1", "--peer-timeout", "1")
+TEXT = "a long prompt of which a part is on its way when something goes wrong " * 60
+SHM = Path("/dev/shm")
+
+
+def ask(server: Server, prompt: str = TEXT, timeout_s: float = 60.0) -> httpx.Response:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout_s)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def written(server: Server, backend: str = "shm") -> float:
+    """Bytes that this prefill server has sent by a backend."""
+    return server.metrics().get(f'headrace_bytes_sent_total{{backend="{backend}"}}', 0.0)
+
+
+def begun(prefill: Server, decode: Server, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
+    """A request of which some chunks are written and some are not even computed."""
+    before = written(prefill)
+    answer = pool.submit(ask, decode)
+    wait_until(lambda: written(prefill) > before, 20, f"KV is on its way\n{prefill.log}")
+    assert not answer.done()
+    return answer
+
+
+def pools() -> set[str]:
+    return {path.name for path in SHM.glob("headrace-kv-*")}
+
+
+def tree(server: Server) -> list[psutil.Process]:
+    return [psutil.Process(server.process.pid), *server.children()]
+
+
+def test_texts_are_those_of_one_server_alone_by_either_way() -> None:
+    prompts = [TEXT[:length] for length in (1, 15, 16, 17, 300, 1700)]
+    with serving(*FLAGS, "--role", "colocated") as alone:
+        expected = [text_of(ask(alone, prompt)) for prompt in prompts]
+    before = pools()
+    for backend, other in (("shm", "zmq"), ("zmq", "shm")):
+        with pair(FLAGS, (*FLAGS, "--page-size", "64", "--transfer-backends", backend)) as (prefill, decode):
+            assert len(pools() - before) == (backend == "shm")
+            assert [text_of(ask(decode, prompt)) for prompt in prompts] == expected
+            assert written(prefill, backend) > 0
+            assert written(prefill, other) == 0
+            assert f"by {backend}: " in prefill.log
+        assert pools() == before, "an orderly end leaves nothing behind"
+
+
+def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> None:
+    with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(4) as pool:
+        expected = text_of(ask(decode))
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                ask(decode, f"{written(prefill)} {TEXT}", timeout_s=0.5)
+            others = [pool.submit(ask, decode, TEXT[:length]) for length in (200, 900)]
+            assert all(text_of(other.result()) for other in others)
+        for server in (prefill, decode):
+            wait_until(lambda server=server: pages_in_use(server) == 0, 10, f"pages back\n{server.log}")
+        assert text_of(ask(decode)) == expected
+
+
+def test_pages_that_a_stopped_prefill_server_may_write_stay_in_quarantine_until_it_is_gone() -> None:
+    prefill = Server("--role", "prefill", *FLAGS)
+    with (
+        serving("--role", "decode", "--prefill", prefill.url, "--fallback", "local", *FLAGS) as decode,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        prefill.started()
+        wait_until(lambda: decode.metrics()["headrace_prefill_servers"] == 1, 20, "the prefill server is found")
+        answer = begun(prefill, decode, pool)
+        for process in tree(prefill):
+            process.send_signal(signal.SIGSTOP)
+        assert answer.result().status_code in (502, 503)
+        quarantined = decode.metrics()["headrace_quarantined_pages"]
+        assert quarantined == pages_in_use(decode) > 0
+        assert text_of(ask(decode, TEXT[:500])), "it goes on with its other pages"
+        assert decode.metrics()["headrace_quarantined_pages"] == quarantined, "silence is no proof"
+        prefill.kill()
+        wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 5, f"death is\n{decode.log}")
+        wait_until(lambda: pages_in_use(decode) == 0, 5, "pages back")
+
+
+def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
+    with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
+        expected = text_of(ask(decode, TEXT[:900]))
+        answer = begun(prefill, decode, pool)
+        stopped = tree(prefill)
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        assert answer.result().status_code in (502, 503)
+        assert decode.metrics()["headrace_quarantined_pages"] > 0
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+        wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 20, f"it lets go\n{prefill.log}")
+        wait_until(lambda: decode.get("/ready").status_code == 200, 60, "they meet again")
+        assert text_of(ask(decode, TEXT[:900])) == expected
+
+
+def test_a_killed_decode_server_leaves_no_memory_behind() -> None:
+    before = pools()
+    with running(Server("--role", "prefill", *FLAGS)) as prefill, ThreadPoolExecutor(1) as pool:
+        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).started()
+        answer = begun(prefill, decode, pool)
+        assert len(pools() - before) == 1
+        decode.kill()
+        assert answer.exception() is not None
+        wait_until(lambda: pools() == before, 10, "the prefill stage that wrote into it removes it")
+        wait_until(lambda: pages_in_use(prefill) == 0, 10, f"pages back\n{prefill.log}")
+
+
+def test_a_decode_stage_that_starts_again_has_another_pool_and_says_so() -> None:
+    with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
+        expected = text_of(ask(decode, TEXT[:900]))
+        first = pools()
+        answer = begun(prefill, decode, pool)
+        decode.child("engine.stage").kill()
+        assert answer.result().status_code == 503
+        wait_until(lambda: decode.get("/ready").status_code == 200, 60, f"it is back\n{decode.log}")
+        wait_until(lambda: len(pools()) == len(first), 10, "the dead stage's memory is gone")
+        assert pools() != first
+        before = written(prefill)
+        wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, "the two meet again")
+        assert text_of(ask(decode, TEXT[:900])) == expected
+        assert written(prefill) > before
+
+
+def test_a_prefill_stage_that_dies_ends_the_session_before_its_pages_are_used_again() -> None:
+    with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
+        expected = text_of(ask(decode, TEXT[:900]))
+        answer = begun(prefill, decode, pool)
+        prefill.child("engine.stage").kill()
+        assert answer.result().status_code in (502, 503)
+        wait_until(lambda: pages_in_use(decode) == 0, 10, f"pages back\n{decode.log}")
+        wait_until(lambda: prefill.get("/ready").status_code == 200, 60, f"it is back\n{prefill.log}")
+        wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, "the two meet again")
+        assert text_of(ask(decode, TEXT[:900])) == expected

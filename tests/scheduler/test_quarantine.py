@@ -1,0 +1,118 @@
+"""Pages that a prefill server writes into itself: when they are ours again, and what a failed engine may say."""
+
+import pytest
+
+from core.backends import SHM
+from core.errors import ErrorInfo
+from core.intake import StageDown
+from core.orders import Arrived, Dial, Expect, HangUp, HungUp, Release, StageFailed
+from core.peers import (
+    AskCancel,
+    EndPeer,
+    PeerEvent,
+    PeerJoined,
+    PrefillDown,
+    PrefillUp,
+    TellFailed,
+    TicketCancelled,
+    TicketFailed,
+)
+from core.request import FirstToken
+from tests.scheduler.bench import Bench, geometry, none, only
+from tests.scheduler.test_fetch import fetch
+
+
+def direct(stages: int = 1) -> tuple[Bench, Expect]:
+    """A decode server whose prefill server has been asked to write into pages of request "a"."""
+    bench = Bench(True, stages=stages)
+    bench.prefill_up()
+    bench.do(up("p2"))
+    assert bench.last(Dial).backend == SHM
+    fetch(bench)
+    expect = bench.last(Expect)
+    for stage in range(stages):
+        bench.expecting(expect.request, stage)
+    return bench, expect
+
+
+def up(session: str) -> PrefillUp:
+    return PrefillUp(
+        name="p", session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20, backend=SHM
+    )
+
+
+NAMES = {"session": "p2", "ticket": "t", "generation": 1}
+FAILED = ErrorInfo(code="stage_failed", message="", status=503)
+
+
+@pytest.mark.parametrize("word", [TicketCancelled(**NAMES), TicketFailed(**NAMES, error=FAILED)])  # type: ignore[arg-type]
+def test_pages_of_a_cancelled_request_wait_for_the_word_of_the_prefill_server(word: PeerEvent) -> None:
+    bench, expect = direct()
+    only(bench.abort(), AskCancel)
+    assert none(bench.forgotten(expect.request), Release), "our stage has ceased, the other side has not said so"
+    assert bench.metric("quarantined_pages") == 3
+    only(bench.do(word), Release)  # type: ignore[arg-type]
+    assert bench.metric("quarantined_pages") == 0
+    bench.assert_empty()
+
+
+def test_the_word_may_come_before_our_own_stages_have_answered() -> None:
+    bench, expect = direct(stages=2)
+    bench.abort()
+    assert none(bench.do(TicketCancelled(**NAMES)), Release)  # type: ignore[arg-type]
+    assert none(bench.forgotten(expect.request, 0), Release)
+    only(bench.forgotten(expect.request, 1), Release)
+
+
+def test_without_a_word_they_wait_until_nobody_can_write_through_the_session() -> None:
+    bench, expect = direct(stages=2)
+    only(bench.do(PrefillDown(name="p", session="p2", reason="silent")), HangUp)
+    for stage in (0, 1):
+        assert none(bench.forgotten(expect.request, stage), Release)
+    effects = bench.wait(100_000.0)  # it may be stopped for a day, and no stage of ours is to blame
+    assert none(effects, Release)
+    assert none(effects, StageDown)
+    bench.do(up("p3"))  # meanwhile another session begins, and its pages are others
+    fetch(bench, "b", ticket="u")
+    assert not set(bench.last(Expect).pages[::4]) & set(expect.pages[::4])
+    assert none(bench.do(HungUp(stage=0, session="p2")), Release)
+    assert none(bench.do(HungUp(stage=0, session="p2")), Release)
+    assert none(bench.do(HungUp(stage=1, session="other")), Release)
+    assert only(bench.do(HungUp(stage=1, session="p2")), Release).request == expect.request
+    assert bench.metric("quarantined_pages") == 0
+
+
+def test_what_was_never_reserved_or_has_arrived_waits_for_nobody() -> None:
+    bench = Bench(True)
+    bench.prefill_up()
+    bench.do(up("p2"))
+    fetch(bench)
+    bench.abort()
+    only(bench.forgotten(bench.last(Expect).request), Release)
+    bench, expect = direct()
+    bench.do(Arrived(stage=0, request=expect.request, first=FirstToken(42, 10, 0), bytes=1, chunks=1))
+    assert bench.metric("quarantined_pages") == 0
+    bench.abort()
+    assert none(bench.seen, AskCancel)
+
+
+def test_a_pool_that_is_gone_needs_no_quarantine() -> None:
+    bench, expect = direct()
+    bench.abort()
+    bench.forgotten(expect.request)
+    assert bench.metric("quarantined_pages") == 3
+    bench.do(StageFailed(stage=0, message="killed"))
+    assert bench.metric("quarantined_pages") == 0
+    assert bench.scheduler.idle
+    assert bench.do(HungUp(stage=0, session="p2")) == []
+
+
+def test_a_prefill_server_whose_stage_failed_promises_nothing_to_peers_it_writes_to() -> None:
+    """Another stage may still be writing: the session ends, and the peer takes the right back itself."""
+    bench = Bench()
+    joined = {"name": "d", "geometry": geometry(), "window_bytes": 1 << 20}
+    bench.do(PeerJoined(session="direct", backend=SHM, **joined))  # type: ignore[arg-type]
+    bench.do(PeerJoined(session="framed", **joined))  # type: ignore[arg-type]
+    effects = bench.do(StageFailed(stage=0, message="killed"))
+    assert only(effects, EndPeer).session == "direct"
+    assert none(effects[: effects.index(only(effects, EndPeer))], TellFailed), "it ends before anything else is said"

@@ -1,0 +1,130 @@
+"""Pools that others write into, in memory and under a virtual clock: a backend whose writes take their time.
+
+A write lands piece by piece, whatever its process does meanwhile, as that of a network card would. Until it is over the
+source has to stay what it was. The rights to write are as in transfer/backends/shm.py: whoever has one first decides,
+and a process that is killed loses its own.
+"""
+
+import random
+
+from core.backends import PoolMemory, SharedMemory
+from core.geometry import Geometry
+from tests.transfer.memory_zmq import Network
+from transfer.arrays import ArrayPageStore
+from transfer.layout import WHOLE, Box, Bytes
+
+HOST = "one host"
+
+
+class Landing:
+    """The Handle of the writes since the last flush."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    @property
+    def done(self) -> bool:
+        return self.pieces == 0
+
+
+class MemoryPages:
+    """A peer's pool as a sender writes into it."""
+
+    def __init__(self, network: Network, store: ArrayPageStore, longest_s: float) -> None:
+        self.closed = False
+        self.busy: dict[int, int] = {}  # writes under way, by page
+        self._network = network
+        self._store = store
+        self._longest_s = longest_s
+        self._landing = Landing()
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        landing, promised = self._landing, data.copy()
+        landing.pieces += 1
+        self.busy[page] = self.busy.get(page, 0) + 1
+
+        def land() -> None:
+            if not self.closed:
+                assert (data == promised).all(), "memory was reused while it was being written from (G3)"
+                self._store.write(page, first_slot, count, data, box)
+            self.busy[page] -= 1
+            landing.pieces -= 1
+
+        if self._longest_s:
+            self._network.after(self._network.random.uniform(0, self._longest_s), land)
+        else:
+            land()
+
+    def flush(self) -> Landing:
+        landing, self._landing = self._landing, Landing()
+        return landing
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class MemoryPools:
+    """Every pool of a world by its name, and who has the right to write through which session."""
+
+    def __init__(self, network: Network, seed: int) -> None:
+        self.network = network
+        self.longest_s = random.Random(seed).choice((0.0, 0.0, 0.3))
+        self.stores: dict[str, ArrayPageStore] = {}
+        self.rights: dict[tuple[str, int], object] = {}  # a MemoryReach, or the pool's owner
+
+    def share(self, geometry: Geometry, store: ArrayPageStore) -> "SharedStore":
+        name = f"pool-{len(self.stores)}"
+        self.stores[name] = store
+        return SharedStore(self, name, len(store.data))
+
+
+class SharedStore:
+    """The Exposure of a pool."""
+
+    def __init__(self, pools: MemoryPools, name: str, pages: int) -> None:
+        self._pools = pools
+        shared = SharedMemory(host=HOST, name=name, bytes=1, pages=pages, strides=(0, 0, 0, 0, 0))
+        self.memory = PoolMemory(shm=shared)
+
+    def revoke(self, session: str, stage: int) -> bool:
+        return self._pools.rights.setdefault((session, stage), self) is self
+
+
+class MemoryReach:
+    """The Reach of one process."""
+
+    def __init__(self, pools: MemoryPools) -> None:
+        self._pools = pools
+        self.opened: dict[str, MemoryPages] = {}
+
+    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> "Right":
+        assert memory.shm is not None
+        if self._pools.rights.setdefault((session, stage), self) is not self:
+            raise ValueError("the peer has ended the session")
+        pages = MemoryPages(self._pools.network, self._pools.stores[memory.shm.name], self._pools.longest_s)
+        self.opened[session] = pages
+        return Right(self, session, stage, pages)
+
+    def give_up(self, session: str, stage: int) -> None:
+        if self._pools.rights.get((session, stage)) is self:
+            del self._pools.rights[session, stage]
+
+    def kill(self) -> None:
+        """The process is gone, and with it what it was writing."""
+        for pages in self.opened.values():
+            pages.close()
+        for key in [key for key, holder in self._pools.rights.items() if holder is self]:
+            del self._pools.rights[key]
+
+
+class Right:
+    """RemotePages: MemoryPages with the right that close() gives up."""
+
+    def __init__(self, reach: MemoryReach, session: str, stage: int, pages: MemoryPages) -> None:
+        self.write = pages.write
+        self.flush = pages.flush
+        self._reach, self._session, self._stage, self._pages = reach, session, stage, pages
+
+    def close(self) -> None:
+        self._pages.close()
+        self._reach.give_up(self._session, self._stage)

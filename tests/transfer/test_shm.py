@@ -1,0 +1,359 @@
+"""Pools in shared memory: what a stage maps, what it writes, and who may still write when."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from core.backends import FAKE, SHM, PoolMemory, SharedMemory
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.orders import Acked, Arrived, Cancel, DropPeer, HangUp, HungUp, Quiet, SendFailed
+from tests.transfer.harness import FIRST, Pair, random_store, value, zmq_context
+from transfer.arrays import ArrayPageStore
+from transfer.backends import locks
+from transfer.backends.shm import FOLDER, SharedPool, ShmPages, ShmReach, host_token, sweep
+from transfer.layout import Box
+
+pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")
+
+GEOMETRY = Geometry("float16", layers=3, kv_heads=2, head_dim=4, page_size=8)
+SESSION = "s" * 32
+PAGES = 6
+
+
+@pytest.fixture
+def pool() -> Iterator[SharedPool]:
+    made = SharedPool(GEOMETRY, PAGES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    geometry = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
+    with zmq_context() as context:
+        made = Pair(context, geometry, geometry, backend=SHM)
+        yield made
+        made.close()
+
+
+def opened(pool: SharedPool, session: str = SESSION, stage: int = 0) -> ShmPages:
+    return ShmReach().open(session, stage, GEOMETRY, PoolMemory(shm=pool.memory))
+
+
+def path_of(memory: SharedMemory) -> Path:
+    return FOLDER / memory.name
+
+
+def test_the_file_is_for_its_user_alone_all_there_and_gone_when_its_owner_ends() -> None:
+    pool = SharedPool(GEOMETRY, PAGES)
+    found = path_of(pool.memory).stat()
+    assert (found.st_mode & 0o777, found.st_size) == (0o600, PAGES * GEOMETRY.page_bytes)
+    assert found.st_blocks * 512 >= found.st_size
+    pages = opened(pool)
+    pool.close()
+    assert not path_of(pool.memory).exists()
+    pages.write(0, 0, 1, np.full((3, 2, 2, 1, 8), 7, np.uint8))  # memory that is mapped stays
+    assert bytes(pool.buffer).count(7) == 3 * 2 * 2 * 8
+    pages.close()
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_writes_land_where_a_pool_of_the_geometry_has_them(data: st.DataObject) -> None:
+    geometry = Geometry(
+        data.draw(st.sampled_from(["float16", "float32"])),
+        layers=data.draw(st.integers(1, 4)),
+        kv_heads=data.draw(st.integers(1, 4)),
+        head_dim=data.draw(st.integers(1, 5)),
+        page_size=data.draw(st.integers(1, 9)),
+    )
+    pool = SharedPool(geometry, PAGES)
+    try:
+        shared, twin = ArrayPageStore(geometry, PAGES, pool.buffer), ArrayPageStore(geometry, PAGES)
+        pages = ShmReach().open(SESSION, 0, geometry, PoolMemory(shm=pool.memory))
+        source = random_store(geometry, PAGES)
+        for _ in range(5):
+            page, slot = data.draw(st.integers(0, PAGES - 1)), data.draw(st.integers(0, geometry.page_size - 1))
+            count = data.draw(st.integers(1, geometry.page_size - slot))
+            box = Box(_range(data, geometry.layers), _range(data, geometry.kv_heads))
+            piece = source.view(page, slot, count, box)
+            twin.write(page, slot, count, piece, box)
+            pages.write(page, slot, count, piece, box)
+        assert pages.flush().done
+        assert np.array_equal(shared.data, twin.data)
+        pages.close()
+    finally:
+        pool.close()
+
+
+def _range(data: st.DataObject, length: int) -> slice:
+    start = data.draw(st.integers(0, length - 1))
+    return slice(start, data.draw(st.integers(start + 1, length)))
+
+
+@pytest.mark.parametrize(("page", "slot", "count"), [(-1, 0, 1), (PAGES, 0, 1), (0, -1, 1), (0, 8, 1), (0, 7, 2)])
+def test_a_write_beside_the_pool_is_refused(pool: SharedPool, page: int, slot: int, count: int) -> None:
+    pages = opened(pool)
+    with pytest.raises(IndexError):
+        pages.write(page, slot, count, np.ones((3, 2, 2, count, 8), np.uint8))
+    assert not any(pool.buffer)
+    pages.close()
+
+
+def _symlink(path: Path) -> None:
+    path.rename(path.with_name("headrace-test-target"))
+    path.symlink_to("headrace-test-target")
+
+
+def _holes(path: Path) -> None:
+    size = path.stat().st_size
+    os.truncate(path, 0)
+    os.truncate(path, size)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+SPOILED: list[tuple[str, Callable[[Path], object], str]] = [
+    ("missing", lambda path: path.unlink(), "No such file"),
+    ("a link", _symlink, "symbolic links"),
+    ("a folder", _folder, "directory"),
+    ("too small", lambda path: os.truncate(path, path.stat().st_size - 1), "bytes and not"),
+    ("open to all", lambda path: path.chmod(0o666), "open to other users"),
+    ("not in memory", _holes, "holes"),
+]
+if os.geteuid() == 0:
+    SPOILED.append(("somebody else's", lambda path: os.chown(path, 12345, -1), "another user"))
+
+
+@pytest.mark.parametrize(("spoil", "says"), [case[1:] for case in SPOILED], ids=[case[0] for case in SPOILED])
+def test_only_a_whole_file_of_ones_own_is_mapped(pool: SharedPool, spoil: Callable[[Path], object], says: str) -> None:
+    path = path_of(pool.memory)
+    try:
+        spoil(path)
+        with pytest.raises((OSError, ValueError), match=says):
+            opened(pool)
+        assert pool.revoke(SESSION, 0), "whoever could not map has no right to write"
+    finally:
+        path.with_name("headrace-test-target").unlink(missing_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pages": PAGES + 1}, {"offset": 1}, {"strides": (1 << 40, 1, 1, 1, 1)}, {"strides": (768, 256, 128, 72, 8)}],
+)
+def test_pages_that_leave_the_file_are_not_mapped(pool: SharedPool, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="do not lie within"):
+        ShmPages(SESSION, 0, GEOMETRY, replace(pool.memory, **changes))
+    assert pool.revoke(SESSION, 0)
+
+
+def test_a_right_is_taken_back_only_when_the_writer_has_let_go_and_then_for_good(pool: SharedPool) -> None:
+    pages = opened(pool)
+    assert not pool.revoke(SESSION, 0)
+    assert pool.revoke(SESSION, 1), "every stage has a right of its own"
+    assert pool.revoke("t" * 32, 0), "and every session"
+    pages.close()
+    assert pool.revoke(SESSION, 0)
+    assert pool.revoke(SESSION, 0)
+    with pytest.raises(ValueError, match="ended the session"):
+        opened(pool)
+    again = opened(pool, session="u" * 32)
+    again.close()
+
+
+@given(st.text(max_size=40), st.integers(0, 1 << 20))
+def test_a_right_is_never_the_owners_lock_and_fits_into_a_file_offset(session: str, stage: int) -> None:
+    assert locks.OWNER < locks.writer_byte(session, stage) < (1 << 63) - 1
+
+
+def test_kv_comes_in_frames_where_the_pool_is_out_of_reach(pair: Pair) -> None:
+    assert pair.shared is not None
+    pair.shared.close()  # its name is gone before the stage has opened it
+    pair.expect(1, range(4), 0, 64)
+    pair.send(1, 0, 0, 64, pages=range(8, 12), dst_pages=range(4), last=True)
+    assert pair.loop.wait_for(pair.receiver, Arrived).first == FIRST
+    pair.loop.wait_for(pair.sender, Acked)
+    assert np.array_equal(pair.target.data[:4], pair.store.data[8:12])
+    assert value(pair.sender.statistics(), "bytes_sent_total", ("shm",)) == 0
+    assert value(pair.receiver.statistics(), "bytes_received_total", ("zmq",)) == 4 * pair.source.page_bytes
+
+
+def test_after_quiet_nothing_is_written_to_poisoned_pages(pair: Pair) -> None:
+    pair.expect(1, range(8), 0, 128)
+    pair.send(1, 0, 0, 64, pages=range(8), dst_pages=range(8))
+    pair.loop.until(lambda: value(pair.sender.statistics(), "bytes_sent_total", ("shm",)) > 0)
+    pair.loop.apply(pair.sender, Cancel(seq=1, request=1))
+    pair.loop.wait_for(pair.sender, Quiet)
+    pair.target.data[:] = 0xEE
+    pair.send(1, 1, 64, 64, pages=range(8), dst_pages=range(8), last=True)  # was on its way when Cancel overtook it
+    pair.loop.turn()
+    assert (pair.target.data == 0xEE).all()
+
+
+def test_pages_that_the_peer_has_not_fail_the_request(pair: Pair) -> None:
+    pair.loop.until(lambda: value(pair.receiver.statistics(), "data_connections") == 1)
+    pair.send(1, 0, 0, 16, pages=[0], dst_pages=[64])
+    failed = pair.loop.wait_for(pair.sender, SendFailed)
+    assert (failed.code, failed.message) == ("bad_chunk", "slots 0 to 16 of page 64: 64 pages of 16")
+    assert value(pair.sender.statistics(), "unacked_bytes") == 0
+
+
+def test_bytes_that_change_in_the_pool_are_found_by_the_checksum(pair: Pair) -> None:
+    """As if a second writer were there: the chunk is refused, and its ticket fails."""
+    pair.expect(1, [3], 0, 16)
+    pair.send(1, 0, 0, 16, pages=[9], dst_pages=[3], last=True)
+    while not value(pair.sender.statistics(), "bytes_sent_total", ("shm",)):
+        pair.sender.receive(0.0)
+    pair.target.data[3, 0, 0, 0, 0, 0] ^= 1
+    assert pair.loop.wait_for(pair.sender, SendFailed).code == "checksum_mismatch"
+    assert not pair.loop.of(pair.receiver, Arrived)
+
+
+def test_a_session_that_ends_is_hung_up_when_its_stage_has_let_go(pair: Pair) -> None:
+    pair.loop.until(lambda: value(pair.receiver.statistics(), "data_connections") == 1)
+    pair.loop.apply(pair.receiver, HangUp(seq=0, session=pair.session))
+    for _ in range(5):
+        pair.loop.turn()
+    assert not pair.loop.of(pair.receiver, HungUp), "the stage has the pool mapped, and may write"
+    assert value(pair.receiver.statistics(), "sessions_being_revoked") == 1
+    pair.loop.apply(pair.sender, DropPeer(seq=0, session=pair.session))
+    assert pair.loop.wait_for(pair.receiver, HungUp).session == pair.session
+    assert value(pair.receiver.statistics(), "sessions_being_revoked") == 0
+
+
+def test_fake_goes_through_all_the_motions_and_moves_nothing() -> None:
+    geometry = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
+    with zmq_context() as context:
+        pair = Pair(context, geometry, geometry, backend=FAKE)
+        pair.memory = (PoolMemory(),)
+        pair.loop.apply(pair.sender, DropPeer(seq=0, session=pair.session))
+        pair.admit()
+        before = pair.target.data.copy()
+        pair.expect(1, range(4), 0, 64)
+        pair.send(1, 0, 0, 64, pages=range(8, 12), dst_pages=range(4), last=True)
+        arrived = pair.loop.wait_for(pair.receiver, Arrived)
+        pair.loop.wait_for(pair.sender, Acked)
+        assert (arrived.first, arrived.bytes) == (FIRST, 4 * geometry.page_bytes)
+        assert np.array_equal(pair.target.data, before)
+        pair.close()
+
+
+WRITER = """
+import sys, msgspec, numpy as np
+from core.backends import SharedMemory
+from tests.transfer.test_shm import GEOMETRY, SESSION
+from transfer.backends.shm import ShmPages
+pages = ShmPages(SESSION, 0, GEOMETRY, msgspec.json.decode(sys.argv[1], type=SharedMemory))
+print("mapped", flush=True)
+number = 0
+while True:
+    number = number % 250 + 1
+    for page in range(6):
+        pages.write(page, 0, 8, np.full((3, 2, 2, 8, 8), number, np.uint8))
+"""
+
+OWNER = """
+import sys, time, msgspec
+from tests.transfer.test_shm import GEOMETRY
+from transfer.backends.shm import SharedPool
+pool = SharedPool(GEOMETRY, 6)
+print(msgspec.json.encode(pool.memory).decode(), flush=True)
+time.sleep(60)
+"""
+
+
+def child(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def changes(pool: SharedPool) -> bool:
+    """Whether anybody writes into the pool within a tenth of a second."""
+    before = bytes(pool.buffer)
+    signal.sigtimedwait([], 0.1)
+    return bytes(pool.buffer) != before
+
+
+def test_a_stopped_writer_keeps_its_right_and_a_killed_one_loses_it(pool: SharedPool) -> None:
+    """The pages of a silent process stay where they are: it does go on. Those of a dead one are free at once."""
+    writer = child(WRITER, msgspec.json.encode(pool.memory).decode())
+    try:
+        assert line_of(writer) == "mapped"
+        assert changes(pool)
+        writer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+        assert not changes(pool)
+        assert not pool.revoke(SESSION, 0), "it is silent, not dead"
+        writer.send_signal(signal.SIGCONT)
+        assert changes(pool), "and it does write again"
+        assert not pool.revoke(SESSION, 0)
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert pool.revoke(SESSION, 0)
+    poison = np.frombuffer(pool.buffer, np.uint8)
+    poison[:] = 0xEE
+    assert not changes(pool)
+    assert (poison == 0xEE).all()
+
+
+def test_the_pool_of_a_killed_owner_is_removed_by_whoever_comes_by() -> None:
+    owner = child(OWNER)
+    try:
+        memory = msgspec.json.decode(line_of(owner), type=SharedMemory)
+        pages = ShmPages(SESSION, 0, GEOMETRY, memory)
+        sweep()
+        assert path_of(memory).exists(), "its owner lives"
+    finally:
+        owner.kill()
+        owner.communicate()
+    pages.write(0, 0, 8, np.ones((3, 2, 2, 8, 8), np.uint8))  # into memory that nobody reads: no harm, no signal
+    assert path_of(memory).exists()
+    pages.close()
+    assert not path_of(memory).exists()
+
+
+def test_a_pool_that_does_not_fit_leaves_nothing_behind() -> None:
+    before = sorted(FOLDER.iterdir())
+    status = os.statvfs(FOLDER)
+    pages = 2 * status.f_blocks * status.f_frsize // GEOMETRY.page_bytes
+    with pytest.raises(OSError, match=r"No space|Cannot allocate"):
+        SharedPool(GEOMETRY, pages)
+    assert sorted(FOLDER.iterdir()) == before
+
+
+def test_the_window_holds_for_written_chunks_too() -> None:
+    geometry = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
+    with zmq_context() as context:
+        pair = Pair(context, geometry, geometry, config=TransferConfig(window_bytes=1), backend=SHM)
+        pair.expect(1, range(4), 0, 64)
+        for chunk in range(4):
+            pair.send(1, chunk, chunk * 16, 16, pages=range(8, 12), dst_pages=range(4), last=chunk == 3)
+        most = 0.0
+        while not pair.loop.of(pair.receiver, Arrived):
+            most = max(most, value(pair.sender.statistics(), "unacked_bytes"))
+            pair.loop.turn()
+        assert most <= geometry.page_bytes + 256
+        assert np.array_equal(pair.target.data[:4], pair.store.data[8:12])
+        pair.close()

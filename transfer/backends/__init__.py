@@ -1,0 +1,1 @@
+"""Ways to move payload other than in frames. ZMQ carries page indices, acknowledgements and metadata rows with all."""

@@ -1,0 +1,55 @@
+"""What a backend that writes into the peer's pool has to have, on either side.
+
+    sending stage:    Reach.open ─► RemotePages.write … flush ─► Handle done ─► header (written) ─► Ack
+    receiving stage:  memory in the hello; when a session has ended, Exposure.revoke until it is True
+
+Each is used by one thread, the stage's I/O thread, and no call waits for the other side.
+"""
+
+from typing import Protocol
+
+from core.backends import PoolMemory
+from core.geometry import Geometry
+from transfer.layout import WHOLE, Box, Bytes
+
+
+class Handle(Protocol):
+    """Tells whether something that was begun is over."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class RemotePages(Protocol):
+    """The pool of one stage of a peer, as a sending stage writes into it."""
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """As PageStore.write. data stays as it is until what flush() returns is done. Raises IndexError for a page or
+        slots that the pool has not."""
+        ...
+
+    def flush(self) -> Handle:
+        """Done when the bytes of all writes since the last flush are in the peer's pages."""
+        ...
+
+    def close(self) -> None:
+        """Afterwards no write is under way, and the peer can find out that none will be."""
+        ...
+
+
+class Reach(Protocol):
+    """A way into the pools of peers."""
+
+    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> RemotePages:
+        """stage: our own rank. geometry and memory: of the peer's pool. Raises OSError or ValueError when the pool
+        cannot be reached or is not what the peer says."""
+        ...
+
+
+class Exposure(Protocol):
+    """Our own pool, as peers may write into it."""
+
+    def revoke(self, session: str, stage: int) -> bool:
+        """End the right of the stage `stage` of a prefill server to write through a session that has ended. False as
+        long as it may still write: a process that is stopped, or that has not noticed. True is for good."""
+        ...

@@ -1,0 +1,161 @@
+"""Shared memory: the peer's pool is a file in /dev/shm, which the sending stage maps and writes into, with one copy.
+
+    owner (decode stage)                                     writer (prefill stage)
+    unnamed file ─► memory ─► its lock ─► name               open, check, take the session's lock, map
+    session over: take that session's lock  ◄── free ──────  unmap, close; or the process ends
+
+The writer writes only while it holds the session's lock, and once the owner has that, no writer can get it any more.
+The kernel frees the locks of a process that ends, however it ends, and keeps those of one that is stopped. So the owner
+never takes a silent writer for a dead one.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from core.backends import PoolMemory, SharedMemory, Strides
+from core.geometry import Geometry
+from transfer.backends import locks
+from transfer.backends.fake import Done
+from transfer.layout import WHOLE, Box, Bytes, frame_shape
+
+FOLDER = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME = re.compile(r"headrace-kv-[0-9a-f]{32}")
+_BLOCK = 512  # bytes, the unit of st_blocks
+
+
+def host_token() -> str:
+    """Equal for processes that see the same /dev/shm, and for no others; "" where there is none of use. The kernel's
+    boot id and its number of the file system: containers of one machine have a /dev/shm each unless they share it."""
+    if not locks.available() or not _BOOT_ID.is_file() or not os.access(FOLDER, os.W_OK):
+        return ""
+    return f"{_BOOT_ID.read_text().strip()}.{FOLDER.stat().st_dev:x}"
+
+
+def sweep() -> None:
+    """Remove the pools of processes that have ended without doing so. Ours have a name of their own, and their owner's
+    lock is there before the name is."""
+    for path in FOLDER.iterdir():
+        if _NAME.fullmatch(path.name) is None:
+            continue
+        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if not locks.is_taken(file, locks.OWNER):
+                    path.unlink()
+            finally:
+                os.close(file)
+
+
+class SharedPool:
+    """The memory of a pool that peers on this host may map. An Exposure."""
+
+    def __init__(self, geometry: Geometry, pages: int) -> None:
+        """Raises OSError when /dev/shm cannot give that much."""
+        sweep()
+        size = pages * geometry.page_bytes
+        self._file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(self._file, 0, size)  # a file with holes would kill whoever writes when memory is short
+            locks.take(self._file, locks.OWNER)
+            self._map = mmap.mmap(self._file, size)
+            self._path = FOLDER / f"headrace-kv-{secrets.token_hex(16)}"
+            folder = os.open(FOLDER, os.O_RDONLY)
+            try:  # with a folder given, os.link follows the link in /proc to the file
+                os.link(f"/proc/self/fd/{self._file}", self._path.name, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(self._file)
+            raise
+        self.memory = SharedMemory(
+            host=host_token(), name=self._path.name, bytes=size, pages=pages, strides=_strides(geometry)
+        )
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self._map)
+
+    def revoke(self, session: str, stage: int) -> bool:
+        return locks.take(self._file, locks.writer_byte(session, stage))
+
+    def close(self) -> None:
+        """Remove the name. The memory lives as long as somebody has it mapped."""
+        self._path.unlink(missing_ok=True)
+
+
+class ShmReach:
+    """The Reach of a stage to pools on its host."""
+
+    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> "ShmPages":
+        if memory.shm is None:
+            raise ValueError("the peer named no shared memory")
+        return ShmPages(session, stage, geometry, memory.shm)
+
+
+class ShmPages:
+    """A peer's pool, mapped. RemotePages."""
+
+    def __init__(self, session: str, stage: int, geometry: Geometry, memory: SharedMemory) -> None:
+        self._file = os.open(FOLDER / memory.name, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            _check(os.fstat(self._file), memory)
+            if not locks.take(self._file, locks.writer_byte(session, stage)):
+                raise ValueError("the peer has ended the session")
+            self._map = mmap.mmap(self._file, memory.bytes)
+        except (OSError, ValueError):
+            os.close(self._file)
+            raise
+        shape = (memory.pages, *frame_shape(geometry, geometry.page_size))
+        self._pages: Bytes | None = None
+        try:  # numpy sees to it that shape and strides lie within the mapping
+            self._pages = np.ndarray(shape, np.uint8, self._map, memory.offset, (*memory.strides, 1))
+        except (ValueError, TypeError) as error:
+            self.close()
+            raise ValueError(f"its pages do not lie within its {memory.bytes} bytes: {error}") from error
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        assert self._pages is not None, "closed"
+        pages, slots = self._pages.shape[0], self._pages.shape[4]
+        if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
+            raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
+        self._pages[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
+
+    def flush(self) -> Done:
+        return Done()
+
+    def close(self) -> None:
+        """Unmap, and let go of the lock. Removes what an owner that has ended left behind."""
+        self._pages = None
+        self._map.close()  # it has a descriptor of its own
+        os.close(self._file)
+        sweep()
+
+
+def _strides(geometry: Geometry) -> Strides:
+    """Of a pool in C order."""
+    slot = geometry.head_dim * geometry.item_bytes
+    head = geometry.page_size * slot
+    kind = geometry.kv_heads * head
+    return geometry.layers * 2 * kind, 2 * kind, kind, head, slot
+
+
+def _check(found: os.stat_result, memory: SharedMemory) -> None:
+    """Raises ValueError unless the file is what only a peer of the same user can have put there, complete in memory."""
+    problems = {
+        "is no regular file": not stat.S_ISREG(found.st_mode),
+        "belongs to another user": found.st_uid != os.geteuid(),
+        "is open to other users": bool(found.st_mode & 0o077),
+        f"has {found.st_size} bytes and not {memory.bytes}": found.st_size != memory.bytes,
+        "has holes": found.st_blocks * _BLOCK < memory.bytes,
+    }
+    for problem, there in problems.items():
+        if there:
+            raise ValueError(f"the file {memory.name} {problem}")
