@@ -15,7 +15,7 @@ OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wi
 .PHONY: help venv demo test full test-routers check format bench clean distclean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
