@@ -2,6 +2,8 @@
 
     shm   beside copying the same pages within one process
     zmq   beside bare ZMQ: the same frames between two processes, taken in and copied in the same way
+    zmq, CURVE   the same, encrypted
+    each  beside itself, while another peer of the same sender has stopped to take anything in
 
 The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
 measured is everything between two pools: headers, checksums, sockets, writes, acknowledgements. The ways take turns.
@@ -11,9 +13,11 @@ import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -26,29 +30,45 @@ from benchmarks.report import console, print_table
 from core.arrays import pack
 from core.backends import SHM, ZMQ, PoolMemory
 from core.clock import SystemClock
+from core.codec import Codec
 from core.config import TransferConfig
 from core.geometry import Geometry
 from core.orders import AdmitPeer, Arrived, Dial, Expect, FetchFailed, Send
 from core.request import FirstToken
+from server.keys import write_pair
 from transfer.arrays import ArrayPageStore
 from transfer.backends.shm import SharedPool, ShmReach
+from transfer.keys import SECRET_SUFFIX, read_public
+from transfer.messages import AnswerMessage, Attach
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 from transfer.sockets import Context
 
 SESSION = "benchmark-session"
+NAME = "benchmark"  # of the key pair
+CURVE = "zmq, CURVE"
+SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
 GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
 CLOCK = SystemClock()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a child is to send, on every line of its standard input."""
+    """What a child is to send, on every line of its standard input. keys: folder with the one pair that both sides
+    have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this pool, and all
+    pages are to go to it, too."""
 
     way: str
     pages: int
     chunk_pages: int
     checksum: bool
     memory: PoolMemory = PoolMemory()
+    keys: str = ""
+    stalled: PoolMemory | None = None
+
+    def config(self) -> TransferConfig:
+        plain = TransferConfig(checksum=self.checksum)
+        secret = str(Path(self.keys, f"{NAME}{SECRET_SUFFIX}"))
+        return msgspec.structs.replace(plain, curve_key=secret, curve_allowed=self.keys) if self.keys else plain
 
 
 class Way(Protocol):
@@ -115,13 +135,20 @@ class Transfer:
     """A Receiver here and a Sender in a child."""
 
     def __init__(self, job: Job) -> None:
-        config = TransferConfig(checksum=job.checksum)
+        config = job.config()
         self._pages = job.pages
         self._request = 0
-        self._pool = SharedPool(GEOMETRY, job.pages) if job.way == SHM else None
-        memory = PoolMemory(shm=self._pool.memory) if self._pool is not None else PoolMemory()
-        self._child = Child(msgspec.structs.replace(job, memory=memory))
+        self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.way == SHM else None for _ in range(2))
+        self._pools = [pool for pool in (self._pool, stalled) if pool is not None]
+        job = msgspec.structs.replace(job, memory=_memory(self._pool), stalled=job.stalled and _memory(stalled))
+        self._child = Child(job)
         self._context: Context = zmq.Context()
+        if job.stalled is not None:
+            self._stalled = self._context.socket(zmq.DEALER)
+            self._stalled.rcvhwm = 1
+            self._stalled.connect(f"tcp://127.0.0.1:{self._child.port}")
+            attach = Attach(session=STALLED, stage=0, checksum="xxh3_64" if job.checksum else "none")
+            self._stalled.send(Codec[AnswerMessage](AnswerMessage).encode(attach))
         self._receiver = Receiver(
             config,
             stage=0,
@@ -137,6 +164,7 @@ class Transfer:
             geometries=(GEOMETRY,),
             window_bytes=config.window_bytes,
             backend=job.way,
+            server_key=read_public(Path(config.curve_key)) if config.curve_key else "",
         )
         self._receiver.apply(dial, CLOCK.now())
 
@@ -171,8 +199,12 @@ class Transfer:
         self._receiver.close()
         self._context.destroy(linger=0)
         self._child.close()
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools:
+            pool.close()
+
+
+def _memory(pool: SharedPool | None) -> PoolMemory:
+    return PoolMemory(shm=pool.memory) if pool is not None else PoolMemory()
 
 
 def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dict[str, list[float]]:
@@ -183,9 +215,14 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
         SHM: lambda: Transfer(msgspec.structs.replace(job, way=SHM)),
         "bare zmq": lambda: Bare(msgspec.structs.replace(job, way="bare")),
         ZMQ: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ)),
+        CURVE: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, keys=folder)),
+        f"{SHM} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=SHM, stalled=PoolMemory())),
+        f"{ZMQ} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, stalled=PoolMemory())),
     }
     speeds: dict[str, list[float]] = {name: [] for name in makers}
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        write_pair(Path(folder), NAME)
         ways = {name: make() for name, make in makers.items()}
         for way in ways.values():
             stack.callback(way.close)
@@ -200,7 +237,7 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
 
 def send(job: Job) -> None:
     """The child: send all pages once for every line on standard input, until that ends."""
-    config = TransferConfig(checksum=job.checksum)
+    config = job.config()
     store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
     if job.way == "bare":
@@ -208,18 +245,21 @@ def send(job: Job) -> None:
         return
     context: Context = zmq.Context()
     sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches={SHM: ShmReach()})
-    admit = AdmitPeer(
-        seq=0,
-        session=SESSION,
-        geometry=GEOMETRY,
-        window_bytes=config.window_bytes,
-        backend=job.way,
-        memory=(job.memory,),
-    )
-    sender.apply(admit, CLOCK.now())
+    peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
+    for session, memory in peers.items():
+        admit = AdmitPeer(
+            seq=0,
+            session=session,
+            geometry=GEOMETRY,
+            window_bytes=config.window_bytes,
+            backend=job.way,
+            memory=(memory,),
+        )
+        sender.apply(admit, CLOCK.now())
     print(sender.port, flush=True)
     poller = zmq.Poller()
-    poller.register(sender.sockets()[0], zmq.POLLIN)
+    for socket in sender.sockets():
+        poller.register(socket, zmq.POLLIN)
     poller.register(sys.stdin, zmq.POLLIN)
     request = 0
     while True:
@@ -231,10 +271,12 @@ def send(job: Job) -> None:
             if not sys.stdin.readline():
                 return
             request += 1
-            _order(sender, request, job)
+            for session in peers:
+                if session == SESSION or request == 1:
+                    _order(sender, session, request, job)
 
 
-def _order(sender: Sender, request: int, job: Job) -> None:
+def _order(sender: Sender, session: str, request: int, job: Job) -> None:
     for chunk, first in enumerate(range(0, job.pages, job.chunk_pages)):
         ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
         last = first + job.chunk_pages >= job.pages
@@ -242,8 +284,8 @@ def _order(sender: Sender, request: int, job: Job) -> None:
         order = Send(
             after=0,
             seq=0,
-            request=request,
-            session=SESSION,
+            request=request if session == SESSION else -1,
+            session=session,
             ticket="benchmark",
             generation=request,
             chunk=chunk,
@@ -272,7 +314,13 @@ def main(given: Sequence[str]) -> int:
     for checksum in (False, True):
         with console.status(f"moving pages {'with' if checksum else 'without'} checksums"):
             speeds = measure(arguments.pages, arguments.chunk_pages, arguments.rounds, checksum=checksum)
-        for name, limit in ((SHM, "copy"), (ZMQ, "bare zmq")):
+        pairs = (
+            (SHM, "copy"),
+            (ZMQ, "bare zmq"),
+            (CURVE, "bare zmq"),
+            *((f"{way} beside a stalled peer", way) for way in (SHM, ZMQ)),
+        )
+        for name, limit in pairs:
             ratio = statistics.median(one / other for one, other in zip(speeds[name], speeds[limit], strict=True))
             medians = (f"{statistics.median(speeds[way]):.2f}" for way in (name, limit))
             rows.append((name, "yes" if checksum else "no", *medians, limit, f"{ratio:.2f}"))
@@ -280,7 +328,7 @@ def main(given: Sequence[str]) -> int:
     print_table(
         f"GB/s from pool to pool, {size:.0f} MB in pages of {GEOMETRY.page_bytes >> 10} KiB: medians of "
         f"{arguments.rounds} rounds",
-        ("backend", "checksums", "GB/s", "limit", "which is", "ratio"),
+        ("backend", "checksums", "GB/s", "beside", "which is", "ratio"),
         rows,
     )
     return 0

@@ -47,32 +47,35 @@ def canonical(host: str) -> str:
     return bare.lower().removesuffix(".") if address is None else str(address)
 
 
-def parse_allowed(text: str) -> Allowed:
+def parse_allowed(text: str, flag: str = "--allow-prefill") -> Allowed:
     """HOST, HOST:PORT, or a network such as 10.0.0.0/24. IPv6 addresses with a port are written in brackets. Raises
-    ConfigError."""
+    ConfigError, naming the flag."""
     if "/" in text:
         try:
             return Allowed("", network=ip_network(text))
         except ValueError as error:
-            raise ConfigError(f"--allow-prefill {text}: {error}; write HOST, HOST:PORT or 10.0.0.0/24") from None
+            raise ConfigError(f"{flag} {text}: {error}; write HOST, HOST:PORT or 10.0.0.0/24") from None
     if _is_host(canonical(text)):
         return Allowed(canonical(text))
     host, _, port = text.rpartition(":")
     if not _is_host(canonical(host)) or not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(
-            f"--allow-prefill {text} is no host, HOST:PORT or network; write it like prefill-0, 10.0.0.5:8000, "
+            f"{flag} {text} is no host, HOST:PORT or network; write it like prefill-0, 10.0.0.5:8000, "
             f"[fd00::5]:8000 or 10.0.0.0/24"
         )
     return Allowed(canonical(host), int(port))
 
 
+def address_of(url: str) -> tuple[str, int]:
+    """Host, in canonical form, and port of a http or https URL."""
+    parts = urlsplit(url)
+    return canonical(parts.hostname or ""), parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+
+
 def allowed_prefills(urls: Iterable[str], texts: Iterable[str]) -> Rules:
     """The rules of a configuration. urls: of --prefill, each its own host and port. texts: of --allow-prefill. Raises
     ConfigError."""
-    configured = []
-    for url in urls:
-        parts = urlsplit(url)
-        configured.append(Allowed(canonical(parts.hostname or ""), parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)))
+    configured = [Allowed(*address_of(url)) for url in urls]
     return (*configured, *(parse_allowed(text) for text in texts))
 
 

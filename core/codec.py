@@ -6,6 +6,7 @@ import msgspec
 
 M = TypeVar("M")
 DecodeError = msgspec.DecodeError  # ValidationError, its subclass, is raised for a well-formed wrong message
+NO_MESSAGE = (DecodeError, UnicodeDecodeError, RecursionError)  # whatever msgspec raises for bytes from outside
 
 
 class Codec(Generic[M]):
@@ -20,4 +21,7 @@ class Codec(Generic[M]):
 
     def decode(self, data: bytes | memoryview) -> M:
         """Raises DecodeError when the bytes are no message of the union."""
-        return self._decoder.decode(data)
+        try:
+            return self._decoder.decode(data)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise DecodeError(f"text that is no UTF-8, or too deep a nesting ({error})") from None

@@ -72,7 +72,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
     peer_timeout_s: silence after which a peer is gone; pings go out at a third of it. backends: ways to move KV that
-    may be used, best first; the prefill server's order counts."""
+    may be used, best first; the prefill server's order counts. curve_key: file with this server's CURVE keys, "" for
+    connections in the clear; curve_allowed: folder with the public keys of the peers that may connect. Both are read
+    where the sockets are."""
 
     host: str = "127.0.0.1"
     desk_port: int = 0
@@ -84,6 +86,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20
     backends: tuple[str, ...] = (SHM, ZMQ)
+    curve_key: str = ""
+    curve_allowed: str = ""
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +114,10 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
     prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
-    that clients and routers may name to a decode server, beside its own (core/allowed.py). bootstrap_port: on a prefill
-    server another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names
-    none, 0 for the usual one (server/naming.py)."""
+    that clients and routers may name to a decode server, beside its own (core/allowed.py). curve_server_keys: key files
+    of prefill servers, each FILE for all or HOST=FILE for one (server/keys.py). bootstrap_port: on a prefill server
+    another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names none,
+    0 for the usual one (server/naming.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -121,6 +126,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
     prefill: tuple[str, ...] = ()
     allow_prefill: tuple[str, ...] = ()
+    curve_server_keys: tuple[str, ...] = ()
     prefill_api_key: str = ""
     bootstrap_port: int = 0
     fallback: Literal["none", "local"] = "none"

@@ -60,10 +60,12 @@ class ReleaseTicket(Intake, frozen=True, kw_only=True):
 
 
 class AddPrefill(Intake, frozen=True, kw_only=True):
-    """Dial a prefill server's desk. name: its URL as configured; endpoint: tcp://host:port."""
+    """Dial a prefill server's desk. name: its URL as configured; endpoint: tcp://host:port; server_key: its CURVE
+    public key, "" to connect in the clear."""
 
     name: str
     endpoint: str
+    server_key: str = ""
 
 
 class RemovePrefill(Intake, frozen=True, kw_only=True):

@@ -115,13 +115,15 @@ class DropPeer(Order, frozen=True, kw_only=True):
 
 class Dial(Order, frozen=True, kw_only=True):
     """Open the data connections to a prefill server: one endpoint per stage of it, in stage order.
-    session is the secret its desk gave us; geometries are those of its stages. backend: how bytes come."""
+    session is the secret its desk gave us; geometries are those of its stages. backend: how bytes come. server_key: its
+    CURVE public key, "" where connections are in the clear."""
 
     session: str
     endpoints: tuple[str, ...]
     geometries: tuple[Geometry, ...]
     window_bytes: int
     backend: str = ZMQ
+    server_key: str = ""
 
 
 class HangUp(Order, frozen=True, kw_only=True):

@@ -80,7 +80,8 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server welcomed us. backend: how bytes will come."""
+    """Dialer: a prefill server welcomed us. backend: how bytes will come. server_key: its CURVE public key, "" where
+    connections are in the clear."""
 
     name: str
     session: str
@@ -88,6 +89,7 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
     geometries: tuple[Geometry, ...]
     window_bytes: int
     backend: str = ZMQ
+    server_key: str = ""
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
@@ -163,10 +165,11 @@ class EndPeer(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskDial(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: keep a connection to this desk."""
+    """Dialer: keep a connection to this desk (server_key as in PrefillUp)."""
 
     name: str
     endpoint: str
+    server_key: str = ""
 
 
 class AskHangUp(PeerEffect, frozen=True, kw_only=True):

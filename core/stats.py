@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+LABELS = 1000
 TOKENS = (1.0, 8.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 65536.0)
 
 
@@ -60,13 +61,20 @@ def join(parts: Iterable[Stats]) -> Stats:
 
 
 class Counters:
-    """Monotonic counts by (name, labels). Not thread-safe: owned by one thread, read through snapshot()."""
+    """Monotonic counts by (name, labels). Not thread-safe: owned by one thread, read through snapshot(). A label may be
+    a peer's word; beyond LABELS of them under one name, new ones count as "other"."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._labels: dict[str, int] = {}
 
     def add(self, name: str, amount: float = 1.0, labels: tuple[str, ...] = ()) -> None:
         key = (name, labels)
+        if key not in self._values:
+            known = self._labels.get(name, 0)
+            if known >= LABELS:
+                key = (name, ("other",) * len(labels))
+            self._labels[name] = known + (key not in self._values)
         self._values[key] = self._values.get(key, 0.0) + amount
 
     def value(self, name: str, labels: tuple[str, ...] = ()) -> float:

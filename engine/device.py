@@ -7,7 +7,8 @@ from core.config import Dtype
 from core.errors import ConfigError
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
-_GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))  # NVIDIA's, WSL's, AMD's
+# Devices of NVIDIA's driver, the same on Tegra and under WSL, and AMD's.
+_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")))
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

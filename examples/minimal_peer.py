@@ -1,11 +1,11 @@
 """A peer for docs/protocol.md in one file: fetches the KV of one ticket into a numpy array. Needs numpy and pyzmq.
 
-    python examples/minimal_peer.py http://127.0.0.1:8000 --ticket t1 --tokens 5 --layers 30 --kv-heads 3 --head-dim 64
-    curl http://127.0.0.1:8000/v1/prefill -d '{"prompt_token_ids": [1, 2, 3, 4, 5], "ticket": "t1"}'
+    python minimal_peer.py http://localhost:8000 --ticket ticket-42 --tokens 5 --layers 30 --kv-heads 3 --head-dim 64
+    curl http://localhost:8000/v1/prefill -d '{"prompt_token_ids": [1, 2, 3, 4, 5], "ticket": "ticket-42"}'
 
 Copy it to write your own. It checks whatever a peer has to check, and fetches one ticket at a time, on one thread, into
-an array of positions where an engine has a pool of pages. Checksums need the xxhash package: a server that insists on
-them, as servers do by default, refuses a peer without it.
+an array of positions where an engine has a pool of pages. Without the xxhash package it has no checksums, on which
+servers insist by default, and tickets have 9 to 16 bytes: the one case of their hash that is short to write down.
 """
 
 import argparse
@@ -13,9 +13,7 @@ import hashlib
 import json
 import secrets
 import struct
-import sys
 import time
-import urllib.parse
 import urllib.request
 
 import numpy as np
@@ -29,8 +27,7 @@ except ImportError:
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # bfloat16: its bits
 PAGE = 16  # of the page list that is reserved; any size will do
 ROW = struct.Struct("<HHBBxxQQiiif")  # the head of a metadata row
-CHUNK = dict.fromkeys(("generation", "chunk", "start", "count", "row", "payload_bytes"), int)
-CHUNK |= {"ticket": str, "pages": bytes}
+CHUNK = {"ticket": str, "generation": int, "chunk": int, "start": int, "count": int}
 PING = {"type": "Ping", "number": 0}
 CHECKSUM = "xxh3_64" if xxh3 else "none"
 
@@ -39,23 +36,31 @@ class Failure(Exception):
     """The ticket has failed; the text begins with the error's code."""
 
 
+def short_xxh3(data):
+    """XXH3, 64 bits, of 9 to 16 bytes."""
+    low, high = (int.from_bytes(part, "little") for part in (data[:8], data[-8:]))
+    low, high, mask = low ^ 0x6782737BEA4239B9, high ^ 0xAF56BC3B0996523A, (1 << 64) - 1
+    h = (len(data) + int.from_bytes(low.to_bytes(8, "big"), "little") + high + (low * high ^ low * high >> 64)) & mask
+    h = (h ^ h >> 37) * 0x165667919E3779F9 & mask
+    return h ^ h >> 32
+
+
 def encode(value):
     """msgpack, as far as a peer uses it."""
     if isinstance(value, dict):
         return struct.pack(">BH", 0xDE, len(value)) + b"".join(encode(x) for item in value.items() for x in item)
     if isinstance(value, list):
         return struct.pack(">BH", 0xDC, len(value)) + b"".join(map(encode, value))
-    if isinstance(value, str):
-        return struct.pack(">BH", 0xDA, len(value.encode())) + value.encode()
-    if isinstance(value, bytes):
-        return struct.pack(">BI", 0xC6, len(value)) + value
+    if isinstance(value, str | bytes):
+        kind, raw = (0xC6, value) if isinstance(value, bytes) else (0xDB, value.encode())
+        return struct.pack(">BI", kind, len(raw)) + raw
     return struct.pack(">BQ", 0xCF, value)  # a natural number: a peer sends no other kind
 
 
-FORMS = {0xC4 + i: ("bytes", f">{form}") for i, form in enumerate("BHI")}
-FORMS |= {0xCA + i: ("number", f">{form}") for i, form in enumerate("fdBHIQbhiq")}
-FORMS |= {0xD9 + i: ("text", f">{form}") for i, form in enumerate("BHI")}
-FORMS |= {0xDC: ("list", ">H"), 0xDD: ("list", ">I"), 0xDE: ("map", ">H"), 0xDF: ("map", ">I")}
+FIXED = {0xC0: None, 0xC2: False, 0xC3: True} | {i % 256: i for i in range(-32, 128)}
+KINDS = {0xC4: ("bytes", "BHI"), 0xCA: ("number", "fdBHIQbhiq"), 0xD9: ("text", "BHI")}
+KINDS |= {0xDC: ("list", "HI"), 0xDE: ("map", "HI")}
+FORMS = {first + i: (kind, f">{form}") for first, (kind, forms) in KINDS.items() for i, form in enumerate(forms)}
 
 
 def decode(data):
@@ -69,10 +74,8 @@ def decode(data):
 
 def _decode(data, at):
     kind, at = data[at], at + 1
-    if kind < 0x80 or kind >= 0xE0:
-        return (kind if kind < 0x80 else kind - 256), at
-    if kind in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[kind], at
+    if kind in FIXED:
+        return FIXED[kind], at
     if kind >= 0xC0:
         what, form = FORMS[kind]
         (size,) = struct.unpack_from(form, data, at)
@@ -96,6 +99,7 @@ def _decode(data, at):
 def dial(context, address, max_frame):
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.MAXMSGSIZE, 2 * max_frame)
+    socket.set(zmq.LINGER, 500)
     socket.connect(f"tcp://{address}")
     return socket
 
@@ -107,7 +111,6 @@ class Stage:
         self.number, self.span, self.page_size = number, span, info["geometry"]["page_size"]
         self.socket = dial(context, f"{host}:{info['data_port']}", 256 << 20)
         self.attached, self.heard, self.next = False, 0.0, 0.0
-        self.chunks, self.total = {}, 0
 
     def cuts(self, start, count):
         """Positions [start, start + count) cut at the source's pages."""
@@ -118,9 +121,9 @@ class Stage:
 class Peer:
     """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the desk refuses."""
 
-    def __init__(self, desk, fingerprint, geometry, wait_s=30.0):
+    def __init__(self, context, desk, fingerprint, geometry, wait_s=30.0):
         self.host, self.geometry, self.wait_s = desk.rpartition(":")[0], geometry, wait_s
-        self.context, self.stages, self.ticket = zmq.Context(), [], None
+        self.context, self.stages, self.ticket = context, [], None
         self.hello = {
             "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
             "fingerprint": fingerprint, "geometries": [{**geometry, "page_size": PAGE}], "kv_pages": 1 << 20,
@@ -134,6 +137,7 @@ class Peer:
             answer = decode(self.desk.recv()) if self.desk.poll(1000 * wait_s) else {"type": "silence"}
             if answer["type"] == "Welcome":
                 return self._welcomed(answer)
+            self.desk.close()
             time.sleep(0.2)
         raise Failure(f"{answer.get('code', 'peer_gone')}: {answer.get('message', 'no answer to the hello')}")
 
@@ -157,6 +161,8 @@ class Peer:
     def fetch(self, ticket, tokens, generation=1):
         """(first token, KV of [layers, 2, kv_heads, tokens, head_dim]); the KV is None when the first token ended the
         request. Raises Failure with the reason of either side; nothing is written to the array after that."""
+        if not xxh3 and not 9 <= len(ticket.encode()) <= 16:
+            raise Failure("bad_ticket: without the xxhash package a ticket has 9 to 16 bytes")
         g = self.geometry
         self.kv = np.zeros((g["layers"], 2, g["kv_heads"], tokens, g["head_dim"]), DTYPES[g["dtype"]])
         self.ticket, self.first, self.ended, self.progress = (ticket, generation), None, False, time.monotonic()
@@ -177,7 +183,6 @@ class Peer:
 
     def close(self):
         self.desk.send(encode({"type": "Goodbye"}))
-        self.context.destroy(linger=500)
 
     def _turn(self):
         """Read what has come, then say what is due."""
@@ -213,31 +218,25 @@ class Peer:
 
     def _came(self, stage, frames, now):
         message, stage.heard = decode(frames[0]), now
-        if message["type"] == "Attached":
-            stage.attached = True
-        elif message["type"] == "Refuse" and stage.attached:
-            stage.attached, stage.next = False, now
+        if message["type"] in ("Attached", "Refuse"):
+            stage.attached, stage.next = message["type"] == "Attached", now + 0.1
         elif message["type"] == "Chunk" and all(isinstance(message.get(key), kind) for key, kind in CHUNK.items()):
             self._chunk(stage, message, frames[1:])
 
     def _chunk(self, stage, header, frames):
         """Write it or not, and answer it in any case."""
-        code, text = "unknown_ticket", "not reserved, or ended"
         answer = {name: header[name] for name in ("ticket", "generation", "chunk")}
         mine = (header["ticket"], header["generation"]) == self.ticket
+        code, text = ("", "") if mine else ("unknown_ticket", "not reserved, or ended")
         if mine and header["chunk"] not in stage.chunks:
-            code, text = self._problem(stage, header, frames)
-            if not code:
-                code, text = self._write(stage, header, frames)
-        elif mine:
-            code = ""
+            code, text = self._accept(stage, header, frames)
         answer = {"type": "Nack", **answer, "code": code, "message": text} if code else {"type": "Ack", **answer}
         stage.socket.send(encode(answer))
         if code and mine:
             raise Failure(f"{code}: {text}")
 
-    def _problem(self, stage, header, frames):
-        """(code, text) of what is wrong with a chunk; ("", "") when nothing is."""
+    def _accept(self, stage, header, frames):
+        """Write a chunk, or (code, text) of what is wrong with it; ("", "") when nothing is."""
         number, start, count, total = header["chunk"], header["start"], header["count"], header.get("total", 0)
         end = start + count
         inside = 0 <= start <= end <= self.kv.shape[3] and (count or total)
@@ -246,16 +245,18 @@ class Peer:
         sizes = [self.kv[stage.span, :, :, at:to].nbytes for at, to in stage.cuts(start, count)]
         pages = self.pages[start // PAGE : -(-end // PAGE) if count else start // PAGE].tobytes()
         wanted = pages, 0, sum(sizes), [256][: bool(total)] + sizes
-        if (header["pages"], header["row"], header["payload_bytes"], [*map(len, frames)]) != wanted:
+        if (*map(header.get, ("pages", "row", "payload_bytes")), [*map(len, frames)]) != wanted:
             return "bad_chunk", "pages, row or sizes other than those reserved"
         found = xxh3(b"".join(frames)) if xxh3 else None
         if xxh3 and header.get("checksum") != found:
             return "checksum_mismatch", f"{header.get('checksum')} there, {found} here"
         self.first = self._row(frames[0]) if total else self.first
-        return ("bad_metadata", "no row, or that of another ticket") if self.first == -1 else ("", "")
+        if self.first == -1:
+            return "bad_metadata", "no row, or that of another ticket"
+        return self._write(stage, header, frames)
 
     def _write(self, stage, header, frames):
-        """Write a chunk; if it was the last to come, ("", "") or what is wrong with all of them together."""
+        """If the chunk was the last to come, what is wrong with all of them together."""
         stage.chunks[header["chunk"]] = header["start"], header["count"]
         stage.total, self.progress = header.get("total", 0) or stage.total, time.monotonic()
         frames = frames[1:] if header.get("total") else frames
@@ -270,30 +271,29 @@ class Peer:
         """The first token of a metadata row, -1 if it is none of this ticket."""
         version, _, finish, top, name, generation, token, *counts = ROW.unpack_from(row.ljust(256, b"\0"))
         good = (len(row), version, generation) == (256, 1, self.ticket[1]) and finish <= 2 and top <= 20
-        good = good and (not xxh3 or name == xxh3(self.ticket[0].encode()))
+        good = good and name == (xxh3 or short_xxh3)(self.ticket[0].encode())
         return token if good and min(token, *counts[:2]) >= 0 else -1
 
 
 def main():
     parser = argparse.ArgumentParser(description="Fetch the KV of one ticket from a Headrace prefill server.")
     parser.add_argument("url", help="of the prefill server, such as http://127.0.0.1:8000")
-    parser.add_argument("--ticket", required=True)
-    for name, text in (("tokens", "positions in the prompt"), ("layers", ""), ("kv-heads", ""), ("head-dim", "")):
-        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    for name, kind in (("ticket", str), ("tokens", int), ("layers", int), ("kv-heads", int), ("head-dim", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     args = parser.parse_args()
-    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer:
-        server = json.load(answer)
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
-    desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
-    peer = Peer(desk, server["fingerprint"], geometry)
-    first, kv = peer.fetch(args.ticket, args.tokens)
-    print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
-    peer.close()
+    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer, zmq.Context() as context:
+        server = json.load(answer)
+        desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
+        peer = Peer(context, desk, server["fingerprint"], geometry)
+        first, kv = peer.fetch(args.ticket, args.tokens)
+        print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
+        peer.close()
 
 
 if __name__ == "__main__":
     try:
         main()
     except Failure as error:
-        sys.exit(str(error))
+        raise SystemExit(str(error)) from None

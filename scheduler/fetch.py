@@ -45,7 +45,7 @@ class Fetch:
 
     def add(self, event: AddPrefill) -> None:
         self._state.prefills.setdefault(event.name, PrefillServer(event.name))
-        self._state.out.add(AskDial(name=event.name, endpoint=event.endpoint))
+        self._state.out.add(AskDial(name=event.name, endpoint=event.endpoint, server_key=event.server_key))
 
     def remove(self, event: RemovePrefill, now: float) -> None:
         server = self._state.prefills.get(event.name)
@@ -68,6 +68,7 @@ class Fetch:
         server.endpoints = event.endpoints
         server.geometries = event.geometries
         server.window_bytes = event.window_bytes
+        server.server_key = event.server_key
         server.backend = event.backend
         if self._state.ready:
             self._dial(server, event.session)
@@ -177,6 +178,8 @@ class Fetch:
         if request is None or incoming is None or event.stage not in incoming.missing:
             state.drop("unknown_request")
             return
+        if self._unfit(request, event.first, now):
+            return
         incoming.missing.discard(event.stage)
         incoming.bytes += event.bytes
         incoming.chunks += event.chunks
@@ -205,7 +208,7 @@ class Fetch:
     def ticket_finished(self, event: TicketFinished, now: float) -> None:
         """The prefill ended the request with its first token. Bytes it had sent before may still be coming in."""
         request = self._ended_ticket(event)
-        if request is not None:
+        if request is not None and not self._unfit(request, event.first, now):
             self._first(request, event.first, now)
 
     def ticket_cancelled(self, event: TicketCancelled) -> None:
@@ -227,6 +230,19 @@ class Fetch:
             if request.incoming is not None and request.incoming.session == event.session:
                 request.incoming.exposed = False
                 self._endings.settle(request)
+
+    def _unfit(self, request: Request, first: FirstToken, now: float) -> bool:
+        """Fail a request whose metadata cannot be: the model would be asked for a token that it does not have."""
+        vocab = self._state.vocab_size
+        tokens = (first.token, *(first.logprob.top_ids if first.logprob is not None else ()))
+        if vocab and not all(0 <= token < vocab for token in tokens):
+            text = f"the prefill server's first token is among {min(tokens)} to {max(tokens)}; there are {vocab}"
+        elif first.cached_tokens > request.prompt_tokens:
+            text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
+        else:
+            return False
+        self._endings.fail(request, ErrorInfo(code="bad_metadata", message=text, status=DEFAULT_STATUS), now)
+        return True
 
     def _first(self, request: Request, first: FirstToken, now: float) -> None:
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
@@ -276,6 +292,7 @@ class Fetch:
                 endpoints=server.endpoints,
                 geometries=server.geometries,
                 window_bytes=server.window_bytes,
+                server_key=server.server_key,
                 backend=server.backend,
             )
         )

@@ -49,6 +49,7 @@ class PrefillServer:
     geometries: tuple[Geometry, ...] = ()
     window_bytes: int = 0
     backend: str = ZMQ
+    server_key: str = ""
     requests: dict[int, Request] = field(default_factory=dict)
 
 

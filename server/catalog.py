@@ -21,6 +21,9 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec("malformed_frames_total", "counter", "Frames that are no message of the protocol.", ("socket",)),
     MetricSpec("stale_messages_total", "counter", "Messages of another generation or state, dropped.", ("message",)),
     MetricSpec("refusals_total", "counter", "Peers refused by this server.", ("socket", "reason")),
+    MetricSpec(
+        "handshakes_refused_total", "counter", "CURVE handshakes refused, by socket and reason.", ("socket", "reason")
+    ),
     MetricSpec("refused_here_total", "counter", "Refusals this server got from others.", ("reason",)),
     MetricSpec("reservations_refused_total", "counter", "Reservations refused at the desk.", ("reason",)),
     MetricSpec("desk_sessions", "gauge", "Decode peers with a session at the desk."),

@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, stage, check, demo, bench."""
+"""The command `headrace`: serve, stage, check, keys, demo, bench."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from core.errors import ConfigError
-from server import place
+from server import keys, place
 from server.config import add_flags, load, nearest, to_toml
 from server.settings import SETTINGS
 from server.version import headrace_version
@@ -48,6 +48,8 @@ def _run(given: argparse.Namespace) -> int:
             from server import stage  # torch takes seconds to load
 
             return stage.main(given, os.environ)
+        case "keys":
+            return keys.main(given)
         case "demo":
             from server import demo
 
@@ -61,7 +63,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given, extra = parser.parse_known_args(arguments)
     if extra:
         settings = [*(setting.key for setting in SETTINGS), "config"]
-        known = {"serve": settings, "check": settings, "stage": list(place.FLAGS)}
+        known = {"serve": settings, "check": settings, "stage": list(place.FLAGS), "keys": ["name", "force"]}
         name = extra[0].partition("=")[0]
         hint = nearest(name.lstrip("-"), known.get(given.command, ["model", "dtype"]), "--")
         raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
@@ -80,6 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
         add_flags(each)
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     place.add_flags(stage)
+    keys.add_flags(commands.add_parser("keys", help=keys.DESCRIPTION, description=keys.DESCRIPTION, allow_abbrev=False))
     demo = commands.add_parser(
         "demo", help="hand four prompts from a prefill to a decode server on this machine", allow_abbrev=False
     )

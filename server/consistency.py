@@ -17,6 +17,7 @@ def check(config: Config) -> None:
     _check_stages(config)
     _check_external_stages(config)
     _check_kv_events(config)
+    _check_curve(config)
 
 
 def is_loopback(host: str) -> bool:
@@ -146,3 +147,26 @@ def _check_kv_events(config: Config) -> None:
         raise ConfigError("--kv-events-replay-port repeats what is published: add --kv-events-port, or leave it out")
     if events.port and not config.scheduler.prefix_cache:
         raise ConfigError("--kv-events-port reports a prefix cache that --no-prefix-cache switches off: leave one out")
+
+
+def _check_curve(config: Config) -> None:
+    """Keys that are given for nothing, and connections that would be left open by a key that is missing."""
+    transfer, server = config.transfer, config.server
+    if transfer.curve_key and server.role == "colocated":
+        raise ConfigError("--curve-key is for prefill and decode servers: nobody connects to a colocated one")
+    if transfer.curve_allowed and server.role != "prefill":
+        raise ConfigError(f"--curve-allowed is for prefill servers, where peers connect; leave it out ({server.role})")
+    if server.curve_server_keys and server.role != "decode":
+        raise ConfigError(f"--curve-server-key is for decode servers, which connect; leave it out ({server.role})")
+    for key, given in (("curve-allowed", transfer.curve_allowed), ("curve-server-key", server.curve_server_keys)):
+        if given and not transfer.curve_key:
+            raise ConfigError(f"--{key} needs this server's own keys, too: add --curve-key FILE (headrace keys FOLDER)")
+    if transfer.curve_key and server.role == "prefill" and not transfer.curve_allowed:
+        raise ConfigError(
+            "--curve-key without --curve-allowed would let anybody connect who has the public key: add --curve-allowed "
+            "FOLDER with the public keys of the decode servers"
+        )
+    if transfer.curve_key and server.role == "decode" and not server.curve_server_keys:
+        raise ConfigError(
+            "--curve-key of a decode server needs to know its prefill servers' keys: add --curve-server-key FILE"
+        )

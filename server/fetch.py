@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import msgspec
 
+from core.codec import NO_MESSAGE
 from core.errors import CANCELLED, ErrorInfo, HeadraceError
 from server.logprobs import LogprobEntry
 
@@ -20,6 +22,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 LINGER_S = 1.0  # the answer follows the last byte of the KV within milliseconds
 PASSED_ON = (400, 413, 422, 429, 499, 503, 504)  # statuses that mean the same to our client
 PREFILL_FAILED = "prefill_failed"
+_SECONDS = re.compile(r"[0-9]{1,5}")
 
 
 class FetchProgress(msgspec.Struct, frozen=True):
@@ -151,7 +154,7 @@ def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
     whatever is between the two servers (keys, tickets, routes, crashes) is a 502."""
     try:
         error = msgspec.json.decode(content, type=_Refusal).error
-    except msgspec.DecodeError:
+    except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
     if status not in PASSED_ON:
         message = f"the prefill server answered {status}: {error.message}"
@@ -162,7 +165,7 @@ def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
         message=error.message,
         status=status,
         field=error.param,
-        retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+        retry_after_s=float(retry_after) if _SECONDS.fullmatch(retry_after) else None,
     )
 
 
@@ -177,6 +180,6 @@ def passed_on(info: ErrorInfo) -> ErrorInfo:
 def _decode(data: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except NO_MESSAGE as error:
         message = f"the prefill server answered something else: {error}"
         raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502)) from error

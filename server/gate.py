@@ -12,6 +12,7 @@ import zmq
 from core.codec import Codec, DecodeError
 from core.joining import AnswerMessage, Gathering, Join, Refused
 from core.orders import StageFailed
+from core.quiet import Quiet, printable
 from core.stats import Counters, Sample
 from server.roster import Reply, Roster
 
@@ -31,6 +32,7 @@ class Gate:
         self._admitted = 0.0  # when the group was
         self._members = roster.identities()
         self._told = ""
+        self._quiet = Quiet()
         self._counters = Counters()
         self._in: Codec[Join] = Codec(Join)
         self._out: Codec[AnswerMessage] = Codec(AnswerMessage)
@@ -60,7 +62,9 @@ class Gate:
         answer = replies[0][1]
         if isinstance(answer, Refused):
             self._counters.add("refusals_total", labels=("stages", answer.code))
-            log.warning("refused a stage at %s: %s", join.host, answer.message)
+            about = f"refused a stage at {printable(join.host[:300])}: {answer.message}"
+            if self._quiet.due(about, now):
+                log.warning("%s", about)
         self._say(replies)
         return self._news()
 

@@ -132,6 +132,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         transfer=config.transfer,
         external=external,
         kv_events=config.kv_events,
+        allow_prefill=config.server.allow_prefill,
         log_level=config.server.log_level,
     )
     return Child("server.scheduler_process", scheduler, threads=1)

@@ -12,16 +12,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from core.allowed import Rules, canonical, require_allowed
+from core.codec import NO_MESSAGE
 from core.errors import HeadraceError, unavailable
 from core.intake import AddPrefill, IntakeMessage, PrefillState, RemovePrefill
 from server.fetch import Fetch
+from server.keys import ServerKeys
 from server.naming import Address
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class Discovery(msgspec.Struct, frozen=True):
 
     protocol: tuple[int, ...]
     instance: str
-    desk_port: int
+    desk_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     bootstrap_port: int = 0
 
 
@@ -78,8 +80,8 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 class PrefillPool:
-    """Owns the HTTP client to the prefill servers. post sends to the scheduler, in order. rules: which servers requests
-    may name (see core.allowed)."""
+    """Owns the HTTP client to the prefill servers. post sends to the scheduler, in order. keys: their CURVE keys.
+    rules: which servers requests may name (see core.allowed)."""
 
     def __init__(
         self,
@@ -87,9 +89,11 @@ class PrefillPool:
         api_key: str,
         post: Callable[[IntakeMessage], None],
         transport: httpx.AsyncBaseTransport | None = None,
+        keys: ServerKeys | None = None,
         *,
         rules: Rules = (),
     ) -> None:
+        self._keys = keys or ServerKeys(())
         self._servers = {url: PrefillServer(url) for url in urls}
         self._named: dict[str, PrefillServer] = {}  # the one used last at the end
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -118,7 +122,7 @@ class PrefillPool:
         server = self._servers.get(state.name) or self._named.get(state.name)
         if server is None or server.dialled is None:
             return
-        if server.up != state.up:
+        if (server.up, server.reason) != (state.up, state.reason):
             log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
         server.up, server.reason = state.up, state.reason
         server.changed.set()
@@ -226,7 +230,8 @@ class PrefillPool:
         if server.dialled is not None:
             self._post(RemovePrefill(name=server.url))
         server.dialled = found
-        self._post(AddPrefill(name=server.url, endpoint=server.endpoint(found.desk_port)))
+        endpoint = server.endpoint(found.desk_port)
+        self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
 
     async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
         try:
@@ -253,5 +258,5 @@ class PrefillPool:
             raise unavailable(f"GET /v1/handoff answered {response.status_code}")
         try:
             return msgspec.json.decode(response.content, type=Discovery)
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             raise unavailable(f"GET /v1/handoff answered something else: {error}") from error

@@ -13,6 +13,7 @@ from engine.memory import MemoryPlan, plan_memory
 from engine.model.config import ModelSpec
 from engine.model.source import load_spec, resolve_source
 from server.config import share
+from server.keys import check_keys
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
 def resolve(config: Config) -> Resolved:
     """Look at the model and the machine. Raises ConfigError for a model that cannot be served here."""
+    check_keys(config)
     spec = load_spec(resolve_source(config.model.model))
     if config.group.start == "external":
         return _resolve_model(config, spec)

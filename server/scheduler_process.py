@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 import zmq
 
+from core.allowed import allowed_prefills, is_allowed
 from core.clock import SystemClock
 from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
@@ -53,6 +54,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig
     external: ExternalStages | None = None
     kv_events: KvEventsConfig = KvEventsConfig()
+    allow_prefill: tuple[str, ...] = ()
     log_level: str = "info"
 
 
@@ -61,7 +63,8 @@ def run(config: SchedulerProcessConfig) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     desk = Desk(config.transfer, context) if config.role == "prefill" else None
-    dialer = Dialer(config.transfer, context) if config.role == "decode" else None
+    may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
+    dialer = Dialer(config.transfer, context, may_dial) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
     stages = _stage_channel(config, context)

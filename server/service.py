@@ -24,6 +24,7 @@ from core.intake import (
 )
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
+from server.keys import ServerKeys
 from server.link import SchedulerLink
 from server.metrics import FrontMetrics
 from server.naming import Origin
@@ -75,6 +76,7 @@ class Service:
                 self._client.post,
                 transport=prefill_transport,
                 rules=allowed_prefills(server.prefill, server.allow_prefill),
+                keys=ServerKeys(server.curve_server_keys),
             )
             self._client.on_prefill = self._prefills.update
 

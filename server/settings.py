@@ -296,8 +296,7 @@ SETTINGS: tuple[Setting, ...] = (
         "transfer",
         "backends",
         "choices",
-        "ways to move KV, best first: shm (a pool on the same host is written directly), zmq (frames), "
-        "fake (nothing moves: for benchmarks)",
+        "ways to move KV, best first: shm (between servers on one machine), zmq, fake (nothing moves, for benchmarks)",
         choices=BACKENDS,
     ),
     Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
@@ -309,6 +308,27 @@ SETTINGS: tuple[Setting, ...] = (
         "integer",
         "open tickets of one decode server",
         low=1,
+    ),
+    Setting(
+        "curve-key",
+        "transfer",
+        "curve_key",
+        "text",
+        "file NAME.key_secret of headrace keys: desk and data connections are encrypted, with peers that are known",
+    ),
+    Setting(
+        "curve-allowed",
+        "transfer",
+        "curve_allowed",
+        "text",
+        "folder with the public keys (NAME.key) of the decode servers that may connect (role prefill)",
+    ),
+    Setting(
+        "curve-server-key",
+        "server",
+        "curve_server_keys",
+        "list",
+        "public key file of the prefill servers, or HOST=FILE, HOST:PORT=FILE of some of them (role decode)",
     ),
     Setting("kv-events-host", "kv_events", "host", "text", "address the sockets for KV events bind to"),
     Setting(

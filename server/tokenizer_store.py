@@ -52,7 +52,7 @@ def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
         path = folder / f"{_key(source)}.msgpack"
         record = _read(path)
         if record is None:
-            log.info("converting the tokenizer of %s; it is kept in %s", source.path, folder)
+            log.info("working out the tokenizer of %s, for %s", source.path, path)
             _convert_in_child(source, path)
             record = _read(path)
         if record is None:
@@ -78,8 +78,8 @@ def _folder(cache_dir: str) -> Iterator[Path]:
 def _key(source: ModelSource) -> str:
     """Names the model's files as they are now, and the library that reads them."""
     path = source.path.resolve()
-    files = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
-    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    paths = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
+    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in paths if file.is_file() for stat in [file.stat()]]
     about = (FORMAT, version("transformers"), version("tokenizers"), states)
     return hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:32]
 

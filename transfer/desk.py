@@ -11,7 +11,7 @@ from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.peers import DeskEffect, PeerEvent, PeerJoined
 from core.stats import Sample, Stats
-from transfer import sockets
+from transfer import curve, sockets
 from transfer.matching import Offer
 from transfer.messages import CONTROL_FRAME_BYTES, DeskMessage, PeerMessage
 from transfer.sessions import Outcome, PeerBook
@@ -19,6 +19,7 @@ from transfer.sockets import Context, Socket
 
 log = logging.getLogger(__name__)
 
+UNREAD = 16  # messages of one connection; each may be megabytes
 QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is gone
 
 
@@ -35,8 +36,15 @@ class Desk:
         self._book = PeerBook(config, new_session)
         self._received: Codec[PeerMessage] = Codec(PeerMessage)
         self._sent: Codec[DeskMessage] = Codec(DeskMessage)
+        self._gate = curve.gate(context, config, "desk")
         self._socket, self.port = sockets.bind(
-            context, config.host, config.desk_port, max_frame=CONTROL_FRAME_BYTES, queue=QUEUED_REPLIES
+            context,
+            config.host,
+            config.desk_port,
+            max_frame=CONTROL_FRAME_BYTES,
+            queue=QUEUED_REPLIES,
+            unread=UNREAD,
+            guard=self._gate.guard if self._gate else None,
         )
 
     def ready(self, offer: Offer) -> None:
@@ -44,9 +52,11 @@ class Desk:
         self._book.ready(offer)
 
     def sockets(self) -> Sequence[Socket]:
-        return (self._socket,)
+        return (self._socket, *(self._gate.sockets() if self._gate else ()))
 
     def receive(self, now: float) -> list[PeerEvent]:
+        if self._gate is not None:
+            self._gate.receive(now)
         events: list[PeerEvent] = []
         for _ in range(sockets.RECEIVE_BATCH):
             frames = sockets.take(self._socket)
@@ -68,20 +78,23 @@ class Desk:
     def close(self) -> None:
         for route, message in self._book.close("the server ends").replies:
             sockets.put(self._socket, (route, self._sent.encode(message)))
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=200)  # ms, for the goodbyes
 
     def statistics(self) -> Stats:
         gauges = (Sample("desk_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
-        return Stats(samples=(*gauges, *self._book.counters.snapshot()))
+        refused = self._gate.counters.snapshot() if self._gate else ()
+        return Stats(samples=(*gauges, *self._book.counters.snapshot(), *refused))
 
     def _read(self, frames: list[bytes], now: float) -> Outcome:
         route, *body = frames
         if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
-            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected")
+            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
         try:
             message = self._received.decode(body[0])
         except DecodeError as error:
-            return self._book.malformed(route, f"no message of this protocol: {error}")
+            return self._book.malformed(route, f"no message of this protocol: {error}", now)
         return self._book.receive(route, message, now)
 
     def _act(self, outcome: Outcome) -> list[PeerEvent]:

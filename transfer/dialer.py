@@ -18,12 +18,13 @@ from core.peers import (
     AskReserve,
     DialerEffect,
     PeerEvent,
+    PrefillDown,
     PrefillUp,
     TicketFailed,
 )
 from core.stats import Counters, Sample, Stats
-from transfer import sockets
-from transfer.link import DeskLink, Step
+from transfer import curve, sockets
+from transfer.link import DeskLink, MayDial, Step
 from transfer.messages import CONTROL_FRAME_BYTES, Cancel, DeskMessage, Hello, PeerMessage, Reserve, text
 from transfer.sockets import Context, Socket
 
@@ -33,18 +34,22 @@ log = logging.getLogger(__name__)
 class _Line:
     """A desk's endpoint with its link and its connection of the moment."""
 
-    def __init__(self, endpoint: str, link: DeskLink) -> None:
+    def __init__(self, endpoint: str, server_key: str, link: DeskLink) -> None:
         self.endpoint = endpoint
+        self.server_key = server_key
         self.link = link
         self.socket: Socket | None = None
 
 
 class Dialer:
-    """A Port of PeerEvents and DialerEffects."""
+    """A Port of PeerEvents and DialerEffects. may_dial: whether stages may be dialled at a host that is not the host of
+    their server's desk."""
 
-    def __init__(self, config: TransferConfig, context: Context) -> None:
+    def __init__(self, config: TransferConfig, context: Context, may_dial: MayDial = lambda host, port: True) -> None:
         self._config = config
         self._context = context
+        self._may_dial = may_dial
+        self._keys = curve.own_keys(config)
         self._hello: Hello | None = None
         self._lines: dict[str, _Line] = {}
         self._counters = Counters()
@@ -101,13 +106,22 @@ class Dialer:
 
     def _dial(self, command: AskDial, now: float) -> list[PeerEvent]:
         known = self._lines.get(command.name)
-        if known is not None and known.endpoint == command.endpoint:
+        if known is not None and (known.endpoint, known.server_key) == (command.endpoint, command.server_key):
             return []
         events = self._hang_up(command.name, now) if known else []
+        if (self._keys is None) != (not command.server_key):  # in the clear is never a substitute
+            reason = "it needs a --curve-server-key and this server a --curve-key, or neither"
+            return [*events, PrefillDown(name=command.name, session=None, reason=reason)]
         link = DeskLink(
-            command.name, sockets.host_of(command.endpoint), lambda: self._hello, self._config, self._counters
+            command.name,
+            sockets.host_of(command.endpoint),
+            lambda: self._hello,
+            self._config,
+            self._counters,
+            server_key=command.server_key,
+            may_dial=self._may_dial,
         )
-        line = self._lines[command.name] = _Line(command.endpoint, link)
+        line = self._lines[command.name] = _Line(command.endpoint, command.server_key, link)
         return [*events, *self._act(line, link.tick(now))]
 
     def _hang_up(self, name: str, now: float) -> list[PeerEvent]:
@@ -176,7 +190,13 @@ class Dialer:
                 log.info("KV comes from %s by %s", event.name, event.backend)
         if step.redial:
             self._disconnect(line)
-            line.socket = sockets.dial(self._context, line.endpoint, max_frame=CONTROL_FRAME_BYTES)
+            line.socket = sockets.dial(
+                self._context,
+                line.endpoint,
+                max_frame=CONTROL_FRAME_BYTES,
+                keys=self._keys,
+                server_key=line.server_key,
+            )
         if line.socket is not None:
             for message in step.sends:
                 sockets.put(line.socket, (self._sent.encode(message),))

@@ -158,6 +158,8 @@ class InboundTable:
             return f"chunk {header.chunk} of {header.total}, after a last chunk of {source.total}"
         if not count and not header.total:
             return "an empty chunk that is not the last"
+        if header.chunk > expect.count:
+            return f"chunk number {header.chunk} of {expect.count} tokens"
         if header.row != expect.row:
             return f"metadata row {header.row}, reserved was {expect.row}"
         first = start // self._geometry.page_size - expect.start // self._geometry.page_size

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.peers import PeerEvent, PrefillDown, PrefillUp, TicketCancelled, TicketFailed, TicketFinished
+from core.quiet import printable
 from core.stats import Counters
 from transfer import matching, messages, metadata
 from transfer.messages import (
@@ -31,6 +32,14 @@ from transfer.messages import (
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 2.0
+CHECK_KEYS = (
+    "if its desk can be reached, check that --curve-server-key is its public key and that its --curve-allowed folder "
+    "has ours"
+)
+CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
+
+
+MayDial = Callable[[str, int], bool]  # host, port
 
 
 class Step(NamedTuple):
@@ -43,16 +52,28 @@ class Step(NamedTuple):
 
 class DeskLink:
     """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
-    renewals: held tickets that every ping of the session renews, as many as one can name."""
+    server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
+    a host that is not the desk's. renewals: held tickets that every ping of the session renews, as many as it can name.
+    """
 
     def __init__(
-        self, name: str, host: str, hello: Callable[[], Hello | None], config: TransferConfig, counters: Counters
+        self,
+        name: str,
+        host: str,
+        hello: Callable[[], Hello | None],
+        config: TransferConfig,
+        counters: Counters,
+        *,
+        server_key: str = "",
+        may_dial: MayDial = lambda host, port: True,
     ) -> None:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
         self.renewals: set[str] = set()
         self._host = host
+        self._server_key = server_key
+        self._may_dial = may_dial
         self._hello = hello
         self._config = config
         self._retry_s = FIRST_RETRY_S
@@ -81,7 +102,7 @@ class DeskLink:
             case Refuse():
                 return self._refused(message, now)
             case Goodbye():
-                return self._down(f"goodbye: {message.reason}", now)
+                return self._down(f"goodbye: {printable(message.reason)}", now)
             case Pong():
                 return Step([], [])
             case _ if self.welcome is None:
@@ -103,7 +124,7 @@ class DeskLink:
             self._pings += 1
             return Step([Ping(number=self._pings, renew=tuple(islice(self.renewals, messages.MAX_RENEWALS)))], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
-            return self._down("no answer to the hello", now)
+            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_DESK}", now)
         hello = self._hello()
         if self.state == "down" and self._next_try <= now and hello is not None:
             self.state, self._heard = "greeting", now
@@ -131,7 +152,12 @@ class DeskLink:
             return Step([], [])  # late, or a repeated answer to a repeated hello
         unfit = matching.check_welcome(hello, welcome)
         if unfit is not None:
-            return self._down(unfit.message, now, wait_s=LAST_RETRY_S)
+            return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S)
+        for stage in welcome.stages:
+            if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
+                where = f"{stage.data_host}:{stage.data_port}"
+                reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
+                return self._down(reason, now, wait_s=LAST_RETRY_S)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None
         self._retry_s = FIRST_RETRY_S
@@ -142,6 +168,7 @@ class DeskLink:
             endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
             window_bytes=welcome.window_bytes,
+            server_key=self._server_key,
             backend=welcome.backend,
         )
         return Step([], [*gone, up])
@@ -159,7 +186,7 @@ class DeskLink:
         if self.state == "down":
             return Step([], [])
         lasting = refuse.code.endswith("_mismatch")
-        return self._down(f"{refuse.code}: {refuse.message}", now, wait_s=LAST_RETRY_S if lasting else None)
+        return self._down(printable(f"{refuse.code}: {refuse.message}"), now, wait_s=LAST_RETRY_S if lasting else None)
 
     def _down(self, reason: str, now: float, wait_s: float | None = None) -> Step:
         """End the session or the attempt; the next attempt is made on a fresh connection."""

@@ -19,6 +19,7 @@ MAX_TICKET_CHARS = 256
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1024
 MAX_STAGES = 64
+MAX_RETRY_S = 86400.0  # before which a peer is told to try again
 MAX_RENEWALS = 1024  # tickets in one ping
 MAX_PAGES = 1 << 20  # in one page list
 CONTROL_FRAME_BYTES = 5 << 20  # one control message, or the header of a chunk: a full page list and some air
@@ -155,7 +156,7 @@ class Failed(Message, frozen=True, kw_only=True):
     code: Code
     message: Text
     status: Annotated[int, Meta(ge=100, le=599)]
-    retry_after_s: Annotated[float, Meta(ge=0)] | None = None
+    retry_after_s: Annotated[float, Meta(ge=0, le=MAX_RETRY_S)] | None = None
     stage: Size | None = None
 
 

@@ -9,6 +9,7 @@ from transfer import messages, metadata
 from transfer.layout import pages_for
 from transfer.matching import Offer
 from transfer.messages import Cancelled, DeskMessage, Failed, Finished, Hello, Reserve, Welcome
+from transfer.quotas import Rate
 
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
@@ -18,20 +19,24 @@ class OpenTicket:
     """A reservation that has not ended."""
 
     generation: int
+    pages: int
     cancelling: bool = False
 
 
 @dataclass(slots=True)
 class Peer:
-    """One session. route: the connection that it came on. ended: the last generation of tickets that ended."""
+    """One session. route: the connection that it came on. ended: the last generation of tickets that ended. rate: of
+    its messages. pages: of its open tickets."""
 
     route: bytes
     hello: Hello
     offer: Offer
     welcome: Welcome
     last_heard: float
+    rate: Rate
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    pages: int = 0
 
     @property
     def session(self) -> str:
@@ -41,6 +46,7 @@ class Peer:
         """Close the ticket; later messages of this generation or an earlier one are stale."""
         current = self.tickets.get(ticket)
         if current is not None and current.generation == generation:
+            self.pages -= current.pages
             del self.tickets[ticket]
         self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
         while len(self.ended) > ENDED_KEPT:
@@ -79,7 +85,7 @@ def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
         code=error.code,
         message=messages.text(error.message),
         status=error.status,
-        retry_after_s=error.retry_after_s,
+        retry_after_s=None if error.retry_after_s is None else min(error.retry_after_s, messages.MAX_RETRY_S),
         stage=error.stage,
     )
 

@@ -36,7 +36,7 @@ from core.orders import (
 )
 from core.request import FirstToken
 from core.stats import Counters, Sample, Stats
-from transfer import checksum, messages, metadata, payload, sockets
+from transfer import checksum, curve, messages, metadata, payload, sockets
 from transfer.attachment import Attachment
 from transfer.backends.base import Exposure
 from transfer.inbound import Accept, Inbound, InboundTable, Reject, Repeat
@@ -83,6 +83,7 @@ class Receiver:
         self._geometry = geometry
         self._store = store
         self._context = context
+        self._keys = curve.own_keys(config)
         self._rows = MetadataRows(metadata_rows)
         self._table = InboundTable(geometry)
         self._lines: list[_Line] = []
@@ -150,7 +151,14 @@ class Receiver:
             source = overlap(whole, self._geometry)
             if source is None:
                 continue
-            socket = sockets.dial(self._context, endpoint, max_frame=self._config.max_frame_bytes, silence_s=timeout_s)
+            socket = sockets.dial(
+                self._context,
+                endpoint,
+                max_frame=self._config.max_frame_bytes,
+                silence_s=timeout_s,
+                keys=self._keys,
+                server_key=order.server_key,
+            )
             attach = Attach(session=order.session, stage=stage, checksum=kind, peer_stage=self._stage)
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
             self._lines.append(_Line(order.session, stage, source, order.backend, socket, attachment))

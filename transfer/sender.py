@@ -22,7 +22,7 @@ from core.geometry import Geometry
 from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
 from core.stats import Counters, Sample, Stats
 from core.trace import Buffer, Outcome, TransferTrace
-from transfer import checksum, messages, metadata, payload, sockets
+from transfer import checksum, curve, messages, metadata, payload, sockets
 from transfer.backends.base import Reach, RemotePages
 from transfer.layout import Bytes, PageStore, box_in, copies, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
@@ -66,6 +66,7 @@ class Sender:
         self._sent: Codec[StageMessage] = Codec(StageMessage)
         self._recheck_s = FIRST_RECHECK_S
         self._recheck_at: float | None = None
+        self._gate = curve.gate(context, config, "data")
         # No limit on messages: the window bounds what is queued for a peer, in bytes.
         self._socket, self.port = sockets.bind(
             context,
@@ -74,12 +75,15 @@ class Sender:
             max_frame=messages.ANSWER_FRAME_BYTES,
             queue=0,
             silence_s=config.peer_timeout_s,
+            guard=self._gate.guard if self._gate else None,
         )
 
     def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket,)
+        return (self._socket, *(self._gate.sockets() if self._gate else ()))
 
     def receive(self, now: float) -> list[StageEvent]:
+        if self._gate is not None:
+            self._gate.receive(now)
         events: list[StageEvent] = []
         for _ in range(sockets.RECEIVE_BATCH):
             frames = sockets.take(self._socket)
@@ -113,6 +117,8 @@ class Sender:
         return self._recheck_at
 
     def close(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close()
         self._let_go(self._outbound.lanes())
 
@@ -121,7 +127,8 @@ class Sender:
             Sample("unacked_bytes", self._outbound.unacked_bytes),
             Sample("queued_chunks", self._outbound.queued_chunks),
         )
-        return Stats(samples=(*gauges, *self._counters.snapshot()))
+        refused = self._gate.counters.snapshot() if self._gate else ()
+        return Stats(samples=(*gauges, *self._counters.snapshot(), *refused))
 
     def unanswered(self, now: float) -> Iterator[TransferTrace]:
         """What is on its way."""

@@ -9,6 +9,7 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from core.arrays import packed_length
 from core.config import TransferConfig
 from core.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from core.peers import (
@@ -39,8 +40,10 @@ from transfer.messages import (
     Welcome,
 )
 from transfer.peer import OpenTicket, Peer, failed, last_word, reservation_error
+from transfer.quotas import MESSAGES_PER_S, Rate, page_limit
 
 RESTARTED = "the stages of this server have started again"
+OVERDONE_KEPT = 1024
 
 
 class Outcome(NamedTuple):
@@ -60,6 +63,7 @@ class PeerBook:
         self._offer: Offer | None = None
         self._by_route: dict[bytes, Peer] = {}
         self._by_session: dict[str, Peer] = {}
+        self._overdone: dict[bytes, None] = {}  # connections that were cut off
         self.counters = Counters()
 
     @property
@@ -77,6 +81,8 @@ class PeerBook:
 
     def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
         """Handle one message of the connection route."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         if isinstance(message, Hello):
             return self._hello(route, message, now)
         peer = self._by_route.get(route)
@@ -94,8 +100,10 @@ class PeerBook:
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
-    def malformed(self, route: bytes, why: str) -> Outcome:
+    def malformed(self, route: bytes, why: str, now: float) -> Outcome:
         """A message of this connection could not be read. Its session, if it has one, stands."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
         self.counters.add("malformed_frames_total", labels=("desk",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
@@ -134,6 +142,20 @@ class PeerBook:
     def _deadline(self, peer: Peer) -> float:
         return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
+    def _cut_off(self, route: bytes, now: float) -> Outcome | None:
+        """End the session of a connection that says too much, and hear nothing of the connection any more."""
+        if route in self._overdone:
+            self.counters.add("stale_messages_total", labels=("cut_off",))
+            return Outcome([], [])
+        peer = self._by_route.get(route)
+        if peer is None or not peer.rate.exceeded(now):
+            return None
+        self._overdone[route] = None
+        if len(self._overdone) > OVERDONE_KEPT:
+            del self._overdone[next(iter(self._overdone))]
+        reason = f"more than {MESSAGES_PER_S:g} messages a second"
+        return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
+
     def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
         same_route = self._by_route.get(route)
         if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
@@ -151,7 +173,8 @@ class PeerBook:
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
         choice = matching.choose_backend(self._offer, hello)
         welcome = self._welcome(self._offer, hello, choice.backend)
-        peer = Peer(route, hello, self._offer, welcome, last_heard=now)
+        rate = same_route.rate if same_route is not None else Rate(now)
+        peer = Peer(route, hello, self._offer, welcome, last_heard=now, rate=rate)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,
@@ -191,7 +214,9 @@ class PeerBook:
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
             return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
-        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation)
+        pages = packed_length(reserve.pages)
+        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
+        peer.pages += pages
         event = PeerReserved(
             session=peer.session,
             ticket=reserve.ticket,
@@ -213,6 +238,9 @@ class PeerBook:
             return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
         if len(peer.tickets) >= limit:
             text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
+            text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
             return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
         text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
         return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None

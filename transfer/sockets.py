@@ -1,30 +1,47 @@
 """ZMQ sockets with the options that the protocol relies on. Nothing here blocks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from core.errors import ConfigError
+from transfer.keys import KeyPair
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 UNREACHABLE = (zmq.EAGAIN, zmq.EHOSTUNREACH)
 RECEIVE_BATCH = 256  # messages taken in one pass, so that one busy socket does not keep the loop to itself
+HANDSHAKE_MS = 10_000  # from a connection's first byte to the end of its greeting
 
 
 def bind(
-    context: Context, host: str, port: int, *, max_frame: int, queue: int, silence_s: float = 0.0
+    context: Context,
+    host: str,
+    port: int,
+    *,
+    max_frame: int,
+    queue: int,
+    unread: int = 0,
+    silence_s: float = 0.0,
+    guard: Callable[[Socket], None] | None = None,
 ) -> tuple[Socket, int]:
     """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
-    silence_s: see _watch. Raises ConfigError when the address is taken or not ours."""
+    unread: messages taken in from one connection before they are read, 0 for libzmq's limit.
+    silence_s: see _watch. guard: encrypts (transfer/curve.py). Raises ConfigError when the address is taken or not
+    ours."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
     socket.setsockopt(zmq.SNDHWM, queue)
+    if unread:
+        socket.setsockopt(zmq.RCVHWM, unread)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     _limit(socket, max_frame)
     _watch(socket, silence_s)
+    if guard is not None:
+        guard(socket)
     try:
         return socket, socket.bind_to_random_port(_address(host)) if port == 0 else _bind(socket, host, port)
     except zmq.ZMQError as error:
@@ -34,13 +51,26 @@ def bind(
         ) from error
 
 
-def dial(context: Context, endpoint: str, *, max_frame: int, silence_s: float = 0.0) -> Socket:
-    """A DEALER that connects to tcp://host:port, now or as soon as somebody listens there."""
+def dial(
+    context: Context,
+    endpoint: str,
+    *,
+    max_frame: int,
+    silence_s: float = 0.0,
+    keys: KeyPair | None = None,
+    server_key: str = "",
+) -> Socket:
+    """A DEALER that connects to tcp://host:port, now or as soon as somebody listens there. keys: this side's, for a
+    server with the public key server_key; None connects in the clear."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)  # bounded by our own requests and pings
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     _limit(socket, max_frame)
     _watch(socket, silence_s)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     socket.connect(endpoint)
     return socket
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from core.codec import NO_MESSAGE
 from core.errors import ErrorInfo, HeadraceError, invalid
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -51,7 +52,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), kind) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NO_MESSAGE as error:
         message = f"the body is no valid JSON: {error}"
         raise HeadraceError(ErrorInfo(code="invalid_json", message=message, status=400)) from error
 

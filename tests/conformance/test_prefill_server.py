@@ -116,7 +116,7 @@ def test_cancelling_what_was_never_reserved_is_answered(client: Client) -> None:
 
 
 def test_tickets_beyond_the_quota_fail(client: Client) -> None:
-    most = client.hello()["max_tickets"]
+    most = client.hello(kv_pages=1 << 20)["max_tickets"]
     for number in range(most + 1):
         client.reserve(f"q{number}")
     failed = client.heard()

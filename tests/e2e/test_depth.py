@@ -23,7 +23,7 @@ def cases(timed: tuple[int, int]) -> list[object]:
 @pytest.mark.parametrize(("stages", "depth"), cases(timed=(3, 0)))
 def test_stand_in_texts(stages: int, depth: int) -> None:
     """Prompts of many lengths at once, each followed by what one runner alone makes of it."""
-    storm = Storm(NAME, load_tokenizer(SIZES), make_prompts(SIZES, 60, 300, 1), seed=1, taking=0, concurrency=32)
+    storm = Storm(NAME, load_tokenizer(SIZES, ""), make_prompts(SIZES, 60, 300, 1), seed=1, taking=0, concurrency=32)
     with serving("--role", "colocated", "--pp", str(stages), "--pipeline-depth", str(depth), *OPTIONS) as server:
         storm.run(REQUESTS, server.url)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")

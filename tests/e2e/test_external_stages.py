@@ -14,7 +14,7 @@ import pytest
 from server.ports import free_port
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
-from tests.e2e.machines import Stages, Tree, machines
+from tests.e2e.machines import SUBNET, Stages, Tree, machines
 
 MODEL = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 STAND_IN = ("--model", "stand-in:layers=4", "--dtype", "float32", "--kv-pages", "1024", "--max-model-len", "2048")
@@ -129,7 +129,8 @@ def test_an_orderly_end_is_that_of_the_stages_too() -> None:
 def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
     with waiting_server("--role", "prefill", *MODEL) as (prefill, stages):
         stages.start_all()
-        decode = Server("--role", "decode", "--prefill", prefill.url, "--threads", "1", *MODEL)
+        allowed = ("--allow-prefill", f"{SUBNET}.0/24", "--allow-prefill", "127.0.0.0/8")
+        decode = Server("--role", "decode", "--prefill", prefill.url, *allowed, "--threads", "1", *MODEL)
         with running(prefill), running(decode):
             hosts = re.findall(r"data   tcp://(\S+):\d+  \(stage", prefill.log)
             assert len(set(hosts)) == 2, "each stage has an address of its own"

@@ -20,7 +20,7 @@ SHM = Path("/dev/shm")
 
 
 def ask(server: Server, prompt: str = TEXT, timeout_s: float = 60.0) -> httpx.Response:
-    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout_s)
 
 

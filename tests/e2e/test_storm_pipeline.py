@@ -50,7 +50,7 @@ def flags(stages: int) -> tuple[str, ...]:
 
 def brew(seed: int) -> Storm:
     prompts = make_prompts(SIZES, 200, LONGEST, seed)
-    return Storm(NAME, load_tokenizer(SIZES), prompts, seed=seed, taking=0.85, concurrency=64)
+    return Storm(NAME, load_tokenizer(SIZES, ""), prompts, seed=seed, taking=0.85, concurrency=64)
 
 
 def judge(storm: Storm, requests: int) -> None:

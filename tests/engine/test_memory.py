@@ -53,6 +53,17 @@ def test_what_does_not_fit_is_refused() -> None:
         plan_memory(spec, "float32", 16, 0, 10_000 * MIB, max_model_len=513)
 
 
+def test_torch_is_asked_about_gpus_only_where_there_is_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.device._torch_finds_gpu", lambda: True)
+    monkeypatch.setattr("engine.device._GPU_DRIVERS", (tmp_path / "none", tmp_path))
+    assert resolve_device("auto") == "cuda"
+    monkeypatch.setattr("engine.device._GPU_DRIVERS", (tmp_path / "none",))
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cuda:1") == "cuda:1", "who names a GPU is not second-guessed"
+
+
 def test_dtype_follows_the_matrix_units(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: fpu avx2 fma\n")

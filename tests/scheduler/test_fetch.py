@@ -169,6 +169,26 @@ def test_a_finished_ticket_ends_the_request_with_its_token() -> None:
     bench.assert_empty()
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        FirstToken(1000, 10, 0),
+        FirstToken(7, 10, 0, TokenLogprob(7, -0.5, (7, 1000), (-0.5, -1.0))),
+        FirstToken(7, 10, 11),
+    ],
+)
+def test_a_first_token_that_the_model_does_not_have_fails_the_request(first: FirstToken) -> None:
+    bench = connected()
+    expect = reserved(bench)
+    effects = bench.do(Arrived(stage=0, request=expect.request, first=first, bytes=1, chunks=1))
+    assert only(effects, Failed).error.code == "bad_metadata"
+    bench.forgotten(expect.request)
+    other = reserved(bench, rid="b", ticket="u")
+    effects = bench.do(TicketFinished(session="p1", ticket="u", generation=other.generation, first=first))
+    assert only(effects, Failed).error.status == 502
+    bench.forgotten(other.request)
+
+
 def test_a_lost_prefill_server_fails_what_it_owes() -> None:
     bench = connected(metadata_rows=2)
     for number in range(3):

@@ -90,6 +90,12 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
         elif key in ("prefill", "allow-prefill", "prefill-api-key", "fallback"):
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "curve-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "a.key"]
+        elif key == "curve-server-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-key", "b.key_secret"]
+        elif key == "curve-allowed":
+            role = ["--role", "prefill", "--curve-key", "b.key_secret"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
@@ -140,6 +146,13 @@ MISTAKES = [
     (["--role", "decode"], "--prefill http://HOST:PORT"),
     (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
     (["--allow-prefill", "10.0.0.5"], "--role decode"),
+    (["--curve-key", "k"], "nobody connects"),
+    (["--role", "prefill", "--curve-key", "k"], "--curve-allowed FOLDER"),
+    (["--role", "prefill", "--curve-allowed", "d"], "--curve-key FILE"),
+    (["--role", "prefill", "--curve-key", "k", "--curve-server-key", "p"], "--curve-server-key is for decode"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-key", "k"], "--curve-server-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "p"], "--curve-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-allowed", "d"], "--curve-allowed is for prefill"),
     (["--role", "decode", "--allow-prefill", "10.0.0.5/24"], "10.0.0.0/24"),
     (["--role", "decode", "--allow-prefill", "http://a:1"], "HOST:PORT"),
     (["--role", "prefill", "--fallback", "local"], "--role decode"),

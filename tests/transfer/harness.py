@@ -125,6 +125,9 @@ class Pair:
         session: str = "s" * 32,
         admitted: bool = True,
         dialled: bool = True,
+        receiver_config: TransferConfig | None = None,
+        receiver_context: Any = None,
+        server_key: str = "",
         backend: str = ZMQ,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
@@ -142,12 +145,13 @@ class Pair:
             context=context,
             reaches={SHM: ShmReach(), FAKE: FakeReach()},
         )
+        self.server_key = server_key
         self.receiver = Receiver(
-            config,
+            receiver_config or config,
             stage=0,
             geometry=destination,
             store=self.target,
-            context=context,
+            context=receiver_context or context,
             exposures={SHM: self.shared} if self.shared is not None else {},
         )
         self.loop = Loop(self.sender, self.receiver)
@@ -174,6 +178,7 @@ class Pair:
             endpoints=(f"tcp://127.0.0.1:{port}",),
             geometries=(self.source,),
             window_bytes=self.window,
+            server_key=self.server_key,
             backend=self.backend,
         )
         self.loop.apply(self.receiver, order)

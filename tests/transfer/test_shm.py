@@ -154,6 +154,18 @@ def test_only_a_whole_file_of_ones_own_is_mapped(pool: SharedPool, spoil: Callab
             path.rmdir()
 
 
+def test_a_file_that_no_owner_has_locked_is_not_written_into(pool: SharedPool) -> None:
+    """Another program's: whoever can talk to the desk could name it."""
+    other = FOLDER / "headrace-test-target"
+    try:
+        other.write_bytes(bytes(pool.memory.bytes))
+        other.chmod(0o600)
+        with pytest.raises(ValueError, match="nobody's pool"):
+            ShmPages(SESSION, 0, GEOMETRY, replace(pool.memory, name=other.name))
+    finally:
+        other.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"pages": PAGES + 1}, {"offset": 1}, {"strides": (1 << 40, 1, 1, 1, 1)}, {"strides": (768, 256, 128, 72, 8)}],

@@ -107,6 +107,8 @@ class ShmPages:
         self._file = os.open(FOLDER / memory.name, os.O_RDWR | os.O_NOFOLLOW)
         try:
             _check(os.fstat(self._file), memory)
+            if not locks.is_taken(self._file, locks.OWNER):
+                raise ValueError(f"the file {memory.name} is nobody's pool")
             if not locks.take(self._file, locks.writer_byte(session, stage)):
                 raise ValueError("the peer has ended the session")
             self._map = mmap.mmap(self._file, memory.bytes)

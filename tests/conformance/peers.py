@@ -1,0 +1,151 @@
+"""Decode sides under test, each told where a prefill server is and what to fetch from it."""
+
+import hashlib
+import json
+import secrets
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+
+from core.arrays import pack
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.orders import Arrived, Dial, Expect, FetchFailed
+from core.peers import AskDial, AskReserve, PrefillDown, PrefillUp, TicketFailed, TicketFinished
+from core.request import FirstToken
+from examples import minimal_peer
+from tests.conformance.scripted import HEAD_DIM, HEADS, LAYERS, PAGE, TICKET, TOKENS
+from tests.transfer.harness import Loop, gather, random_store, zmq_context
+from transfer.dialer import Dialer
+from transfer.matching import make_hello
+from transfer.receiver import Receiver
+
+GEOMETRY = Geometry("float32", LAYERS, HEADS, HEAD_DIM, PAGE)
+
+
+class Result(NamedTuple):
+    """What the peer got: first token and SHA-256 of the KV (None: no KV), or why it failed."""
+
+    token: int | None = None
+    sha256: str | None = None
+    failure: str = ""
+
+
+Peer = Callable[[str], Result]  # by the URL of the prefill server
+
+
+class Running:
+    """A peer at work on a thread."""
+
+    def __init__(self, peer: Peer, url: str) -> None:
+        self._results: list[Result] = []
+        self._thread = threading.Thread(target=lambda: self._results.append(peer(url)))
+        self._thread.start()
+
+    def result(self) -> Result:
+        self._thread.join(40)
+        assert self._results, "the peer came to no end"
+        return self._results[0]
+
+
+def command(line: str) -> Peer:
+    """A program with the flags of examples/minimal_peer.py, which prints what that prints."""
+
+    def run(url: str) -> Result:
+        sizes = {"tokens": TOKENS, "layers": LAYERS, "kv-heads": HEADS, "head-dim": HEAD_DIM}
+        flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+        done = subprocess.run(
+            [*shlex.split(line), url, "--ticket", TICKET, *flags], capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            return Result(failure=done.stderr or "no reason given")
+        found = json.loads(done.stdout)
+        return Result(found["first_token"], found["sha256"])
+
+    return run
+
+
+def minimal(url: str) -> Result:
+    """examples/minimal_peer.py, in this process."""
+    about = httpx.get(f"{url}/v1/handoff").json()
+    shape = {"layers": LAYERS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    try:
+        with zmq_context() as context:
+            peer = minimal_peer.Peer(context, f"127.0.0.1:{about['desk_port']}", about["fingerprint"], shape, 5.0)
+            first, kv = peer.fetch(TICKET, TOKENS)
+            peer.close()
+    except minimal_peer.Failure as error:
+        return Result(failure=str(error))
+    return Result(first, None if kv is None else hashlib.sha256(kv).hexdigest())
+
+
+def ours(url: str) -> Result:
+    """Dialer and Receiver. Like every user of them it takes a request for failed by the first event that says so."""
+    about = httpx.get(f"{url}/v1/handoff").json()
+    config = TransferConfig(peer_timeout_s=5.0)
+    with zmq_context() as context:
+        store = random_store(GEOMETRY, 16)
+        dialer = Dialer(config, context)
+        receiver = Receiver(config, stage=0, geometry=GEOMETRY, store=store, context=context)
+        loop = Loop(dialer, receiver)
+        try:
+            return _fetch(loop, dialer, receiver, store, about)
+        finally:
+            loop.close()
+
+
+def _fetch(loop: Loop, dialer: Dialer, receiver: Receiver, store: Any, about: dict[str, Any]) -> Result:
+    dialer.ready(
+        make_hello(
+            TransferConfig(peer_timeout_s=5.0), instance=secrets.token_hex(16), name="ours", role="decode",
+            fingerprint=about["fingerprint"], geometries=(GEOMETRY,), kv_pages=16, max_model_len=256, metadata_rows=4,
+        )
+    )  # fmt: skip
+    loop.apply(dialer, AskDial(name="p", endpoint=f"tcp://127.0.0.1:{about['desk_port']}"))
+    loop.until(lambda: loop.of(dialer, PrefillUp) or _down(loop, dialer), 20)
+    if not loop.of(dialer, PrefillUp):
+        return Result(failure=loop.of(dialer, PrefillDown)[-1].reason)
+    up = loop.of(dialer, PrefillUp)[0]
+    loop.apply(receiver, Dial(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
+                              window_bytes=up.window_bytes))  # fmt: skip
+    pages = [9, 3, 12]
+    names: dict[str, Any] = {"session": up.session, "ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
+    loop.apply(receiver, Expect(seq=0, request=1, start=0, count=TOKENS, **names))
+    loop.apply(dialer, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
+    failures = (TicketFailed, PrefillDown)
+    loop.until(
+        lambda: (
+            loop.of(receiver, Arrived)
+            or loop.of(receiver, FetchFailed)
+            or any(loop.of(dialer, kind) for kind in (*failures, TicketFinished))
+        ),
+        30,
+    )
+    for _ in range(5):
+        loop.turn(0.01)  # what is on its way out
+    if arrived := loop.of(receiver, Arrived):
+        kv = np.ascontiguousarray(np.moveaxis(gather(store, GEOMETRY, pages, 0, TOKENS), 0, 3))
+        return Result(arrived[0].first.token, hashlib.sha256(kv).hexdigest())
+    if finished := loop.of(dialer, TicketFinished):
+        first: FirstToken = finished[0].first
+        return Result(first.token)
+    return Result(failure=_why(loop, dialer, receiver))
+
+
+def _down(loop: Loop, dialer: Dialer) -> bool:
+    """It was refused for good, or is not answered."""
+    lasting = [event for event in loop.of(dialer, PrefillDown) if not event.reason.startswith("not_ready")]
+    return bool(lasting)
+
+
+def _why(loop: Loop, dialer: Dialer, receiver: Receiver) -> str:
+    if bad := loop.of(receiver, FetchFailed):
+        return f"{bad[0].code}: {bad[0].message}"
+    if failed := loop.of(dialer, TicketFailed):
+        return f"{failed[0].error.code}: {failed[0].error.message}"
+    return loop.of(dialer, PrefillDown)[-1].reason

@@ -1,0 +1,234 @@
+"""docs/protocol.md from the prefill server's side, against any decode side.
+
+HEADRACE_PEER names the command of another one, with the flags and the output of examples/minimal_peer.py; by default it
+is that file, and the dialer and receiver of a decode server.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conformance.peers import Peer, Running, command, minimal, ours
+from tests.conformance.scripted import PAGE, TICKET, TOKEN, TOKEN_BYTES, TOKENS, Scripted, row, whole
+from tests.transfer.harness import zmq_context
+
+OTHER = os.environ.get("HEADRACE_PEER")
+PEERS: list[Peer] = [command(OTHER)] if OTHER else [ours, minimal]
+SHA256 = hashlib.sha256(whole()).hexdigest()
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with zmq_context() as context:
+        made = Scripted(context)
+        yield made
+        made.close()
+
+
+@pytest.fixture(params=PEERS, ids=lambda peer: peer.__name__)
+def peer(request: pytest.FixtureRequest, server: Scripted) -> Iterator[Running]:
+    """The peer, told of the server and under way."""
+    made = Running(request.param, server.url)
+    yield made
+    made.result()
+
+
+def arrived(peer: Running) -> bool:
+    found = peer.result()
+    return (found.token, found.sha256, found.failure) == (TOKEN, SHA256, "")
+
+
+def test_a_ticket_from_hello_to_finished(server: Scripted, peer: Running) -> None:
+    hello = server.greet()
+    assert 1 in hello["protocols"]
+    assert (hello["metadata_version"], hello["metadata_bytes"]) == (1, 256)
+    assert len(hello["instance"]) >= 16
+    server.welcome()
+    attach = server.came("Attach")
+    assert (attach["session"], attach["stage"]) == (server.session, 0)
+    server.send({"type": "Attached", "stage": 0, "a_later_field": True})
+    reserve = server.reserved()
+    assert (reserve["ticket"], reserve["prompt_tokens"], reserve["cached_tokens"]) == (TICKET, TOKENS, 0)
+    size = hello["geometries"][0]["page_size"]
+    pages = [reserve["pages"][at : at + 4] for at in range(0, len(reserve["pages"]), 4)]
+    assert len(set(pages)) == len(pages) == -(-TOKENS // size)
+    assert all(int.from_bytes(page, "little") < hello["kv_pages"] for page in pages)
+    assert reserve["row"] < hello["metadata_rows"]
+    for number, (start, count) in enumerate(((0, 10), (10, 20), (30, 10))):
+        assert server.deliver(number, start, count, last=number == 2)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_chunks_in_any_order_and_more_than_once(server: Scripted, peer: Running) -> None:
+    server.open()
+    for number in (2, 0, 0, 2, 1):
+        start, count = ((0, 16), (16, 16), (32, 8))[number]
+        assert server.deliver(number, start, count, last=number == 2)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_a_last_chunk_may_bring_no_positions(server: Scripted, peer: Running) -> None:
+    server.open()
+    assert server.deliver(0, 0, TOKENS)["type"] == "Ack"
+    assert server.deliver(1, TOKENS, 0, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_what_was_not_reserved_is_refused_and_does_no_harm(server: Scripted, peer: Running) -> None:
+    reserve = server.open()
+    wrong = [b"\xee" * len(frame) for frame in server.kv()]
+    assert server.deliver(0, 0, TOKENS, frames=wrong, generation=reserve["generation"] + 1)["type"] == "Nack"
+    assert server.deliver(0, 0, TOKENS, frames=wrong, ticket="another")["type"] == "Nack"
+    assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+FOREIGN_PAGE = (1 << 20).to_bytes(4, "little")
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("checksum", {"checksum": 1}, "checksum_mismatch"),
+    ("no checksum", {"checksum": None}, "checksum_mismatch"),
+    ("page", {"pages": FOREIGN_PAGE * 3}, "bad_chunk"),
+    ("fewer pages", {"pages": b""}, "bad_chunk"),
+    ("row", {"row": 1 << 20}, "bad_chunk"),
+    ("beyond the end", {"start": 16}, "bad_chunk"),
+    ("size", {"payload_bytes": 1}, "bad_chunk"),
+    ("total", {"total": 3}, "bad_chunk"),
+    ("no frames", {"frames": []}, "bad_chunk"),
+    ("one frame", {"frames": [bytes(TOKENS * TOKEN_BYTES + 256)]}, "bad_chunk"),
+    ("metadata of another ticket", {"metadata": row("another", 1)}, "bad_metadata"),
+    ("metadata of another generation", {"metadata": row(TICKET, 77)}, "bad_metadata"),
+    ("metadata of another version", {"metadata": row(TICKET, 1, version=2)}, "bad_metadata"),
+    ("no metadata", {"metadata": bytes(256)}, "bad_metadata"),
+]
+
+
+@pytest.mark.parametrize(("changes", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_a_bad_chunk_fails_the_ticket(server: Scripted, peer: Running, changes: dict[str, Any], code: str) -> None:
+    reserve = server.open()
+    if changes.get("metadata") == row(TICKET, 1, version=2):
+        changes = {"metadata": row(TICKET, reserve["generation"], version=2)}
+    if changes.get("metadata") == row("another", 1):
+        changes = {"metadata": row("another", reserve["generation"])}
+    answer = server.deliver(0, 0, TOKENS, last=True, **changes)
+    assert (answer["type"], answer["code"]) == ("Nack", code)
+    assert code in peer.result().failure
+
+
+def test_chunks_that_leave_a_gap_fail_the_ticket(server: Scripted, peer: Running) -> None:
+    server.open()
+    assert server.deliver(0, 0, 16)["type"] == "Ack"
+    assert server.deliver(1, 32, 8, last=True)["type"] == "Nack"
+    assert "bad_chunk" in peer.result().failure
+
+
+def test_a_failed_ticket_fails_with_the_servers_reason(server: Scripted, peer: Running) -> None:
+    reserve = server.open()
+    names = {"ticket": TICKET, "generation": reserve["generation"]}
+    server.say({"type": "Failed", **names, "code": "stage_failed", "message": "stage 0 ended", "status": 503})
+    found = peer.result().failure
+    assert "stage_failed" in found
+    assert "stage 0 ended" in found
+
+
+def test_a_first_token_that_ended_the_request_brings_no_kv(server: Scripted, peer: Running) -> None:
+    generation = server.open()["generation"]
+    data = row(TICKET, generation, token=11, finish=1)
+    server.say({"type": "Finished", "ticket": TICKET, "generation": generation, "metadata": data})
+    found = peer.result()
+    assert (found.token, found.sha256, found.failure) == (11, None, "")
+
+
+@pytest.mark.parametrize("ticket", ["another", ""])
+def test_metadata_of_another_ticket_ends_nothing_well(server: Scripted, peer: Running, ticket: str) -> None:
+    generation = server.open()["generation"]
+    data = row(ticket, generation) if ticket else b"rubbish"
+    server.say({"type": "Finished", "ticket": TICKET, "generation": generation, "metadata": data})
+    assert "bad_metadata" in peer.result().failure
+
+
+UNFIT: list[dict[str, Any]] = [
+    {"protocol": 2},
+    {"fingerprint": "another-model"},
+    {"checksum": "crc32"},
+    {"backend": "pigeon"},
+]
+
+
+@pytest.mark.parametrize("changes", UNFIT, ids=lambda changes: next(iter(changes)))
+def test_a_welcome_that_does_not_fit_is_left_alone(server: Scripted, peer: Running, changes: dict[str, Any]) -> None:
+    server.greet()
+    server.welcome(**changes)
+    assert server.quiet("Reserve", 0.3)
+    assert "mismatch" in peer.result().failure
+
+
+@pytest.mark.parametrize("changes", [{"layers": 3}, {"head_dim": 8}, {"dtype": "float16"}, {"page_size": 0}])
+def test_a_stage_that_does_not_fit_is_left_alone(server: Scripted, peer: Running, changes: dict[str, Any]) -> None:
+    server.greet()
+    geometry = {"dtype": "float32", "layers": 2, "kv_heads": 1, "head_dim": 4, "page_size": PAGE} | changes
+    server.welcome(stages=[{"rank": 0, "data_port": server.data_port, "geometry": geometry}])
+    assert server.quiet("Reserve", 0.3)
+    assert "mismatch" in peer.result().failure
+
+
+def test_a_server_that_is_not_ready_is_asked_again_on_a_fresh_connection(server: Scripted, peer: Running) -> None:
+    server.greet()
+    first = server.desk_route
+    server.say({"type": "Refuse", "code": "not_ready", "message": "loading"})
+    server.open()
+    assert server.desk_route != first
+    assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_a_refused_attach_is_tried_again(server: Scripted, peer: Running) -> None:
+    server.greet()
+    server.welcome()
+    server.came("Attach")
+    server.send({"type": "Refuse", "code": "no_session", "message": "not heard of it yet"})
+    server.came("Attach")
+    server.send({"type": "Attached", "stage": 0})
+    server.reserved()
+    assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_rubbish_and_unknown_messages_are_skipped(server: Scripted, peer: Running) -> None:
+    server.open()
+    for data in (b"", b"\xc1", b"\x81\xa4type\xa5Wrong", b"\x82\xa4type\xa4Pong\xa1x" + b"\x91" * 5000 + b"\xc0"):
+        server.desk.send_multipart((server.desk_route, data))
+        server.stage.send_multipart((server.data_route, data))
+    server.say({"type": "ALaterMessage", "field": 1})
+    assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_a_peer_that_waits_says_that_it_is_alive(server: Scripted, peer: Running) -> None:
+    server.open()
+    before = server.pings
+    assert server.quiet("Goodbye", 1.5 * server.timeout_s)
+    assert server.pings >= before + 4, "of two connections, every quarter of the timeout"
+    assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
+    server.finish()
+    assert arrived(peer)
+
+
+def test_a_goodbye_ends_the_ticket(server: Scripted, peer: Running) -> None:
+    server.open()
+    server.say({"type": "Goodbye", "reason": "the server ends"})
+    assert "the server ends" in peer.result().failure
+
+
+def test_a_desk_that_falls_silent_is_gone(server: Scripted, peer: Running) -> None:
+    server.open()
+    assert "silent" in peer.result().failure

@@ -1,0 +1,124 @@
+"""A prefill server connects to nobody, whatever it is told; a decode server only where it may."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conformance.client import Client, Target
+from tests.e2e.harness import Server, serving, wait_until
+from tests.fuzz.test_live import GEOMETRY, hand_over
+from tests.transfer.harness import zmq_context
+
+STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--dtype", "float32", "--peer-timeout", "2")
+
+
+class Trap:
+    """A port at which nobody has any business, and who came."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.visits = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self.visits += 1
+            connection.close()
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    with closing(Trap()) as made:
+        yield made
+
+
+def outgoing(server: Server) -> list[Any]:
+    """TCP connections of the server's processes that were made from inside: not at a port where it listens."""
+    family = [psutil.Process(server.process.pid), *server.children()]
+    found = [connection for process in family for connection in process.net_connections("tcp")]
+    ports = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+    assert ports, "it listens somewhere"
+    return [connection for connection in found if connection.laddr.port not in ports]
+
+
+@contextmanager
+def watched(server: Server) -> Iterator[list[Any]]:
+    """Looks every few milliseconds, for what is there for a moment only."""
+    seen: list[Any] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            seen.extend(outgoing(server))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        watcher.join()
+
+
+def test_a_prefill_server_connects_nowhere(trap: Trap) -> None:
+    with serving("--role", "prefill", *STAND_IN) as server, zmq_context() as context, watched(server) as seen:
+        handoff = server.get("/v1/handoff").json()
+        desk = f"tcp://127.0.0.1:{handoff['desk_port']}"
+        target = Target(server.url, desk, "127.0.0.1", handoff["fingerprint"], GEOMETRY)
+        there = {"host": "127.0.0.1", "port": trap.port, "endpoint": f"tcp://{trap.address}", "data_port": trap.port}
+        client = Client(context, target)
+        client.hello(**there, stages=[{"rank": 0, "data_host": "127.0.0.1", "data_port": trap.port}])
+        data = client.attached()
+        assert client.ask({"type": "AskDial", "name": "x", **there})["code"] == "bad_message"
+        client.reserve("elsewhere", **there)
+        hand_over(client, data, "a-real-one")
+        prompt = {"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ticket": "t", "handoff": "hold"}
+        routers: list[dict[str, Any]] = [
+            {"bootstrap_host": "127.0.0.1", "bootstrap_port": trap.port, "bootstrap_room": 7},
+            {"kv_transfer_params": {"do_remote_decode": True, "remote_host": "127.0.0.1", "remote_port": trap.port}},
+            {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": trap.port,
+                                    "remote_engine_id": "e", "remote_block_ids": [1], "remote_request_id": "r"}},
+            {"callback": f"http://{trap.address}/", "url": f"http://{trap.address}/"},
+        ]  # fmt: skip
+        for extra in routers:
+            for path in ("/v1/prefill", "/v1/completions", "/v1/chat/completions", "/generate"):
+                answer = server.post(path, {**prompt, "model": "m", "prompt": [1, 2, 3], "stream": False, **extra})
+                assert answer.status_code < 500, answer.text
+        server.request("GET", f"/v1/handoff?host=127.0.0.1&port={trap.port}")
+        time.sleep(0.5)
+        client.close()
+    assert seen == []
+    assert trap.visits == 0
+
+
+def test_a_decode_server_connects_to_its_own_prefill_servers_only(trap: Trap) -> None:
+    own = closing(Trap())
+    with own as configured:
+        flags = ("--role", "decode", "--fallback", "local", "--prefill", f"http://{configured.address}", *STAND_IN)
+        with serving(*flags) as server, watched(server) as seen:
+            wait_until(lambda: configured.visits, 20, "it looks for its own")
+            for path, extra in (
+                ("/v1/completions", {"bootstrap_host": "127.0.0.1", "bootstrap_port": trap.port, "bootstrap_room": 7}),
+                ("/v1/completions", {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1",
+                                     "remote_port": trap.port, "remote_engine_id": "e", "remote_request_id": "r"}}),
+            ):  # fmt: skip
+                server.post(path, {"model": "m", "prompt": [1, 2, 3], "max_tokens": 1, **extra})
+            time.sleep(0.5)
+        assert {connection.raddr.port for connection in seen if connection.raddr} <= {configured.port}
+    assert trap.visits == 0

@@ -1,0 +1,75 @@
+"""A stage's pool in shared memory: who shares, and that others' writes are what the engine reads."""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from core.backends import FAKE, SHM, ZMQ
+from core.config import EngineConfig, ModelConfig, StageConfig, TransferConfig
+from core.geometry import Geometry
+from engine.pool import KVPool
+from engine.sharing import KvSharing
+from transfer.backends.shm import FOLDER, ShmReach, host_token
+
+pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")
+
+GEOMETRY = Geometry("bfloat16", layers=3, kv_heads=2, head_dim=4, page_size=8)
+DECODE = StageConfig(
+    stage=0,
+    endpoint="",
+    model=ModelConfig(device="cpu"),
+    engine=EngineConfig(),
+    transfer=TransferConfig(backends=(SHM, ZMQ)),
+    role="decode",
+)
+
+
+@pytest.fixture
+def sharing() -> Iterator[KvSharing]:
+    made = KvSharing(DECODE)
+    yield made
+    made.close()
+
+
+def test_what_a_prefill_stage_writes_is_what_the_engine_reads(sharing: KvSharing) -> None:
+    pool = KVPool(GEOMETRY, 5, "cpu", sharing.allocate)
+    assert sharing.backends == (SHM, ZMQ)
+    assert sharing.memory is not None
+    pages = ShmReach().open("s" * 32, 0, GEOMETRY, sharing.memory)
+    values = torch.randn(3, 2, 2, 8, 4).to(torch.bfloat16)
+    pages.write(4, 0, 8, values.view(torch.uint8).numpy())
+    assert torch.equal(pool.tensor[4], values)
+    assert np.array_equal(pool.read(4, 0, 8), values.view(torch.uint8).numpy())
+    pages.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "backends"),
+    [
+        (replace(DECODE, role="prefill"), (SHM, ZMQ)),
+        (replace(DECODE, transfer=TransferConfig(backends=(ZMQ,))), (ZMQ,)),
+        (replace(DECODE, transfer=TransferConfig(backends=(ZMQ, FAKE))), (ZMQ, FAKE)),
+        (replace(DECODE, model=ModelConfig(device="cuda")), (ZMQ,)),
+    ],
+)
+def test_nobody_shares_what_nobody_is_to_write(config: StageConfig, backends: tuple[str, ...]) -> None:
+    sharing = KvSharing(config)
+    before = set(FOLDER.iterdir())
+    assert sharing.allocate(GEOMETRY, 5) is None
+    assert sharing.memory is None
+    assert set(FOLDER.iterdir()) == before
+    assert sharing.backends == backends
+
+
+def test_a_pool_that_does_not_fit_is_private_and_the_log_says_so(
+    sharing: KvSharing, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert sharing.allocate(GEOMETRY, 1 << 40) is None
+    assert sharing.backends == (ZMQ,)
+    assert "cannot be in shared memory" in caplog.text
+    assert KVPool(GEOMETRY, 5, "cpu", lambda *_: None).tensor.shape == (5, 3, 2, 2, 8, 4)
