@@ -8,16 +8,18 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.ready
 OPENVINO := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO)/.ready
+ROUTERS := .venv-routers
+ROUTERS_STAMP := $(ROUTERS)/.ready
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full test-vllm check format bench bench-peers clean distclean
+.PHONY: help venv demo test full test-routers test-vllm check format bench bench-peers clean distclean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
@@ -49,6 +51,14 @@ $(VLLM_STAMP): requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --no-deps -r requirements-vllm.txt
 	@touch $@
 
+test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
+	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
+
+$(ROUTERS_STAMP): requirements-routers.txt
+	$(PYTHON) -m venv $(ROUTERS)
+	$(ROUTERS)/bin/python -m pip install -r requirements-routers.txt
+	@touch $@
+
 check: venv ## Lint, formatting, types and import directions.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,11 +77,6 @@ bench-peers: venv $(VLLM_STAMP) $(OPENVINO_STAMP) ## Measure beside vLLM and Ope
 		$(BIN)/python -m benchmarks.peers --dtype $$dtype --vllm $(VLLM)/bin/python --openvino $(OPENVINO)/bin/python || exit 1; \
 	done
 
-$(VLLM_STAMP): requirements-vllm.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --no-deps -r requirements-vllm.txt
-	@touch $@
-
 $(OPENVINO_STAMP): requirements-openvino.txt
 	$(PYTHON) -m venv $(OPENVINO)
 	$(OPENVINO)/bin/python -m pip install --no-deps -r requirements-openvino.txt
@@ -82,4 +87,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(VLLM)
+	rm -rf $(VENV) $(ROUTERS) $(VLLM) $(OPENVINO)

@@ -40,7 +40,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ticket whose other half never comes. transfer_timeout_s: no acknowledgement (or no chunk) for this long.
     stage_timeout_s: one plan. start_timeout_s: stages that load. hold_lease_s: how long a computed prompt is held for
     a peer that neither comes nor renews; hold_limit_s: how long in all; hold_percent: of the pool's pages, what prompts
-    held for later may take.
+    held for later may take. optimistic_start: prompts may be computed before their peer has reserved, within that
+    share.
     """
 
     page_size: int = 16
@@ -65,6 +66,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_lease_s: float = 30.0
     hold_limit_s: float = 600.0
     hold_percent: int = 50
+    optimistic_start: bool = False
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +115,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
     prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
     that clients and routers may name to a decode server, beside its own (core/allowed.py). curve_server_keys: key files
-    of prefill servers, each FILE for all or HOST=FILE for one (server/keys.py)."""
+    of prefill servers, each FILE for all or HOST=FILE for one (server/keys.py). bootstrap_port: on a prefill server
+    another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names none,
+    0 for the usual one (server/naming.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"
@@ -124,6 +128,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_prefill: tuple[str, ...] = ()
     curve_server_keys: tuple[str, ...] = ()
     prefill_api_key: str = ""
+    bootstrap_port: int = 0
     fallback: Literal["none", "local"] = "none"
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0

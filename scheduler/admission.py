@@ -35,14 +35,15 @@ class Admission:
         state = self._state
         self._arrivals += 1
         by_wire = submit.exit == "wire"
-        bootstrap = by_wire and not self._held_for_later(submit)
+        ahead = self._held_for_later(submit) or self._optimistic(submit)
         request = Request(
             submit=submit,
             arrival=self._arrivals,
             serial=state.new_serial(),
             arrived=now,
             token_limit=self._token_limit(submit),
-            phase=Phase.BOOTSTRAP if bootstrap else Phase.WAITING,
+            phase=Phase.BOOTSTRAP if by_wire and not ahead else Phase.WAITING,
+            ahead=ahead,
         )
         state.records[request.serial] = state.arrivals[request.arrival] = request
         state.rids[submit.rid] = request
@@ -63,6 +64,13 @@ class Admission:
     def _held_for_later(self, submit: Submit) -> bool:
         """To be computed before its peer comes."""
         return submit.hold and submit.ticket not in self._state.tickets.early
+
+    def _optimistic(self, submit: Submit) -> bool:
+        """To be computed while its peer gets ready, since there is room for that."""
+        state = self._state
+        if not state.config.optimistic_start or submit.exit != "wire" or submit.ticket in state.tickets.early:
+            return False
+        return state.held_pages + state.cache.pages_for(packed_length(submit.prompt)) <= state.max_held_pages
 
     def _token_limit(self, submit: Submit) -> int:
         """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""

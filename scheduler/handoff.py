@@ -46,13 +46,14 @@ class Handoff:
             return
         self._state.enter(request, Phase.INFLIGHT, now)
         if request.row is not None:
-            proceed = self.resume if request.submit.hold else self._finish
+            proceed = self.resume if request.ahead else self._finish
             proceed(request, now)
         if request.submit.hold:
             self._holding.computed(request, now)
 
     def resume(self, request: Request, now: float) -> None:
-        """A held request is computed, its peer has come, and a metadata row: send all that is left."""
+        """A request that began ahead of its peer is computed, and has a metadata row since then: send all that is
+        left."""
         outgoing = request.outgoing
         assert outgoing is not None, "a row is given out with the peer"
         size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)

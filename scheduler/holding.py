@@ -52,7 +52,7 @@ class Holding:
             return
         for ticket in event.tickets:
             request = state.tickets.holder(ticket)
-            if request is not None and request.unclaimed and request.phase is Phase.INFLIGHT:
+            if request is not None and _held(request) and request.phase is Phase.INFLIGHT:
                 self._renew(request, now)
             else:
                 state.drop("unknown_lease")
@@ -80,7 +80,7 @@ class Holding:
 
     def drop_all(self, error: ErrorInfo, now: float) -> None:
         """Fail every request that is to be held, or held, for a peer that has not come."""
-        for request in list(self._state.unclaimed.values()):
+        for request in filter(_held, list(self._state.unclaimed.values())):
             self._endings.fail(request, error, now)
 
     def _renew(self, request: Request, now: float) -> float:
@@ -88,3 +88,8 @@ class Holding:
         end = min(now + self._state.config.hold_lease_s, request.lease_limit)
         self._state.deadlines.set(Timer.LEASE, request.arrival, end)
         return end - now
+
+
+def _held(request: Request) -> bool:
+    """Kept by a lease, or going to be; whoever else is computed ahead of its peer has a deadline for that."""
+    return request.submit.hold and request.unclaimed

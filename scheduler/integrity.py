@@ -63,14 +63,14 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} is {'still' if request.ended else 'not'} found by its id"
     if (request in state.waiting) != (phase is Phase.WAITING):
         yield f"{name} is {'' if request in state.waiting else 'not '}in the waiting queue"
-    if request.arrival in state.rowless and (request.lease is None or not request.submit.hold):
+    if request.arrival in state.rowless and (request.lease is None or not request.ahead):
         yield f"{name} waits for a metadata row"
     if (
         phase is Phase.INFLIGHT
         and request.outgoing is None
-        and not state.deadlines.active(Timer.LEASE, request.arrival)
+        and not state.deadlines.active(Timer.LEASE if request.submit.hold else Timer.BOOTSTRAP, request.arrival)
     ):
-        yield f"{name} is held without a lease"
+        yield f"{name} waits for a peer without a deadline"
     if request.arrival in state.prefilling and phase is not Phase.RUNNING:
         yield f"{name} is among the prefills"
     if request.arrival in state.decoding and phase not in (Phase.RUNNING, Phase.GENERATING):

@@ -101,7 +101,8 @@ class Request:
     plan; computed: their plan is done. in_flight: plans in flight that contain it. sampled_here: the token at position
     planned is sampled by this pipeline. token_limit: prompt and generated tokens together. awaiting: stages that still
     have to answer Cancel or Forget. first: what the metadata row is to say, once it is known. computed_by: number of
-    the plan that gave it. lease_limit: no renewal keeps a held request beyond this time.
+    the plan that gave it. ahead: it leaves by wire and may be computed before its peer has come. lease_limit: no
+    renewal keeps a held request beyond this time.
     """
 
     submit: Submit
@@ -124,6 +125,7 @@ class Request:
     row: int | None = None
     first: FirstToken | None = None
     computed_by: int = 0
+    ahead: bool = False
     lease_limit: float = 0.0
     outgoing: Outgoing | None = None
     incoming: Incoming | None = None
@@ -167,8 +169,8 @@ class Request:
 
     @property
     def unclaimed(self) -> bool:
-        """To be held, or held, for a peer that has not come."""
-        return self.submit.hold and self.outgoing is None and not self.ended
+        """Its pages are, or are going to be, taken for a peer that has not come."""
+        return self.ahead and self.outgoing is None and not self.ended
 
     @property
     def salt(self) -> str:

@@ -48,7 +48,7 @@ class Rendezvous:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 
     def arrive(self, request: Request, now: float) -> None:
-        """Join a request that leaves by wire with its reservation, or wait. A held one is computed meanwhile."""
+        """Join a request that leaves by wire with its reservation, or wait. Some are computed meanwhile."""
         state = self._state
         ticket = request.submit.ticket
         assert ticket is not None, "admission has seen to it"
@@ -57,10 +57,11 @@ class Rendezvous:
         if early is not None:
             self._drop_early(ticket)
             self._match(request, early, now)
-        elif request.submit.hold:
+            return
+        if request.ahead:
             state.hold(request)
             state.waiting.push(request)
-        else:
+        if not request.submit.hold:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:

@@ -116,6 +116,7 @@ class Simulation:
             hold_lease_s=0.1,
             hold_limit_s=0.4,
             hold_percent=rng.choice([30, 100]),
+            optimistic_start=rng.random() < 0.5,
         )
         if self._scenario.depth is not None:
             config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)

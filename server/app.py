@@ -4,9 +4,11 @@ from fastapi import FastAPI
 
 from core.config import ServerConfig
 from server.api.debug import debug_routes
+from server.api.discovery import bootstrap_routes, discovery_routes
 from server.api.errors import install_handlers
+from server.api.generate import generate_routes
 from server.api.middleware import Accounts, ApiKeys
-from server.api.native import native_routes
+from server.api.native import handoff_routes, native_routes
 from server.api.openai import openai_routes
 from server.api.operations import operation_routes
 from server.service import Service
@@ -19,10 +21,27 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
     for routes in (
         operation_routes(service),
         debug_routes(service),
+        discovery_routes(service, config),
+        bootstrap_routes(service),
+        handoff_routes(service, config),
         native_routes(service, config),
         openai_routes(service, config),
+        generate_routes(service, config),
     ):
         app.include_router(routes)
+    return _guarded(app, service, config)
+
+
+def create_bootstrap_app(service: Service, config: ServerConfig) -> FastAPI:
+    """What a prefill server answers on its bootstrap port: where its desk is."""
+    app = FastAPI(title="Headrace bootstrap", docs_url=None, redoc_url=None, openapi_url=None)
+    install_handlers(app)
+    for routes in (operation_routes(service), bootstrap_routes(service), handoff_routes(service, config)):
+        app.include_router(routes)
+    return _guarded(app, service, config)
+
+
+def _guarded(app: FastAPI, service: Service, config: ServerConfig) -> FastAPI:
     app.add_middleware(ApiKeys, keys=config.api_keys)
     app.add_middleware(Accounts, metrics=service.metrics, clock=service.clock)
     return app

@@ -88,6 +88,7 @@ def _check_ports(config: Config) -> None:
     here = config.group.start == "local"  # other machines have ports of their own
     ports = (
         ("port", config.server.port),
+        ("bootstrap-port", config.server.bootstrap_port if config.server.role == "prefill" else 0),
         ("desk-port", config.transfer.desk_port),
         ("stage-port", config.group.port),
         ("kv-events-port", config.kv_events.port),

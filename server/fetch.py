@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from core.codec import NO_MESSAGE
-from core.errors import ErrorInfo, HeadraceError
+from core.errors import CANCELLED, ErrorInfo, HeadraceError
 from server.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,14 @@ def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
         field=error.param,
         retry_after_s=float(retry_after) if _SECONDS.fullmatch(retry_after) else None,
     )
+
+
+def passed_on(info: ErrorInfo) -> ErrorInfo:
+    """What a failure means for a client whose prompt somebody else has posted: refusals of the prompt and overload are
+    the same to it; what went wrong between the two servers (tickets, sessions, a cancelled prefill) is a 502."""
+    if info.status in PASSED_ON and info.code != CANCELLED:
+        return info
+    return msgspec.structs.replace(info, status=info.status if info.status >= 500 else 502)
 
 
 def _decode(data: bytes, kind: type[S]) -> S:

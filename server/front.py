@@ -1,12 +1,14 @@
 """The front end of one server: its service, and uvicorn with the application over it."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from core.config import Config
-from server.app import create_app
+from server.app import create_app, create_bootstrap_app
 from server.kv_events import endpoint
 from server.link import ZmqSchedulerLink
 from server.service import Service
@@ -22,20 +24,28 @@ class HttpServer(uvicorn.Server):
 
 
 class FrontEnd:
-    """What listens to clients, and talks to the scheduler at the given endpoint."""
+    """What listens to clients, on one port or two, and talks to the scheduler at the given endpoint."""
 
     def __init__(self, config: Config, scheduler: str) -> None:
         self._config = config
         self.service = Service(ZmqSchedulerLink(scheduler), config)
-        self._http = HttpServer(_uvicorn_config(config, self.service))
+        server = config.server
+        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service, server), server.port))]
+        if server.role == "prefill" and server.bootstrap_port:
+            app = create_bootstrap_app(self.service, server)
+            self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port)))
 
     async def serve(self) -> None:
-        """Answer clients until close()."""
-        await self._http.serve()
+        """Answer clients until close(). A port that closes closes the other one."""
+        serving = [asyncio.create_task(http.serve()) for http in self._http]
+        await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+        self.close()
+        await asyncio.gather(*serving)
 
     def close(self) -> None:
         """Have serve() return."""
-        self._http.should_exit = True
+        for http in self._http:
+            http.should_exit = True
 
     async def tell_engine_news(self) -> None:
         """Print how far the stages have come, whenever that changes: for stages with logs on machines of their own."""
@@ -53,6 +63,8 @@ class FrontEnd:
             f"({config.model.dtype}, {config.model.device})",
             f"  http   http://{config.server.host}:{config.server.port}",
         ]
+        if config.server.role == "prefill" and config.server.bootstrap_port:
+            lines.append(f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the desk is)")
         if engine.desk_port:
             lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
             lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
@@ -65,11 +77,11 @@ class FrontEnd:
         print("\n".join(lines), flush=True)
 
 
-def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(service, config.server),
+        app,
         host=config.server.host,
-        port=config.server.port,
+        port=port,
         log_config=None,
         access_log=config.server.log_level == "debug",
         timeout_graceful_shutdown=2,  # what was in flight has been drained before

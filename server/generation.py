@@ -3,6 +3,7 @@
 computed:  Submit ─────────────────────────────────────────────► Tokens ... Finished
 fetched:   Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► Tokens ... Finished
                                               └─ refused or failed: Abort with its error ─► Failed
+collected: Submit(ticket), the prompt being posted by somebody else ─► Tokens ... Finished
 """
 
 import logging
@@ -16,7 +17,8 @@ from core import arrays
 from core.errors import ErrorInfo, HeadraceError
 from core.intake import Finished, Held, Progress, Reserved, Submit, Tokens
 from core.request import Entrance, Exit, FinishReason, Handoff, SamplingParams, Timing, TokenLogprob, Usage
-from server.fetch import FetchProgress, PrefillAnswer
+from server.fetch import FetchProgress, PrefillAnswer, passed_on
+from server.naming import Origin
 from server.prefills import PrefillPool
 from server.scheduler_client import Call, SchedulerClient
 from server.text import TextStream
@@ -28,7 +30,8 @@ RETRYABLE = (429, 502, 503, 504)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue, validated. sampling is as the client gave it: stops and EOS are not merged in."""
+    """One prompt to continue, validated. sampling is as the client gave it: stops and EOS are not merged in. origin:
+    where its KV comes from, if somebody else has it computed."""
 
     rid: str
     prompt: tuple[int, ...]
@@ -41,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = False
     ticket: str | None = None
     hold: bool = False
+    origin: Origin | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -64,6 +68,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float | None = None
 
 
+class FirstTokenUnfit(Exception):
+    """The prefill server did not know that this token must not come first."""
+
+
 Emit = Callable[[Progress | Delta], Awaitable[None]]
 
 
@@ -80,7 +88,7 @@ class Generation:
 
     async def complete(self, job: Job, emit: Emit) -> Result:
         """Continue the prompt to its end here. Raises HeadraceError; cancelling it cancels the request."""
-        if self._pool is None:
+        if self._pool is None or (job.origin is not None and job.origin.address is None):
             return await self._run(job, emit, entrance="compute", exit="here")
         begun = False
 
@@ -90,7 +98,11 @@ class Generation:
             await emit(event)
 
         try:
+            if job.origin is not None:
+                return await self._collect(job, watch, self._pool, job.origin)
             return await self._fetch(job, watch, self._pool)
+        except FirstTokenUnfit:
+            log.info("%s: the first token would end the text before min_tokens; sampling it again", job.rid)
         except HeadraceError as error:
             if begun or not self._local or error.info.status not in RETRYABLE:
                 raise
@@ -137,6 +149,22 @@ class Generation:
             result = await self._follow(call, job, emit, lambda: fetch.start(progress, call.abort))
             return _with_answer(result, await fetch.answer())
 
+    async def _collect(self, job: Job, emit: Emit, pool: PrefillPool, origin: Origin) -> Result:
+        """Take the KV of a prompt that somebody else has posted, and go on from there. Raises FirstTokenUnfit for a
+        first token that min_tokens forbids; all but the last of the prompt's pages are in the prefix cache then."""
+        assert origin.address is not None, "there is nothing to collect"
+        forbidden: frozenset[int] = frozenset()
+        if origin.held and job.sampling.min_tokens:
+            forbidden = frozenset((await self._merge_stops(job)).stop_token_ids)
+        async with pool.visit(origin.address) as server:
+            submit = await self._submit(job, "wire", "here", ticket=origin.ticket, prefill=server.url)
+            submit = msgspec.structs.replace(submit, posted=True, wait=origin.wait)
+            try:
+                async with self._client.open(submit) as call:
+                    return await self._follow(call, job, emit, lambda: None, forbidden)
+            except HeadraceError as error:
+                raise HeadraceError(passed_on(error.info)) from error
+
     async def _run(self, job: Job, emit: Emit, *, entrance: Entrance, exit: Exit) -> Result:
         async with self._client.open(await self._submit(job, entrance, exit)) as call:
             return await self._follow(call, job, emit, lambda: None)
@@ -171,8 +199,15 @@ class Generation:
     def _eos(self, job: Job) -> tuple[int, ...]:
         return () if job.ignore_eos else self._tokens.tokenizer.eos_ids
 
-    async def _follow(self, call: Call, job: Job, emit: Emit, on_reserved: Callable[[], None]) -> Result:
-        """Take a call's events to its end."""
+    async def _follow(
+        self,
+        call: Call,
+        job: Job,
+        emit: Emit,
+        on_reserved: Callable[[], None],
+        forbidden: frozenset[int] = frozenset(),
+    ) -> Result:
+        """Take a call's events to its end. forbidden: what the first token must not be."""
         ends = frozenset((*job.sampling.stop_token_ids, *self._eos(job)))
         text = TextStream(self._tokens.tokenizer, job.prompt, job.stop, ends, job.sampling.min_tokens)
         stopped, seen = False, 0
@@ -183,6 +218,8 @@ class Generation:
                     on_reserved()
                 case Progress():
                     await emit(event)
+                case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
+                    raise FirstTokenUnfit
                 case Tokens() if not stopped:
                     delta = _delta(text, ends, event)
                     await emit(delta)

@@ -3,19 +3,31 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import httpx
 
+from core.allowed import allowed_prefills
 from core.clock import Clock, SystemClock, wall_offset
 from core.config import Config
 from core.errors import DRAINING, NOT_READY, QUEUE_FULL, ErrorInfo, HeadraceError, unavailable
-from core.intake import Drain, EngineState, Progress, Shutdown, StageDown, StageLost, Tokens
+from core.intake import (
+    Drain,
+    EngineState,
+    Progress,
+    RefuseTicket,
+    ReleaseTicket,
+    Shutdown,
+    StageDown,
+    StageLost,
+    Tokens,
+)
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
 from server.keys import ServerKeys
 from server.link import SchedulerLink
 from server.metrics import FrontMetrics
+from server.naming import Origin
 from server.prefills import NO_PREFILL_SERVER, PrefillPool, PrefillServer
 from server.scheduler_client import SchedulerClient
 from server.tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +75,7 @@ class Service:
                 server.prefill_api_key,
                 self._client.post,
                 transport=prefill_transport,
+                rules=allowed_prefills(server.prefill, server.allow_prefill),
                 keys=ServerKeys(server.curve_server_keys),
             )
             self._client.on_prefill = self._prefills.update
@@ -172,7 +185,17 @@ class Service:
         return self._client.problem()
 
     def not_ready(self) -> ErrorInfo | None:
-        """Why a request would be refused now, or None."""
+        """Why a request would be refused now, or None. A decode server all of whose prefill servers are named by
+        requests is ready without any."""
+        server = self.config.server
+        if (problem := self._engine_problem()) is not None:
+            return problem
+        needed = server.fallback != "local" and (server.prefill or not server.allow_prefill)
+        if self._prefills is not None and needed and (why := self._prefills.problem()):
+            return _unready(NO_PREFILL_SERVER, why)
+        return None
+
+    def _engine_problem(self) -> ErrorInfo | None:
         engine = self._client.engine
         if problem := self.unhealthy():
             return _unready("scheduler_silent", problem)
@@ -182,13 +205,33 @@ class Service:
             return _unready(NOT_READY, "the server is loading")
         if not engine.ready:
             return _unready(NOT_READY, engine.reason or "the engine is loading")
-        if self._prefills is not None and self.config.server.fallback != "local" and (why := self._prefills.problem()):
-            return _unready(NO_PREFILL_SERVER, why)
         return None
 
-    def admit(self) -> Generation:
-        """The way to run a job. Raises HeadraceError (503, 429) when none may start now."""
-        if (problem := self.not_ready()) is not None:
+    def admit(self, job: Job) -> Generation:
+        """The way to run a job. Raises HeadraceError (503, 429) when it may not start now; whoever waits for its ticket
+        is told."""
+        try:
+            return self._admit(job)
+        except HeadraceError as error:
+            self.refuse([job.ticket] if job.ticket else [], error.info)
+            self.release([job.origin] if job.origin else [], error.info.message)
+            raise
+
+    def refuse(self, tickets: Iterable[str], error: ErrorInfo) -> None:
+        """Prompts under these tickets are not going to be computed; the peers that come for them are told why."""
+        for ticket in tickets:
+            self._client.post(RefuseTicket(ticket=ticket, error=error))
+
+    def release(self, origins: Iterable[Origin], reason: str) -> None:
+        """Nobody is going to fetch what comes from there; the prefill servers that are known are told."""
+        for origin in origins:
+            server = self._prefills.find(origin.address) if self._prefills and origin.address else None
+            if server is not None:
+                self._client.post(ReleaseTicket(prefill=server.url, ticket=origin.ticket, reason=reason))
+
+    def _admit(self, job: Job) -> Generation:
+        problem = self.not_ready() if job.origin is None else self._engine_problem()
+        if problem is not None:
             raise HeadraceError(problem)
         limit = self.config.scheduler.max_queued_requests
         if self._client.open_calls >= limit:
@@ -199,12 +242,12 @@ class Service:
 
     async def complete(self, job: Job, emit: Emit) -> Result:
         """Continue a prompt here. Raises HeadraceError; cancelling it cancels the request."""
-        return await self.admit().complete(job, self._timed(emit))
+        return await self.admit(job).complete(job, self._timed(emit))
 
     async def prefill(self, job: Job, emit: Emit) -> tuple[Tokens, Result]:
         """Compute a prompt and hand it over. Raises HeadraceError; cancelling it cancels the request."""
         started = self.clock.now()
-        first, result = await self.admit().prefill(job, emit)
+        first, result = await self.admit(job).prefill(job, emit)
         self.metrics.first_token(self.clock.now() - started - result.timing.transfer_s)
         return first, result
 

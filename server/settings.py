@@ -202,6 +202,13 @@ SETTINGS: tuple[Setting, ...] = (
         high=100,
     ),
     Setting(
+        "optimistic-start",
+        "scheduler",
+        "optimistic_start",
+        "switch",
+        "compute prompts before their peer has reserved pages, within the share of --hold-percent",
+    ),
+    Setting(
         "stage-timeout",
         "scheduler",
         "stage_timeout_s",
@@ -238,6 +245,16 @@ SETTINGS: tuple[Setting, ...] = (
         "text",
         "key to show to the prefill servers; also HEADRACE_PREFILL_API_KEY",
         secret=True,
+    ),
+    Setting(
+        "bootstrap-port",
+        "server",
+        "bootstrap_port",
+        "integer",
+        "role prefill: a second port that tells where the desk is, for routers (0: only --port); role decode: the port "
+        "to ask where a router names none (0: 8998)",
+        low=0,
+        high=PORT,
     ),
     Setting(
         "fallback",

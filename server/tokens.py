@@ -25,6 +25,9 @@ class TokenService:
         """Raises HeadraceError (400) for messages that the chat template refuses."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.tokenizer.encode_chat, messages)
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.tokenizer.decode, ids)
+
     async def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Tokens that contain a whole stop string (see Tokenizer.stop_ids), remembered per string."""
         loop = asyncio.get_running_loop()

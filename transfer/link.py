@@ -52,9 +52,9 @@ class Step(NamedTuple):
 
 class DeskLink:
     """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
-    renewals: held tickets that every ping of the session renews, as many as one can name.
     server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
-    a host that is not the desk's."""
+    a host that is not the desk's. renewals: held tickets that every ping of the session renews, as many as it can name.
+    """
 
     def __init__(
         self,

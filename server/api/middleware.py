@@ -11,7 +11,7 @@ from core.errors import ErrorInfo
 from server.api.errors import error_response
 from server.metrics import FrontMetrics
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")
 CLIENT_GONE = 499
 
 

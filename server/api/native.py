@@ -12,6 +12,7 @@ from core.config import ServerConfig
 from core.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, unavailable
 from core.intake import Progress, Tokens
 from server.api.answers import Answer, EventStream, EventWriter, json_response
+from server.api.asked import telling_the_other_side
 from server.api.bodies import parse_body, read_body
 from server.api.errors import error_body
 from server.api.prompts import check_model, encode_any
@@ -20,10 +21,10 @@ from server.api.sampling import request_fields, sampling_params
 from server.api.schema import PrefillBody
 from server.generation import Delta, Emit, Job
 from server.logprobs import native_entries, native_entry
+from server.naming import MAX_TICKET_CHARS
 from server.service import Service
 
 PROTOCOL_VERSIONS = (1,)
-MAX_TICKET_CHARS = 256
 _RID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -33,9 +34,11 @@ def native_routes(service: Service, config: ServerConfig) -> APIRouter:
 
     @router.post("/v1/prefill")
     async def prefill(request: Request) -> Response:
-        body = parse_body(await read_body(request, config.max_body_bytes), PrefillBody)
-        check_model(service, body.model)
-        job = await _job(service, config, body)
+        raw = await read_body(request, config.max_body_bytes)
+        with telling_the_other_side(service, config, raw):
+            body = parse_body(raw, PrefillBody)
+            check_model(service, body.model)
+            job = await _job(service, config, body)
         if not body.stream:
             return Answer(lambda: _prefill(service, job, _ignore))
         return EventStream(lambda events: _stream(service, job, events), _tell)
@@ -45,6 +48,13 @@ def native_routes(service: Service, config: ServerConfig) -> APIRouter:
         if not service.cancel(rid):
             raise invalid("rid", f"no request {rid!r} is open", code=UNKNOWN_RID, status=404)
         return json_response({"cancelled": True})
+
+    return router
+
+
+def handoff_routes(service: Service, config: ServerConfig) -> APIRouter:
+    """GET /v1/handoff."""
+    router = APIRouter()
 
     @router.get("/v1/handoff")
     async def handoff() -> Response:
@@ -60,6 +70,7 @@ def native_routes(service: Service, config: ServerConfig) -> APIRouter:
                 "protocol": PROTOCOL_VERSIONS,
                 "instance": engine.instance,
                 "desk_port": engine.desk_port,
+                "bootstrap_port": config.bootstrap_port,
                 "model": service.model_name,
                 "fingerprint": engine.fingerprint or None,
             }

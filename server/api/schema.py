@@ -91,3 +91,40 @@ class ChatBody(OpenAIBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+
+
+class GenerateSampling(msgspec.Struct, kw_only=True):
+    """sampling_params of POST /generate."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    sampling_seed: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """POST /generate. logprob_start_len: from 0 on, logprobs of the prompt are wanted, too (of all of it)."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: GenerateSampling | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    model: str | None = None
+    stream: bool | None = None

@@ -12,7 +12,11 @@ from tests.deployment.files import ROOT
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)")
 FILES = ("requirements.txt", "requirements-dev.txt")
-PEERS = ("requirements-vllm.txt",)  # for environments of their own
+PEERS = (
+    "requirements-openvino.txt",
+    "requirements-routers.txt",
+    "requirements-vllm.txt",
+)  # for environments of their own
 # torch's CUDA build brings libraries that its CPU build does not have; their versions are torch's own pins.
 BROUGHT_BY_TORCH = ("nvidia-", "cuda-", "triton")
 

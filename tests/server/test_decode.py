@@ -28,6 +28,7 @@ class Prefills(httpx.AsyncBaseTransport):
         self.desks = {"p1": 5001, "p2": 5002}
         self.instance = "a" * 32
         self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
+        self.more: dict[str, Any] = {}
         self.discoveries = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -41,7 +42,7 @@ class Prefills(httpx.AsyncBaseTransport):
         if request.url.path == "/v1/handoff":
             self.discoveries += 1
             found = {"protocol": [1], "instance": self.instance, "desk_port": self.desks[host], "model": "tiny"}
-            return httpx.Response(200, json=found)
+            return httpx.Response(200, json=found | self.more)
         assert request.url.path == "/v1/prefill"
         body = msgspec.json.decode(await request.aread())
         self.posts.append((host, body, request.headers))

@@ -154,6 +154,7 @@ async def test_decode_servers_find_the_desk(tokenizer: Tokenizer) -> None:
             "protocol": [1],
             "instance": "i" * 32,
             "desk_port": 5555,
+            "bootstrap_port": 0,
             "model": "tiny",
             "fingerprint": "fp",
         }

@@ -10,7 +10,9 @@ from core.clock import VirtualClock
 from core.config import KvEventsConfig
 from core.errors import ErrorInfo, HeadraceError
 from core.intake import Abort, Drain, EngineState, QueryStats, Shutdown, StageLost, Submit, Tokens
+from core.request import SamplingParams
 from core.stats import Counters, Sample, Stats
+from server.generation import Job
 from server.scheduler_client import LOST_S, SILENT_S
 from server.service import Service
 from server.tokenizer import Tokenizer
@@ -204,7 +206,7 @@ def test_nobody_may_submit_to_a_service_that_has_not_started(tokenizer: Tokenize
     async def main() -> None:
         service = Service(FakeLink(), make_config(tokenizer))
         with pytest.raises(HeadraceError, match="loading"):
-            service.admit()
+            service.admit(Job(rid="r", prompt=(1,), sampling=SamplingParams()))
 
     asyncio.run(main())
 

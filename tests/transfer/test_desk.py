@@ -18,10 +18,13 @@ from core.peers import (
     AskCancel,
     AskDial,
     AskHangUp,
+    AskRenew,
     AskReserve,
     PeerCancelled,
     PeerGone,
     PeerJoined,
+    PeerReleased,
+    PeerRenewed,
     PeerReserved,
     PrefillDown,
     PrefillUp,
@@ -132,6 +135,33 @@ def test_two_names_of_one_desk_are_two_sessions_that_both_stand(both: Both) -> N
     both.loop.until(lambda: CLOCK.now() >= end)
     assert not both.loop.of(both.dialer, PrefillDown)
     assert [up.session != first for up in both.loop.of(both.dialer, PrefillUp)] == [False, True]
+
+
+def test_pings_renew_a_held_ticket_until_it_is_reserved_or_given_up(both: Both) -> None:
+    session = both.up.session
+    for ticket in ("a", "b"):
+        both.loop.apply(both.dialer, AskRenew(session=session, ticket=ticket))
+    both.loop.until(lambda: any(set(event.tickets) == {"a", "b"} for event in both.loop.of(both.desk, PeerRenewed)))
+    both.reserve("a")
+    both.loop.apply(both.dialer, AskCancel(session=session, ticket="b", generation=0, reason="too late"))
+    released = both.loop.wait_for(both.desk, PeerReleased)
+    assert (released.ticket, released.reason) == ("b", "too late")
+    seen = len(both.loop.of(both.desk, PeerRenewed))
+    end = CLOCK.now() + CONFIG.peer_timeout_s
+    both.loop.until(lambda: CLOCK.now() >= end)
+    assert len(both.loop.of(both.desk, PeerRenewed)) == seen, "pings go on, and renew nothing"
+    assert not both.loop.of(both.desk, PeerGone)
+
+
+def test_what_a_reservation_says_of_its_prompt_gets_to_the_scheduler(both: Both) -> None:
+    for wait, digest in ((True, ""), (False, "f" * 64)):
+        ask = AskReserve(
+            session=both.up.session, ticket=f"t{wait}", generation=1, prompt_tokens=40, cached_tokens=0,
+            pages=pack([8, 9]), row=0, wait=wait, prompt_hash=digest,
+        )  # fmt: skip
+        both.loop.apply(both.dialer, ask)
+        reserved = both.loop.wait_for(both.desk, PeerReserved, 2 - wait)
+        assert (reserved.ticket, reserved.wait, reserved.prompt_hash) == (ask.ticket, wait, digest)
 
 
 def test_pings_keep_a_quiet_session_alive(both: Both) -> None:

@@ -1,0 +1,160 @@
+"""What routers ask of a server beside completions: who it is, where its desk is, whether it computes, its load."""
+
+import secrets
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from core.config import ServerConfig
+from core.errors import unavailable
+from core.intake import Progress
+from core.request import SamplingParams
+from core.stats import join
+from server.api.answers import Answer, json_response
+from server.api.bodies import parse_body, read_body
+from server.api.errors import error_response
+from server.api.handover import reachable_host
+from server.api.prompts import check_model, encode, encode_chat
+from server.api.schema import Message
+from server.generation import Delta, Job
+from server.service import Service
+from server.version import headrace_version
+
+PROBE_TIMEOUT_S = 20.0
+
+
+class TokenizeBody(msgspec.Struct):
+    """POST /tokenize: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
+    """Routes under the names that SGLang, vLLM and Dynamo give them."""
+    router = APIRouter()
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> Response:
+        return json_response(_server_info(service, config))
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> Response:
+        model = service.config.model.model
+        return json_response(
+            {
+                "model_path": model,
+                "tokenizer_path": model,
+                "served_model_name": service.model_name,
+                "is_generation": True,
+                "max_model_len": service.max_model_len,
+            }
+        )
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": headrace_version()})
+
+    @router.get("/ping")
+    async def ping() -> Response:
+        problem = service.not_ready()
+        return json_response({}) if problem is None else error_response(problem)
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """200 when a token was computed just now; its KV goes nowhere."""
+        deadline = min(PROBE_TIMEOUT_S, service.config.scheduler.stage_timeout_s)
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        job = Job(rid=f"health-{secrets.token_hex(16)}", prompt=(0,), sampling=sampling, deadline_s=deadline)
+
+        async def probe() -> dict[str, str]:
+            await service.prefill(job, _ignore)
+            return {"status": "ok"}
+
+        return Answer(probe)
+
+    @router.get("/get_load")
+    async def get_load() -> Response:
+        """As SGLang has it, a list with one entry for each data-parallel rank, of which there is one."""
+        stats = join(await service.stats())
+        values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
+        load = {
+            "dp_rank": 0,
+            "num_reqs": service.open_requests,
+            "num_waiting_reqs": values.get(("queue_requests", "waiting"), 0),
+            "num_tokens": sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
+        }
+        return json_response([load])
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse_body(await read_body(request, config.max_body_bytes), TokenizeBody)
+        check_model(service, body.model)
+        if body.messages is not None:
+            tokens = await encode_chat(service, body.messages)
+        else:
+            tokens = await encode(service, body.prompt or "", "prompt")
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(await read_body(request, config.max_body_bytes), DetokenizeBody)
+        check_model(service, body.model)
+        return json_response({"prompt": await service.tokens.decode(body.tokens)})
+
+    return router
+
+
+def bootstrap_routes(service: Service) -> APIRouter:
+    """GET /query: how Mooncake's peers and routers find a prefill server. Open without a key: it tells an address."""
+    router = APIRouter()
+
+    @router.get("/query")
+    async def query(request: Request) -> Response:
+        engine = service.engine
+        if engine is None or not engine.desk_port:
+            raise unavailable("the server is loading, or has no desk", code="not_ready")
+        host = reachable_host(service.config.transfer.host, request.url.hostname or "")
+        shown = f"[{host}]" if ":" in host else host
+        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": f"tcp://{shown}:{engine.desk_port}"}}}
+        return json_response({"0": worker})
+
+    return router
+
+
+def _server_info(service: Service, config: ServerConfig) -> dict[str, Any]:
+    """Names that routers look for; the prefix cache's block size is a page."""
+    engine, settings = service.engine, service.config
+    page_size = settings.engine.page_size
+    return {
+        "model_path": settings.model.model,
+        "model_id": service.model_name,
+        "served_model_name": service.model_name,
+        "version": headrace_version(),
+        "instance_id": engine.instance if engine is not None else "",
+        "disaggregation_mode": "null" if config.role == "colocated" else config.role,
+        "disaggregation_bootstrap_port": config.bootstrap_port or None,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": settings.scheduler.stages,
+        "kv_block_size": page_size,
+        "page_size": page_size,
+        "max_model_len": service.max_model_len,
+        "max_total_num_tokens": engine.kv_pages * page_size if engine is not None else 0,
+    }
+
+
+async def _ignore(_event: Progress | Delta) -> None:
+    """Nobody watches a probe."""

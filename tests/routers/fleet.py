@@ -1,0 +1,137 @@
+"""Routers as child processes, from the environment that `make test-routers` makes."""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from server.ports import free_port
+from tests.e2e.harness import Server, pages_in_use, wait_until
+
+READY_S = 60.0
+BIN = Path(os.environ.get("HEADRACE_ROUTERS", ".venv-routers")) / "bin"
+
+
+class Site(NamedTuple):
+    """A prefill server, a decode server, and what a router has to know of them."""
+
+    prefill: Server
+    decode: Server
+    bootstrap_port: int
+    model: str
+
+    def quiet(self) -> None:
+        """Wait until nobody holds pages."""
+        for server in (self.prefill, self.decode):
+            if server.process.poll() is None:
+                wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
+
+
+class Router:
+    """A router in front of one prefill server and one decode server."""
+
+    def __init__(self, name: str, *command: str, port: int) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        environment = {**os.environ, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+        for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "OPENAI_API_KEY"):
+            environment.pop(key, None)
+        self._process = subprocess.Popen(
+            [str(BIN / command[0]), *command[1:]], stdout=self._output, stderr=subprocess.STDOUT, env=environment
+        )
+
+    @property
+    def log(self) -> str:
+        return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")[-6000:]
+
+    def wait_ready(self, body: dict[str, Any]) -> None:
+        """Until a request is served. Routers open their port before, or long after, they know their servers."""
+        deadline = time.monotonic() + READY_S
+        while True:
+            assert self._process.poll() is None, f"{self.name} has ended:\n{self.log}"
+            assert time.monotonic() < deadline, f"{self.name} does not serve:\n{self.log}"
+            try:
+                if self.post("/v1/completions", body).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s, trust_env=False)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=20, trust_env=False)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+
+KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd")
+
+
+def start(kind: str, site: Site, folder: Path) -> Router:
+    """One of KINDS in front of the two servers. folder: for a configuration file."""
+    port = free_port()
+    place = ("--host", "127.0.0.1", "--port", str(port))
+    prefill, decode = site.prefill.url, site.decode.url
+    pair = ("--prefill", prefill, str(site.bootstrap_port), "--decode", decode)
+    metrics = ("--prometheus-port", str(free_port()))
+    match kind:
+        case "vllm-nixl":
+            without_port = ("--prefill", prefill, "--decode", decode)
+            command = ["vllm-router", *place, "--vllm-pd-disaggregation", *without_port, *metrics]
+        case "vllm-mooncake":
+            command = ["vllm-router", *place, "--vllm-pd-disaggregation", "--kv-connector", "mooncake", *pair, *metrics]
+        case "vllm-mini-lb":
+            command = ["vllm-router", *place, "--mini-lb", "--vllm-pd-disaggregation", *pair]
+        case "sglang":
+            command = ["sglang-router", "launch", *place, "--pd-disaggregation", *pair, *metrics]
+        case "sglang-mini-lb":
+            command = ["sglang-router", "launch", *place, "--mini-lb", "--pd-disaggregation", *pair]
+        case _:
+            command = ["xpyd", "proxy", "--config", _xpyd_config(folder, port, site)]
+    return Router(kind, *command, port=port)
+
+
+def _xpyd_config(folder: Path, port: int, site: Site) -> str:
+    path = folder / "xpyd.yaml"
+    path.write_text(
+        f"""
+        model: "{site.model}"
+        prefill: ["127.0.0.1:{site.prefill.port}"]
+        decode: ["127.0.0.1:{site.decode.port}"]
+        host: "127.0.0.1"
+        port: {port}
+        disaggregated_mode: "nixl"
+        log_level: "info"
+        startup: {{wait_timeout_seconds: 60, probe_interval_seconds: 1, heartbeat_interval_seconds: 2}}
+        """
+    )
+    return str(path)
+
+
+@contextmanager
+def routed(kind: str, site: Site) -> Iterator[Router]:
+    """A router that serves."""
+    with tempfile.TemporaryDirectory() as folder:
+        router = start(kind, site, Path(folder))
+        try:
+            router.wait_ready({"model": site.model, "prompt": "ready", "max_tokens": 1, "temperature": 0})
+            yield router
+        finally:
+            print(router.log)  # shown when the test fails
+            router.close()
