@@ -72,5 +72,5 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv as well.
-	rm -rf $(VENV)
+distclean: clean ## Remove .venv, and the environments of peers, as well.
+	rm -rf $(VENV) $(VLLM) $(OPENVINO)
