@@ -159,6 +159,7 @@ def main(arguments: Sequence[str]) -> int:
                 for seconds in engines.values():
                     seconds([prompt(64, 1)])
                 rows.append((name, *measure(LOADS[name], engines, limit, given.rounds)))
+            console.print("   ".join(rows[-1]))  # what is there when a long run is cut off
     finally:
         for peer in peers:
             peer.end()

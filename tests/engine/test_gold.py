@@ -150,6 +150,18 @@ def test_bfloat16_stays_close(saved: Models, length: int) -> None:
     assert error < 0.03
 
 
+def test_weights_are_the_same_however_they_are_held(saved: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, or converted by every pass: on a CPU without 16-bit matrix units both compute in float32."""
+    monkeypatch.setattr("engine.runner.has_matrix_units", lambda dtype, device: False)
+    model = saved("llama-bias")
+    wide = make_runner(model.folder, dtype="bfloat16")
+    monkeypatch.setattr("engine.memory.WIDE_SHARE", 0.0)
+    narrow = make_runner(model.folder, dtype="bfloat16")
+    rows = Prompt(1, random_tokens(70), shuffled_pages(8, 64), 16).chunks(32)
+    one, other = (reported_logprobs(run_chunks(each, rows)) for each in (wide, narrow))
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
 def test_warm_up_leaves_no_trace(saved: Models) -> None:
     """Warm-up over a pool of NaN works, and what it wrote does not show later."""
     model = saved("llama")

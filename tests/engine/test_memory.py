@@ -37,6 +37,20 @@ def test_pages_of_our_own_choice() -> None:
     assert plan_memory(spec, "float32", 16, 32, 10_000 * MIB).kv_pages == 32
 
 
+def test_weights_are_held_wide_where_there_is_room() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    count = weight_count(spec)
+    for available, native, dtype in (
+        (16 * count, False, "float32"),
+        (16 * count - 1, False, "bfloat16"),
+        (16 * count, True, "bfloat16"),
+    ):
+        plan = plan_memory(spec, "bfloat16", 16, 1, available, max_model_len=16, native_units=native)
+        assert plan.weight_dtype == dtype
+        assert plan.weight_bytes == count * (4 if dtype == "float32" else 2)
+        assert dtype in plan.explanation
+
+
 def test_what_does_not_fit_is_refused() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     page = stage_geometry(spec, "float32", 16).page_bytes
