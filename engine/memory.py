@@ -7,6 +7,7 @@ from core.geometry import Geometry
 from engine.model.config import ModelSpec
 
 DEFAULT_KV_TOKENS = 65536
+WIDE_SHARE = 0.25  # of the available memory, for 16-bit weights held in float32
 KV_SHARE = 0.4  # of the available memory, when the number of pages is ours to choose
 
 
@@ -14,6 +15,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes a stage will take, and why. Raises nothing: see plan_memory."""
 
     weight_bytes: int
+    weight_dtype: str
     page_bytes: int
     kv_pages: int
     available_bytes: int
@@ -59,15 +61,19 @@ def plan_memory(
     *,
     max_model_len: int = 0,
     layers: range | None = None,
+    native_units: bool = True,
 ) -> MemoryPlan:
     """kv_pages 0 takes 65,536 tokens or 40% of the available memory, whichever is less.
 
-    max_model_len 0 takes the model's limit. Raises ConfigError when the weights and one request of max_model_len
-    do not fit, or the pages asked for do not.
+    max_model_len 0 takes the model's limit. native_units: the device multiplies this dtype in hardware; where it does
+    not, weights are held in float32 if there is room, so that no forward pass converts them. Raises ConfigError when
+    the weights and one request of max_model_len do not fit, or the pages asked for do not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
-    weights = weight_count(spec, layers) * geometry.item_bytes
+    count = weight_count(spec, layers)
+    weight_dtype = dtype if native_units or 4 * count > WIDE_SHARE * available_bytes else "float32"
+    weights = count * (geometry.item_bytes if weight_dtype == dtype else 4)
     room = available_bytes - weights
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:
@@ -93,11 +99,12 @@ def plan_memory(
         )
     return MemoryPlan(
         weight_bytes=weights,
+        weight_dtype=weight_dtype,
         page_bytes=geometry.page_bytes,
         kv_pages=kv_pages,
         available_bytes=available_bytes,
         explanation=(
-            f"weights {_mib(weights)} ({dtype}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
+            f"weights {_mib(weights)} ({weight_dtype}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),

@@ -16,13 +16,12 @@ from core.request import SamplingParams, TokenLogprob
 from engine.attention import choose_attention
 from engine.attention.base import Span
 from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
-from engine.dtypes import TORCH_DTYPES
+from engine.dtypes import TORCH_DTYPES, Precision
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.checkpoint import open_checkpoint
 from engine.model.decoder import Decoder
 from engine.model.fingerprint import fingerprint
-from engine.model.linear import choose_linear
 from engine.model.source import load_spec, resolve_source
 from engine.pool import Allocate, KVPool
 from engine.sampling import Sampler, SampleRow
@@ -99,6 +98,7 @@ class ModelRunner:
         device = resolve_device(model.device)
         dtype = resolve_dtype(model.dtype, device)
         length = spec.resolve_length(max_model_len or model.max_model_len)
+        native = has_matrix_units(dtype, device)
         plan = plan_memory(
             spec,
             dtype,
@@ -107,9 +107,9 @@ class ModelRunner:
             available_memory(device),
             max_model_len=length,
             layers=layers,
+            native_units=native,
         )
         checkpoint = open_checkpoint(source, spec)
-        native = has_matrix_units(dtype, device)
         self._device = device
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
@@ -118,9 +118,12 @@ class ModelRunner:
             checkpoint,
             layers,
             positions=length,
-            dtype=TORCH_DTYPES[dtype],
+            precision=Precision(
+                model=TORCH_DTYPES[dtype],
+                held=TORCH_DTYPES[plan.weight_dtype],
+                compute=TORCH_DTYPES[dtype] if native else torch.float32,
+            ),
             device=device,
-            linear=choose_linear(TORCH_DTYPES[dtype], native_units=native),
         )
         self.fingerprint = fingerprint(spec, checkpoint)
         self.vocab_size = spec.vocab_size

@@ -7,7 +7,7 @@ import msgspec
 
 from core.config import Config, EngineConfig, ModelConfig
 from core.errors import ConfigError
-from engine.device import available_memory, resolve_device, resolve_dtype
+from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
 from engine.layers import ranges, stage_layers
 from engine.memory import MemoryPlan, plan_memory
 from engine.model.config import ModelSpec
@@ -34,7 +34,8 @@ def resolve(config: Config) -> Resolved:
     dtype = resolve_dtype(config.model.dtype, device)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
-    plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length)
+    native = has_matrix_units(dtype, device)
+    plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length, native_units=native)
     available = available_memory(device)
     # Stages of one machine's CPU share its memory: what fits is what fits the whole model.
     whole = plan(config.engine.kv_pages, available)

@@ -1,9 +1,16 @@
 """Attention on the CPU: torch's tiled flash kernel over gathered pages.
 
-A prompt chunk is cut into tiles of queries. A tile attends in two parts, which are then joined by their log-sum-exp:
-to everything before it, where no mask is needed, and to itself, causally. So no mask of the size of the prompt exists
-and next to nothing is computed in vain; pages are gathered once per layer at the speed of a memory copy.
-Single-token rows are batched by similar length.
+A prompt chunk is halved again and again. The second half attends to the first, where no mask is needed; the kernel
+meets a causal mask in the small blocks on the diagonal only, half of which it computes in vain:
+
+    ▙ · · ·        ▙  a block on the diagonal, at most DIAGONAL tokens
+    █ ▙ · ·        █  halves that attend to halves, the larger the faster
+    █ █ ▙ ·
+    █ █ █ ▙        left of it all: the pages before the chunk, one call
+
+Parts are joined by their log-sum-exp, so no buffer of the size of the prompt squared exists. Only what lies before the
+chunk is gathered from the pool, once per layer, at the speed of a memory copy. Single-token rows are batched by
+similar length.
 Keys and values in 16 bits are attended in float32 unless the CPU has matrix units for them.
 """
 
@@ -16,7 +23,7 @@ from engine.attention.base import Span
 from engine.attention.slots import SlotWriter
 from engine.pool import KVPool
 
-QUERY_TILE = 128  # the kernel computes the masked half of its causal blocks too: small ones waste less
+DIAGONAL = 128  # larger blocks waste more on masked scores, smaller ones are slower to multiply
 GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
@@ -63,36 +70,32 @@ class _Chunk:
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype, span: Span, offset: int) -> None:
         self._pool = pool
         self._compute_dtype = compute_dtype
-        self._span = span
+        self._start = span.start
         self._rows = slice(offset, offset + span.count)
-        last_tile = (span.count - 1) // QUERY_TILE * QUERY_TILE
-        self._gathered = span.start + last_tile  # positions that some tile has before it
-        pages = span.pages[: pool.geometry.pages_for(self._gathered)]
+        pages = span.pages[: pool.geometry.pages_for(span.start)]
         heads = torch.arange(pool.blocks_per_layer)
         self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # head by head, pages in order
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor, output: Tensor) -> None:
-        """Fill this row's part of output; the pool holds keys_values already."""
+        """Fill this row's part of output; of the pool only what is before keys_values is read."""
         queries = _heads_first(query[self._rows], self._compute_dtype)
         keys, values = _heads_first(keys_values[self._rows], self._compute_dtype).chunk(2, dim=1)
-        old_keys, old_values = self._gather(layer)
-        filled = output[self._rows].transpose(0, 1)
-        for start in range(0, self._span.count, QUERY_TILE):
-            tile = slice(start, start + QUERY_TILE)
-            own, own_lse = _flash(queries[:, :, tile], keys[:, :, tile], values[:, :, tile], causal=True)
-            if before := self._span.start + start:
-                old, old_lse = _flash(
-                    queries[:, :, tile], old_keys[:, :, :before], old_values[:, :, :before], causal=False
-                )
-                own = torch.lerp(own, old, torch.sigmoid(old_lse - own_lse)[..., None])
-            filled[:, tile] = own[0]
+        filled = output[self._rows].transpose(0, 1)[None]
+        # Parts are joined in float32, and rounded once.
+        attended = filled if filled.dtype == torch.float32 else torch.empty(filled.shape)
+        lse = torch.empty(filled.shape[:3])
+        _causal(queries, keys, values, attended, lse)
+        if self._start:
+            _join(attended, lse, *_flash(queries, *self._gather(layer), causal=False))
+        if attended is not filled:
+            filled.copy_(attended)
 
     def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the positions before the last tile: [1, kv_heads, positions, head_dim] each."""
+        """Keys and values of the positions before the chunk: [1, kv_heads, positions, head_dim] each."""
         geometry = self._pool.geometry
         blocks = self._pool.blocks.index_select(0, self._blocks + layer * self._pool.blocks_per_layer)
         positions = len(self._blocks) // self._pool.blocks_per_layer * geometry.page_size
-        gathered = blocks.view(2, 1, geometry.kv_heads, positions, geometry.head_dim)[:, :, :, : self._gathered]
+        gathered = blocks.view(2, 1, geometry.kv_heads, positions, geometry.head_dim)[:, :, :, : self._start]
         keys, values = gathered.to(self._compute_dtype).unbind(0)
         return keys, values
 
@@ -140,6 +143,27 @@ def grouped(pool: KVPool, singles: list[tuple[int, Span]]) -> list[list[tuple[in
         else:
             groups.append([member])
     return groups
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor) -> None:
+    """Fill float32 output [1, heads, positions, head_dim] and lse [1, heads, positions]: each sees those before it."""
+    positions = query.shape[2]
+    if positions <= DIAGONAL:
+        attended, sums = _flash(query, keys, values, causal=True)
+        output.copy_(attended)
+        lse.copy_(sums)
+        return
+    half = -(-positions // DIAGONAL) * (DIAGONAL // 2)
+    for part in (slice(half), slice(half, None)):
+        _causal(query[:, :, part], keys[:, :, part], values[:, :, part], output[:, :, part], lse[:, :, part])
+    first = _flash(query[:, :, half:], keys[:, :, :half], values[:, :, :half], causal=False)
+    _join(output[:, :, half:], lse[:, :, half:], *first)
+
+
+def _join(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Make output and lse those over the keys of both."""
+    output.lerp_(other.to(output.dtype), torch.sigmoid(other_lse - lse)[..., None])
+    torch.logaddexp(lse, other_lse, out=lse)
 
 
 def _heads_first(rows: Tensor, dtype: torch.dtype) -> Tensor:

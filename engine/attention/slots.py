@@ -18,8 +18,8 @@ class SlotWriter:
         self._index = torch.cat([slot_index(pool, span, span.start) for span in spans])
 
     def write(self, layer: int, keys_values: Tensor) -> None:
-        """keys_values: [tokens, 2 * kv_heads, head_dim]."""
-        rows = keys_values.reshape(-1, keys_values.shape[-1])
+        """keys_values: [tokens, 2 * kv_heads, head_dim], in the pool's dtype or a wider one."""
+        rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._slots.dtype)
         self._slots.index_copy_(0, self._index + layer * self._layer_stride, rows)
 
 

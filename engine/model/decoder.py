@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import AttentionPass
+from engine.dtypes import Precision
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
-from engine.model.linear import Linear
 from engine.model.rope import rotary_tables, rotate
 from engine.model.weights import LayerWeights, load_head, load_layer
 
@@ -20,7 +20,8 @@ LOADERS = 4  # threads that read layers; each holds a tensor of its own while it
 class Decoder:
     """Weights and arithmetic; keys and values live in the pool that an AttentionPass writes to.
 
-    dtype is that of weights and hidden states. RMSNorm and the rotary embedding are computed in float32.
+    Hidden states come and go in precision.model, and are in precision.compute between. RMSNorm and the rotary
+    embedding are computed in float32.
     """
 
     def __init__(
@@ -30,22 +31,21 @@ class Decoder:
         layers: range,
         *,
         positions: int,
-        dtype: torch.dtype,
+        precision: Precision,
         device: str,
-        linear: Linear,
     ) -> None:
         """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
         self._spec = spec
-        self._linear = linear
+        self._precision = precision
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            load = partial(load_layer, spec, checkpoint, dtype=dtype, device=device)
+            load = partial(load_layer, spec, checkpoint, precision=precision, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,
             checkpoint,
             first=layers.start == 0,
             last=layers.stop == spec.layers,
-            dtype=dtype,
+            precision=precision,
             device=device,
         )
         cos, sin = rotary_tables(spec.rope, spec.head_dim, positions)
@@ -53,46 +53,50 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [tokens] → hidden states [tokens, hidden]. First stage only."""
-        return F.embedding(ids, self._head.embedding)
+        return F.embedding(ids, self._head.embedding).to(self._precision.model)
 
     def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
         """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
         cos, sin = self._cos[positions], self._sin[positions]
+        hidden = hidden.to(self._precision.compute)
         for index, weights in enumerate(self._layers):
             hidden = self._attend(index, weights, hidden, cos, sin, attention).add_(hidden)
             hidden = self._mlp(weights, hidden).add_(hidden)
-        return hidden
+        return hidden.to(self._precision.model)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden] → float32 logits [rows, vocabulary]. Last stage only."""
-        normed = rms_norm(hidden, self._head.norm, self._spec.norm_eps)
-        return self._linear(normed, self._head.head).float()
+        normed = rms_norm(hidden.to(self._precision.compute), self._head.norm, self._spec.norm_eps)
+        return linear(normed, self._head.head).float()
 
     def _attend(
         self, index: int, weights: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
     ) -> Tensor:
         spec = self._spec
         normed = rms_norm(hidden, weights.input_norm, spec.norm_eps)
-        heads = self._linear(normed, weights.qkv, weights.qkv_bias).view(
-            -1, spec.heads + 2 * spec.kv_heads, spec.head_dim
-        )
+        heads = linear(normed, weights.qkv, weights.qkv_bias).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
             query.copy_(rms_norm(query, weights.q_norm, spec.norm_eps))
             keys.copy_(rms_norm(keys, weights.k_norm, spec.norm_eps))
         rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
         attended = attention.attend(index, query, heads[:, spec.heads :])
-        return self._linear(attended.flatten(1), weights.output, weights.output_bias)
+        return linear(attended.flatten(1), weights.output, weights.output_bias)
 
     def _mlp(self, weights: LayerWeights, hidden: Tensor) -> Tensor:
         normed = rms_norm(hidden, weights.post_norm, self._spec.norm_eps)
-        gate, up = self._linear(normed, weights.gate_up).chunk(2, dim=-1)
-        return self._linear(F.silu(gate).mul_(up), weights.down)
+        gate, up = linear(normed, weights.gate_up).chunk(2, dim=-1)
+        return linear(F.silu(gate).mul_(up), weights.down)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, in float32; rounded to x's dtype before the weight is applied."""
     if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

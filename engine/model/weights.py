@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.dtypes import Precision
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
 
@@ -32,17 +33,18 @@ class HeadWeights(NamedTuple):
     head: Tensor
 
 
-def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: str) -> LayerWeights:
+def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, precision: Precision, device: str) -> LayerWeights:
     """Raises ConfigError for a missing or misshapen tensor."""
     prefix = f"model.layers.{layer}"
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
 
     def fused(parts: dict[str, int], kind: str, *columns: int) -> Tensor:
-        whole = torch.empty((sum(parts.values()), *columns), dtype=dtype, device=device)
+        whole = torch.empty((sum(parts.values()), *columns), dtype=precision.held, device=device)
         start = 0
         for name, rows in parts.items():
-            whole[start : start + rows] = checkpoint.read(f"{prefix}.{name}.{kind}", (rows, *columns))
+            read = checkpoint.read(f"{prefix}.{name}.{kind}", (rows, *columns))
+            whole[start : start + rows] = read.to(precision.model)
             start += rows
         return whole
 
@@ -62,14 +64,15 @@ def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, dtype: torch
 
 
 def load_head(
-    spec: ModelSpec, checkpoint: Checkpoint, *, first: bool, last: bool, dtype: torch.dtype, device: str
+    spec: ModelSpec, checkpoint: Checkpoint, *, first: bool, last: bool, precision: Precision, device: str
 ) -> HeadWeights:
     """Embedding for the first stage, norm and head for the last. A tied head is the embedding itself."""
-    nothing = torch.empty(0, dtype=dtype, device=device)
+    nothing = torch.empty(0, dtype=precision.held, device=device)
     table = (spec.vocab_size, spec.hidden_size)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        return checkpoint.read(name, shape).to(device=device, dtype=dtype, copy=True)  # out of the mapped file
+        rounded = checkpoint.read(name, shape).to(precision.model)
+        return rounded.to(device=device, dtype=precision.held, copy=True)  # out of the mapped file
 
     embedding = read("model.embed_tokens.weight", table) if first or (last and spec.tied) else nothing
     if not last:

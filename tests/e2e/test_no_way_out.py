@@ -1,4 +1,4 @@
-"""A prefill server connects to nobody, whatever it is told; a decode server only where it may."""
+"""A decode server connects to the prefill servers that it was configured with, whatever requests say."""
 
 import socket
 import threading
@@ -10,10 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conformance.client import Client, Target
 from tests.e2e.harness import Server, serving, wait_until
-from tests.fuzz.test_live import GEOMETRY, hand_over
-from tests.transfer.harness import zmq_context
 
 STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--dtype", "float32", "--peer-timeout", "2")
 
@@ -74,37 +71,6 @@ def watched(server: Server) -> Iterator[list[Any]]:
     finally:
         over.set()
         watcher.join()
-
-
-def test_a_prefill_server_connects_nowhere(trap: Trap) -> None:
-    with serving("--role", "prefill", *STAND_IN) as server, zmq_context() as context, watched(server) as seen:
-        handoff = server.get("/v1/handoff").json()
-        desk = f"tcp://127.0.0.1:{handoff['desk_port']}"
-        target = Target(server.url, desk, "127.0.0.1", handoff["fingerprint"], GEOMETRY)
-        there = {"host": "127.0.0.1", "port": trap.port, "endpoint": f"tcp://{trap.address}", "data_port": trap.port}
-        client = Client(context, target)
-        client.hello(**there, stages=[{"rank": 0, "data_host": "127.0.0.1", "data_port": trap.port}])
-        data = client.attached()
-        assert client.ask({"type": "AskDial", "name": "x", **there})["code"] == "bad_message"
-        client.reserve("elsewhere", **there)
-        hand_over(client, data, "a-real-one")
-        prompt = {"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ticket": "t", "handoff": "hold"}
-        routers: list[dict[str, Any]] = [
-            {"bootstrap_host": "127.0.0.1", "bootstrap_port": trap.port, "bootstrap_room": 7},
-            {"kv_transfer_params": {"do_remote_decode": True, "remote_host": "127.0.0.1", "remote_port": trap.port}},
-            {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": trap.port,
-                                    "remote_engine_id": "e", "remote_block_ids": [1], "remote_request_id": "r"}},
-            {"callback": f"http://{trap.address}/", "url": f"http://{trap.address}/"},
-        ]  # fmt: skip
-        for extra in routers:
-            for path in ("/v1/prefill", "/v1/completions", "/v1/chat/completions", "/generate"):
-                answer = server.post(path, {**prompt, "model": "m", "prompt": [1, 2, 3], "stream": False, **extra})
-                assert answer.status_code < 500, answer.text
-        server.request("GET", f"/v1/handoff?host=127.0.0.1&port={trap.port}")
-        time.sleep(0.5)
-        client.close()
-    assert seen == []
-    assert trap.visits == 0
 
 
 def test_a_decode_server_connects_to_its_own_prefill_servers_only(trap: Trap) -> None:

@@ -4,7 +4,9 @@ The stand-in model's texts show every wrong page (engine/standin.py); they are c
 """
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,6 @@ from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait
 MODEL = "stand-in:layers=4,us_per_token=400,vocab=1000,max_len=8192"
 FLAGS = ("--model", MODEL, "--chunk-tokens", "128", "--kv-pages", "1024", "--threads", "1", "--peer-timeout", "1")
 TEXT = "a long prompt of which a part is on its way when something goes wrong " * 60
-SHM = Path("/dev/shm")
 
 
 def ask(server: Server, prompt: str = TEXT, timeout_s: float = 60.0) -> httpx.Response:
@@ -43,27 +44,38 @@ def begun(prefill: Server, decode: Server, pool: ThreadPoolExecutor) -> Future[h
     return answer
 
 
-def pools() -> set[str]:
-    return {path.name for path in SHM.glob("headrace-kv-*")}
+def pool_of(decode: Server) -> Path:
+    """The file that the decode server's stage has mapped; other servers of the machine have theirs."""
+    maps = decode.child("engine.stage").memory_maps()
+    return next(Path(each.path) for each in maps if each.path.startswith("/dev/shm/headrace-kv-"))
 
 
-def tree(server: Server) -> list[psutil.Process]:
-    return [psutil.Process(server.process.pid), *server.children()]
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """All processes of a server, as a debugger or a freezer stops them; they go on afterwards unless they are dead."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
 
 
 def test_texts_are_those_of_one_server_alone_by_either_way() -> None:
     prompts = [TEXT[:length] for length in (1, 15, 16, 17, 300, 1700)]
     with serving(*FLAGS, "--role", "colocated") as alone:
         expected = [text_of(ask(alone, prompt)) for prompt in prompts]
-    before = pools()
     for backend, other in (("shm", "zmq"), ("zmq", "shm")):
         with pair(FLAGS, (*FLAGS, "--page-size", "64", "--transfer-backends", backend)) as (prefill, decode):
-            assert len(pools() - before) == (backend == "shm")
+            pool = pool_of(decode) if backend == "shm" else None
             assert [text_of(ask(decode, prompt)) for prompt in prompts] == expected
             assert written(prefill, backend) > 0
             assert written(prefill, other) == 0
             assert f"by {backend}: " in prefill.log
-        assert pools() == before, "an orderly end leaves nothing behind"
+        assert pool is None or not pool.exists(), "an orderly end leaves nothing behind"
 
 
 def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> None:
@@ -80,22 +92,25 @@ def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> No
 
 
 def test_pages_that_a_stopped_prefill_server_may_write_stay_in_quarantine_until_it_is_gone() -> None:
-    prefill = Server("--role", "prefill", *FLAGS)
     with (
+        closing(Server("--role", "prefill", *FLAGS)) as prefill,
         serving("--role", "decode", "--prefill", prefill.url, "--fallback", "local", *FLAGS) as decode,
         ThreadPoolExecutor(1) as pool,
     ):
         prefill.started()
-        wait_until(lambda: decode.metrics()["headrace_prefill_servers"] == 1, 20, "the prefill server is found")
-        answer = begun(prefill, decode, pool)
-        for process in tree(prefill):
-            process.send_signal(signal.SIGSTOP)
-        assert answer.result().status_code in (502, 503)
-        quarantined = decode.metrics()["headrace_quarantined_pages"]
-        assert quarantined == pages_in_use(decode) > 0
-        assert text_of(ask(decode, TEXT[:500])), "it goes on with its other pages"
-        assert decode.metrics()["headrace_quarantined_pages"] == quarantined, "silence is no proof"
-        prefill.kill()
+        try:
+            wait_until(lambda: decode.metrics()["headrace_prefill_servers"] == 1, 20, "the prefill server is found")
+            answer = begun(prefill, decode, pool)
+            with stopped(prefill):
+                answer.result()  # an error, or computed here after all
+                quarantined = decode.metrics()["headrace_quarantined_pages"]
+                assert quarantined == pages_in_use(decode) > 0
+                assert text_of(ask(decode, TEXT[:500])), "it goes on with its other pages"
+                assert decode.metrics()["headrace_quarantined_pages"] == quarantined, "silence is no proof"
+                prefill.kill()
+        finally:
+            if prefill.process.poll() is None:
+                prefill.kill()
         wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 5, f"death is\n{decode.log}")
         wait_until(lambda: pages_in_use(decode) == 0, 5, "pages back")
 
@@ -104,40 +119,42 @@ def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))
         answer = begun(prefill, decode, pool)
-        stopped = tree(prefill)
-        for process in stopped:
-            process.send_signal(signal.SIGSTOP)
-        assert answer.result().status_code in (502, 503)
-        assert decode.metrics()["headrace_quarantined_pages"] > 0
-        for process in stopped:
-            process.send_signal(signal.SIGCONT)
+        with stopped(prefill):
+            assert answer.result().status_code in (502, 503)
+            assert decode.metrics()["headrace_quarantined_pages"] > 0
         wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 20, f"it lets go\n{prefill.log}")
         wait_until(lambda: decode.get("/ready").status_code == 200, 60, "they meet again")
         assert text_of(ask(decode, TEXT[:900])) == expected
 
 
 def test_a_killed_decode_server_leaves_no_memory_behind() -> None:
-    before = pools()
-    with running(Server("--role", "prefill", *FLAGS)) as prefill, ThreadPoolExecutor(1) as pool:
-        decode = Server("--role", "decode", "--prefill", prefill.url, *FLAGS).started()
-        answer = begun(prefill, decode, pool)
-        assert len(pools() - before) == 1
-        decode.kill()
+    with (
+        running(Server("--role", "prefill", *FLAGS)) as prefill,
+        closing(Server("--role", "decode", "--prefill", prefill.url, *FLAGS)) as decode,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            decode.started()
+            answer = begun(prefill, decode, pool)
+            memory = pool_of(decode)
+            assert memory.exists()
+        finally:
+            decode.kill()
         assert answer.exception() is not None
-        wait_until(lambda: pools() == before, 10, "the prefill stage that wrote into it removes it")
+        wait_until(lambda: not memory.exists(), 10, "the prefill stage that wrote into it removes it")
         wait_until(lambda: pages_in_use(prefill) == 0, 10, f"pages back\n{prefill.log}")
 
 
 def test_a_decode_stage_that_starts_again_has_another_pool_and_says_so() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))
-        first = pools()
+        first = pool_of(decode)
         answer = begun(prefill, decode, pool)
         decode.child("engine.stage").kill()
         assert answer.result().status_code == 503
         wait_until(lambda: decode.get("/ready").status_code == 200, 60, f"it is back\n{decode.log}")
-        wait_until(lambda: len(pools()) == len(first), 10, "the dead stage's memory is gone")
-        assert pools() != first
+        assert pool_of(decode) != first
+        assert not first.exists(), "the dead stage's memory is gone"
         before = written(prefill)
         wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, "the two meet again")
         assert text_of(ask(decode, TEXT[:900])) == expected

@@ -51,8 +51,8 @@ spans_of = st.lists(st.tuples(st.integers(0, 60), st.one_of(st.just(1), st.integ
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes=spans_of, page_size=st.sampled_from([4, 16]), tile=st.sampled_from([8, 128]), seed=st.integers(0, 9))
-def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_size: int, tile: int, seed: int) -> None:
+@given(shapes=spans_of, page_size=st.sampled_from([4, 16]), block=st.sampled_from([8, 128]), seed=st.integers(0, 9))
+def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_size: int, block: int, seed: int) -> None:
     """Any mix of chunks and single tokens, any pages in any order, NaN in every other slot."""
     order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))
     spans = []
@@ -64,7 +64,7 @@ def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_siz
     for pool in pools:
         poison_unused(pool, spans)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "QUERY_TILE", tile)
+        patch.setattr(cpu, "DIAGONAL", block)
         fast = run(CpuAttention(pools[0], torch.float32), spans)
     plain = run(SdpaAttention(pools[1]), spans)
     for one, other in zip(fast, plain, strict=True):

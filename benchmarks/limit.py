@@ -1,0 +1,67 @@
+"""The limit of the hardware: the matrix products of a prefill, and nothing else."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from engine.dtypes import TORCH_DTYPES
+from engine.model.config import ModelSpec
+
+LAYERS = 4  # measured in place of all, one after the other, each with weights of its own
+TILE = 256  # queries that meet their mean number of keys at once
+DTYPES = ("float32", "bfloat16")
+
+
+class Limit:
+    """Products of the shapes of a model, in the dtype that this machine multiplies fastest."""
+
+    def __init__(self, spec: ModelSpec, dtype: str, chunk_tokens: int) -> None:
+        """A float32 model multiplies in float32; a 16-bit one in what is faster."""
+        self._spec = spec
+        self._chunk = chunk_tokens
+        heads = spec.heads + 2 * spec.kv_heads
+        shapes = (
+            (heads * spec.head_dim, spec.hidden_size),
+            (spec.hidden_size, spec.heads * spec.head_dim),
+            (2 * spec.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, spec.intermediate_size),
+        )
+        choices = {name: [[torch.randn(shape).to(TORCH_DTYPES[name]) for shape in shapes] for _ in range(LAYERS)]
+                   for name in DTYPES if name in ("float32", dtype)}  # fmt: skip
+        self.dtype = min(choices, key=lambda name: min(self._products(choices[name], 256) for _ in range(2)))
+        self._weights = choices[self.dtype]
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """The least time for prompts of these lengths: linear layers over full chunks, attention prompt by prompt."""
+        total = sum(lengths)
+        full, rest = divmod(total, self._chunk)
+        linear = full * self._products(self._weights, self._chunk) if full else 0.0
+        linear += self._products(self._weights, rest) if rest else 0.0
+        attention = sum(lengths.count(length) * self._attention(length) for length in set(lengths))
+        return (linear + attention) * self._spec.layers
+
+    def _products(self, weights: list[list[torch.Tensor]], rows: int) -> float:
+        """Seconds of one layer's linear products."""
+        inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in weights[0]]
+        with torch.inference_mode():
+            started = time.perf_counter()
+            for layer in weights:
+                for x, weight in zip(inputs, layer, strict=True):
+                    F.linear(x, weight)
+            return (time.perf_counter() - started) / len(weights)
+
+    def _attention(self, length: int) -> float:
+        """Seconds of one layer's products with keys and values. A causal mask leaves half of them."""
+        spec = self._spec
+        rows, keys = min(TILE, length) * spec.heads // spec.kv_heads, max(1, length // 2)
+        dtype = TORCH_DTYPES[self.dtype]
+        query = torch.randn(spec.kv_heads, rows, spec.head_dim, dtype=dtype)
+        cached = torch.randn(spec.kv_heads, keys, spec.head_dim, dtype=dtype)
+        with torch.inference_mode():
+            started = time.perf_counter()
+            for _ in range(2):
+                torch.bmm(torch.bmm(query, cached.mT), cached)
+            tile = (time.perf_counter() - started) / 2
+        return tile * length / min(TILE, length)

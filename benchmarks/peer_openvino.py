@@ -1,0 +1,41 @@
+"""OpenVINO GenAI as a child process in an environment of its own (see benchmarks/peers.py, and benchmarks/peer.py).
+
+`python -m benchmarks.peer_openvino GGUF DTYPE THREADS`. Activations are not quantised; no prefix cache; the
+first token is all it samples.
+"""
+
+import sys
+
+from benchmarks.peer import serve
+
+PRECISION = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def main(model: str, dtype: str, threads: int) -> None:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
+    scheduler.cache_size = 4  # GiB
+    scheduler.max_num_batched_tokens = 2048
+    properties = {
+        "INFERENCE_PRECISION_HINT": PRECISION[dtype],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        "INFERENCE_NUM_THREADS": threads,
+    }
+    engine = genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **properties)
+    one = genai.GenerationConfig(max_new_tokens=1, do_sample=False, ignore_eos=True)
+
+    def compute(prompts: list[list[int]]) -> None:
+        """Prompts of one length are one batch; others follow each other, since a batch would be padded."""
+        lengths = sorted({len(ids) for ids in prompts})
+        for length in lengths:
+            engine.generate(ov.Tensor(np.array([ids for ids in prompts if len(ids) == length], dtype=np.int64)), one)
+
+    serve(compute)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,119 @@
+"""Where the time of a prefill goes: `python -m benchmarks.profile`.
+
+First in this process, without a server, by part of the forward pass: matrix products of the linear layers, attention
+(with its reads and writes of the pool), and the rest (norms, rotary embedding, activation, residuals, copies, Python).
+Then through a server whose KV goes nowhere: what its stage was busy with, by its own count, and what is left of the
+time that the client saw, which is HTTP, scheduling, planning and sending.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.prefill import server_prefill
+from benchmarks.report import console, print_table, prompt
+from core import arrays
+from core.config import EngineConfig, ModelConfig
+from core.orders import Row
+from core.request import SamplingParams
+from engine.runner import ModelRunner
+from server.local import LocalServer
+
+PAGE = 16
+PRODUCTS = frozenset(("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"))
+ATTENTION = frozenset((
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::index_copy_", "aten::index_select", "aten::sigmoid",
+    "aten::lerp_", "aten::logaddexp",
+))  # fmt: skip
+BUSY = "headrace_stage_busy_seconds_total"
+
+
+def rows_of(ids: Sequence[int], chunk: int) -> list[Row]:
+    """One prompt, a plan for each row."""
+    rows = []
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        end = start + len(part)
+        sample = SamplingParams(temperature=0.0) if end == len(ids) else None
+        rows.append(Row(1, start, len(part), arrays.pack(range(-(-end // PAGE))), arrays.pack(part), sample=sample))
+    return rows
+
+
+def by_part(runner: ModelRunner, rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Seconds of products, attention and everything else."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        started = time.perf_counter()
+        for row in rows:
+            runner.execute([row])
+        total = time.perf_counter() - started
+    own = {event.key: event.self_cpu_time_total * 1e-6 for event in profiler.key_averages()}
+    products = sum(seconds for name, seconds in own.items() if name in PRODUCTS)
+    attention = sum(seconds for name, seconds in own.items() if name in ATTENTION)
+    return products, attention, total - products - attention
+
+
+def busy(server: LocalServer) -> float:
+    """Seconds that the stage has computed so far."""
+    text = server.request("GET", "/metrics").text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == BUSY)
+
+
+def around(server: LocalServer, ids: list[int]) -> tuple[float, float]:
+    """Seconds that the client saw, and those of them in which the stage did not compute."""
+    before = busy(server)
+    started = time.perf_counter()
+    server_prefill(server)(ids)
+    seen = time.perf_counter() - started
+    return seen, seen - (busy(server) - before)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk-tokens", type=int, default=2048)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8000])
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    engine = EngineConfig(page_size=PAGE, kv_pages=-(-8192 // PAGE), threads=given.threads)
+    runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, 8192)
+    runner.warm_up()
+    flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
+    server = LocalServer(*flags, "--no-prefix-cache", "--chunk-tokens", str(given.chunk_tokens))
+    table = []
+    try:
+        with console.status("starting a prefill server"):
+            server.wait_ready()
+        for length in given.lengths:
+            with console.status(f"{length} tokens"):
+                ids = [prompt(length, seed) for seed in range(given.rounds)]
+                inside = [by_part(runner, rows_of(tokens, given.chunk_tokens)) for tokens in ids]
+                outside = [around(server, tokens) for tokens in ids]
+            parts = [statistics.median(shares) for shares in zip(*([part / sum(row) for part in row] for row in inside),
+                                                                 strict=True)]  # fmt: skip
+            rate = statistics.median(length / sum(row) for row in inside)
+            left = statistics.median(1000 * rest for _, rest in outside)
+            share = statistics.median(rest / seen for seen, rest in outside)
+            table.append((f"{length:,}", f"{rate:,.0f}", *(f"{part:.1%}" for part in parts), f"{left:.1f}",
+                          f"{share:.1%}"))  # fmt: skip
+    finally:
+        server.end()
+        server.close()
+    print_table(
+        f"where the time goes, {given.dtype}, {torch.get_num_threads()} threads: medians of {given.rounds} rounds",
+        ("tokens", "tokens/s, forward pass", "products", "attention", "rest", "around it, ms", "of what a client sees"),
+        table,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
