@@ -18,11 +18,11 @@ SHORT = ("--hold-lease", "3", "--bootstrap-timeout", "3")
 STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "512", "--served-model-name", "tested", *SHORT)
 BODY = {"model": "tested", "prompt": "x y z", "max_tokens": 8, "temperature": 0}
 BOUND_S = 20.0  # sglang-router tries five times
-# xpyd-proxy reads a refusal as an answer without kv_transfer_params; sglang-router has statuses of its own for what it
-# has tried again in vain; the small balancers stream an error under 200.
+# xpyd-proxy reads a refusal as an answer without kv_transfer_params; sglang-router has a status of its own for what it
+# has tried again in vain, unless it is a stream; the small balancers stream an error under 200.
 REFUSED = {"xpyd": 502}
 OVERLOADED = {"xpyd": 502, "sglang": 500}
-OVERLOADED_STREAM = {**OVERLOADED, "vllm-mini-lb": 200, "sglang-mini-lb": 200}
+OVERLOADED_STREAM = {"xpyd": 502, "vllm-mini-lb": 200, "sglang-mini-lb": 200}
 
 
 class Fleet:
