@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from core.addresses import host_port
 from core.errors import ConfigError, ErrorInfo, HeadraceError
 
 PREFILL_NOT_ALLOWED = "prefill_not_allowed"
@@ -90,9 +91,8 @@ def require_allowed(rules: Rules, host: str, port: int) -> None:
     """Raises HeadraceError (403), naming the address and the flag, unless is_allowed()."""
     if is_allowed(rules, host, port):
         return
-    shown = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     message = (
-        f"this server may not dial the prefill server {shown[:300]!r}: "
+        f"this server may not dial the prefill server {host_port(host, port)[:300]!r}: "
         "whoever runs it can add --allow-prefill HOST:PORT, a host or a network"
     )
     raise HeadraceError(ErrorInfo(code=PREFILL_NOT_ALLOWED, message=message, status=403))

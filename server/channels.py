@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from core.addresses import url
 from core.codec import Codec
 from core.errors import ConfigError
 from core.intake import EngineState, IntakeMessage, OutputMessage, StageDown, StageLost, StatsReply
@@ -289,8 +290,7 @@ class StageChannel:
 
 
 def _address(stage: StageReady) -> str:
-    host = f"[{stage.data_host}]" if ":" in stage.data_host else stage.data_host
-    return f"tcp://{host}:{stage.data_port}"
+    return url("tcp", stage.data_host, stage.data_port)
 
 
 def _drain(socket: "zmq.Socket[bytes]") -> list[bytes]:

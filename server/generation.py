@@ -75,6 +75,10 @@ class FirstTokenUnfit(Exception):
 Emit = Callable[[Progress | Delta], Awaitable[None]]
 
 
+async def ignore(_event: Progress | Delta) -> None:
+    """The Emit of a job that nobody watches."""
+
+
 class Generation:
     """Runs jobs. pool is None unless this is a decode server; local lets it compute prompts itself when it must."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from core.addresses import WILDCARDS, url
 from core.config import KvEventsConfig
 from core.errors import ConfigError
 from core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, KvEventMessage
@@ -155,9 +156,7 @@ class KvEventPublisher:
 
 def endpoint(host: str, port: int) -> str:
     """How others write the address; every interface of this machine is `*`, as vLLM has it."""
-    if host in ("0.0.0.0", "::", "[::]"):
-        return f"tcp://*:{port}"
-    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+    return url("tcp", "*" if host in WILDCARDS else host, port)
 
 
 def _router(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:

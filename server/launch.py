@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from core.addresses import url
 from core.config import Config, StageConfig
 from core.process import freeze_loaded
 from server.ports import free_port
@@ -116,7 +117,7 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
 
 def _tcp(host: str, port: int) -> str:
     """An endpoint to bind; port 0 takes a free one."""
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+    return url("tcp", host, port or "*")
 
 
 def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Child:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from core.addresses import host_port
 from core.config import TransferConfig
 from core.errors import ConfigError
 
@@ -118,7 +119,7 @@ def _master(environ: Mapping[str, str], name: str) -> str:
     port = _number(environ, "MASTER_PORT", MASTER_PORT)
     if not host:
         return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(host, port)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from core.addresses import url
 from core.allowed import Rules, canonical, require_allowed
 from core.codec import NO_MESSAGE
 from core.errors import HeadraceError, unavailable
@@ -61,7 +62,7 @@ class PrefillServer:
         self.changed = asyncio.Event()
 
     def endpoint(self, desk_port: int) -> str:
-        return _url("tcp", urlsplit(self.url).hostname or "", desk_port)
+        return url("tcp", urlsplit(self.url).hostname or "", desk_port)
 
     def answers_to(self, address: Address) -> bool:
         """Whether a request that gives this address means this server."""
@@ -73,10 +74,6 @@ class PrefillServer:
         if address.kind == "desk":
             return found is not None and address.port == found.desk_port
         return address.port == self.port or (found is not None and address.port == found.bootstrap_port)
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class PrefillPool:
@@ -182,7 +179,8 @@ class PrefillPool:
                     f"{MAX_NAMED} prefill servers that requests have named are in use", code=NO_PREFILL_SERVER
                 )
             self._forget(idle)
-        server = PrefillServer(_url("tcp" if address.kind == "desk" else "http", canonical(address.host), address.port))
+        scheme = "tcp" if address.kind == "desk" else "http"
+        server = PrefillServer(url(scheme, canonical(address.host), address.port))
         self._named[server.url] = server
         if address.kind == "http":
             self._keepers[server.url] = asyncio.create_task(self._keep(server))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from core.addresses import url
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from core.peers import PeerEvent, PrefillDown, PrefillUp, TicketCancelled, TicketFailed, TicketFinished
@@ -174,8 +175,7 @@ class DeskLink:
         return Step([], [*gone, up])
 
     def _endpoint(self, stage: StageInfo) -> str:
-        host = f"[{stage.data_host}]" if ":" in stage.data_host else stage.data_host
-        return f"tcp://{host or self._host}:{stage.data_port}"
+        return url("tcp", stage.data_host or self._host, stage.data_port)
 
     def _refused(self, refuse: Refuse, now: float) -> Step:
         if self.state == "up" and refuse.code != messages.NO_SESSION:

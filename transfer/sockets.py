@@ -6,6 +6,7 @@ from typing import Any
 
 import zmq
 
+from core.addresses import bracketed, url
 from core.errors import ConfigError
 from transfer.keys import KeyPair
 
@@ -43,7 +44,9 @@ def bind(
     if guard is not None:
         guard(socket)
     try:
-        return socket, socket.bind_to_random_port(_address(host)) if port == 0 else _bind(socket, host, port)
+        return socket, socket.bind_to_random_port(f"tcp://{bracketed(host)}") if port == 0 else _bind(
+            socket, host, port
+        )
     except zmq.ZMQError as error:
         socket.close()
         raise ConfigError(
@@ -146,9 +149,5 @@ def _watch(socket: Socket, silence_s: float) -> None:
 
 
 def _bind(socket: Socket, host: str, port: int) -> int:
-    socket.bind(f"{_address(host)}:{port}")
+    socket.bind(url("tcp", host, port))
     return port
-
-
-def _address(host: str) -> str:
-    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"

@@ -10,7 +10,8 @@ A record that is LEAVING waits for a session, to release its ticket; the others 
 import math
 from collections import deque
 
-from core.allowed import is_allowed
+from core.addresses import url
+from core.allowed import PREFILL_NOT_ALLOWED, is_allowed
 from core.errors import PEER_GONE, TOO_LONG
 from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, Forget, HangUp, StageEvent
 from core.peers import (
@@ -41,14 +42,13 @@ from integrations.peer.commands import (
     Reject,
     TicketRef,
 )
-from integrations.peer.records import Limits, Phase, Record, Server, endpoint, name_of
+from integrations.peer.records import Limits, Phase, Record, Server, name_of
 from integrations.peer.staging import PAGE_TOKENS, Runs
 
 LOOKUP_S = 0.5  # between two questions to an HTTP port
 IDLE_S = 60.0  # a session that nobody uses is closed
 MAX_SERVERS = 64
 METADATA_ROWS = 256  # reservations at a time; others wait
-NOT_ALLOWED = "prefill_not_allowed"
 FINGERPRINT = "fingerprint_mismatch"
 
 
@@ -174,7 +174,7 @@ class Loads:
         if server is None:
             return
         if found.desk_port:
-            self.out.append(AskDial(name=server.name, endpoint=endpoint("tcp", server.ticket.host, found.desk_port)))
+            self.out.append(AskDial(name=server.name, endpoint=url("tcp", server.ticket.host, found.desk_port)))
         else:
             server.reason, server.next_lookup = found.reason, now + LOOKUP_S
 
@@ -183,7 +183,7 @@ class Loads:
         ticket, limits = load.ticket, self._limits
         if record is None:
             text = f"{name_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
-            self.results.append(Failed(id=load.id, code=NOT_ALLOWED, message=text))
+            self.results.append(Failed(id=load.id, code=PREFILL_NOT_ALLOWED, message=text))
             return
         record.load, record.begun = load, now
         record.pages = -(-load.tokens // PAGE_TOKENS) - load.start // PAGE_TOKENS

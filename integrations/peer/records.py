@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from core.addresses import url
 from core.allowed import Rules
 from core.arrays import pack
 from core.orders import Expect
@@ -107,8 +108,4 @@ class Server:
 
 def name_of(ticket: TicketRef) -> str:
     """Of the server that has the ticket: the endpoint of its desk, or its URL."""
-    return endpoint("http" if ticket.http else "tcp", ticket.host, ticket.port)
-
-
-def endpoint(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return url("http" if ticket.http else "tcp", ticket.host, ticket.port)

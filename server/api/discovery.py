@@ -7,9 +7,9 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from core.addresses import url
 from core.config import ServerConfig
 from core.errors import unavailable
-from core.intake import Progress
 from core.request import SamplingParams
 from core.stats import join
 from server.api.answers import Answer, json_response
@@ -18,7 +18,7 @@ from server.api.errors import error_response
 from server.api.handover import reachable_host
 from server.api.prompts import check_model, encode, encode_chat
 from server.api.schema import Message
-from server.generation import Delta, Job
+from server.generation import Job, ignore
 from server.service import Service
 from server.version import headrace_version
 
@@ -80,7 +80,7 @@ def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
         job = Job(rid=f"health-{secrets.token_hex(16)}", prompt=(0,), sampling=sampling, deadline_s=deadline)
 
         async def probe() -> dict[str, str]:
-            await service.prefill(job, _ignore)
+            await service.prefill(job, ignore)
             return {"status": "ok"}
 
         return Answer(probe)
@@ -127,8 +127,7 @@ def bootstrap_routes(service: Service) -> APIRouter:
         if engine is None or not engine.desk_port:
             raise unavailable("the server is loading, or has no desk", code="not_ready")
         host = reachable_host(service.config.transfer.host, request.url.hostname or "")
-        shown = f"[{host}]" if ":" in host else host
-        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": f"tcp://{shown}:{engine.desk_port}"}}}
+        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": url("tcp", host, engine.desk_port)}}}
         return json_response({"0": worker})
 
     return router
@@ -154,7 +153,3 @@ def _server_info(service: Service, config: ServerConfig) -> dict[str, Any]:
         "max_model_len": service.max_model_len,
         "max_total_num_tokens": engine.kv_pages * page_size if engine is not None else 0,
     }
-
-
-async def _ignore(_event: Progress | Delta) -> None:
-    """Nobody watches a probe."""

@@ -6,15 +6,14 @@ from typing import Any
 
 import msgspec
 
+from core.addresses import WILDCARDS
 from core.arrays import pack, prompt_hash
-from core.intake import Progress, Tokens
+from core.intake import Tokens
 from server.api.choices import Choice
 from server.api.schema import ChatBody, SamplingBody
-from server.generation import Delta, Job, Result
+from server.generation import Delta, Job, Result, ignore
 from server.naming import Names
 from server.service import Service
-
-WILDCARDS = ("0.0.0.0", "::", "")
 
 
 async def hand_over(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice, Result]]:
@@ -22,7 +21,7 @@ async def hand_over(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice,
     HeadraceError is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(service.prefill(job, _ignore)) for job in jobs]
+            tasks = [group.create_task(service.prefill(job, ignore)) for job in jobs]
     except BaseException as failure:
         for job in jobs:
             service.cancel(job.rid)
@@ -30,10 +29,6 @@ async def hand_over(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice,
             raise failure.exceptions[0] from None
         raise
     return [_shown(service, *task.result()) for task in tasks]
-
-
-async def _ignore(_event: Progress | Delta) -> None:
-    """Routers ask for no progress."""
 
 
 def _shown(service: Service, first: Tokens, result: Result) -> tuple[Choice, Result]:

@@ -19,7 +19,7 @@ from server.api.prompts import check_model, encode_any
 from server.api.reports import handoff_report, timing_report
 from server.api.sampling import request_fields, sampling_params
 from server.api.schema import PrefillBody
-from server.generation import Delta, Emit, Job
+from server.generation import Delta, Emit, Job, ignore
 from server.logprobs import native_entries, native_entry
 from server.naming import MAX_TICKET_CHARS
 from server.service import Service
@@ -40,7 +40,7 @@ def native_routes(service: Service, config: ServerConfig) -> APIRouter:
             check_model(service, body.model)
             job = await _job(service, config, body)
         if not body.stream:
-            return Answer(lambda: _prefill(service, job, _ignore))
+            return Answer(lambda: _prefill(service, job, ignore))
         return EventStream(lambda events: _stream(service, job, events), _tell)
 
     @router.delete("/v1/prefill/{rid}")
@@ -145,10 +145,6 @@ def _first_token(service: Service, first: Tokens) -> dict[str, Any]:
         return msgspec.structs.asdict(native_entry(tokenizer, first.logprobs[0]))
     token = first.tokens[0]
     return {"id": token, "text": tokenizer.piece(token), "logprob": None, "top_logprobs": None}
-
-
-async def _ignore(_event: Progress | Delta) -> None:
-    """Nobody asked for progress."""
 
 
 async def _stream(service: Service, job: Job, events: EventWriter) -> None:
