@@ -25,7 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 WITH_A_REAL_MODEL: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": ["The capital of France is", "Two and two are"]}),
-    (COMPLETION, {"prompt": "Stop at the end of the sentence", "stop": [".", "\n"]}),
+    (COMPLETION, {"prompt": "Stop at the end of the sentence", "stop": [" is", "!"]}),
     (COMPLETION, {"prompt": "Sampled, with a seed:", "temperature": 0.8, "seed": 7}),
     (CHAT, {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}),
 ]
