@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -20,14 +21,14 @@ async def hand_over(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice,
     """Run the jobs beside each other. The first one that fails takes the others back, held ones too, and its
     HeadraceError is raised."""
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(service.prefill(job, ignore)) for job in jobs]
-    except BaseException as failure:
-        for job in jobs:
-            service.cancel(job.rid)
-        if isinstance(failure, ExceptionGroup):
-            raise failure.exceptions[0] from None
-        raise
+        with ExitStack() as unless_all_succeed:
+            for job in jobs:
+                unless_all_succeed.callback(service.cancel, job.rid)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(service.prefill(job, ignore)) for job in jobs]
+            unless_all_succeed.pop_all()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return [_shown(service, *task.result()) for task in tasks]
 
 

@@ -2,6 +2,8 @@
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,7 +13,7 @@ from core.request import SamplingParams
 from server.api.answers import json_response
 from server.api.asked import Asked, jobs_to_decode, jobs_to_hand_over, telling_the_other_side
 from server.api.bodies import parse_body, read_body
-from server.api.forms import ChatForm, CompletionForm, Form
+from server.api.forms import ChatForm, CompletionForm
 from server.api.handover import lift_limits
 from server.api.openai_answer import OpenAIAnswer
 from server.api.prompts import check_model, completion_prompts, encode, encode_chat
@@ -21,6 +23,9 @@ from server.generation import Job
 from server.naming import Names, prompt_ids
 from server.service import Service
 
+B = TypeVar("B", bound=OpenAIBody)
+Ask = Callable[[Service, B, Names], Awaitable[Asked]]
+FormOf = type[CompletionForm] | type[ChatForm]
 COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens; chat takes what the model's length leaves
 
 
@@ -42,29 +47,24 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        raw = await read_body(request, config.max_body_bytes)
-        with telling_the_other_side(service, config, raw):
-            names = parse_body(raw, Names)
-            body = parse_body(raw, CompletionBody)
-            asked = await _completions(service, body, names)
-            form = CompletionForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return _respond(request, body, form, asked, names)
+        return await answer(request, CompletionBody, _completions, CompletionForm)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        return await answer(request, ChatBody, _chat, ChatForm)
+
+    async def answer(request: Request, kind: type[B], ask: Ask[B], form: FormOf) -> Response:
+        """ask makes jobs of a body of this kind; form is what they are shown in."""
         raw = await read_body(request, config.max_body_bytes)
         with telling_the_other_side(service, config, raw):
             names = parse_body(raw, Names)
-            body = parse_body(raw, ChatBody)
-            asked = await _chat(service, body, names)
-            form = ChatForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return _respond(request, body, form, asked, names)
-
-    def _respond(request: Request, body: OpenAIBody, form: Form, asked: Asked, names: Names) -> Response:
-        if config.role == "prefill":
-            jobs = jobs_to_hand_over(service, asked, names)
-            return OpenAIAnswer(service, form, asked, jobs).hand_over(request.url.hostname or "")
-        return OpenAIAnswer(service, form, asked, jobs_to_decode(service, asked, names, config)).respond(body)
+            body = parse_body(raw, kind)
+            asked = await ask(service, body, names)
+            shown = form(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
+            if config.role == "prefill":
+                jobs = jobs_to_hand_over(service, asked, names)
+                return OpenAIAnswer(service, shown, asked, jobs).hand_over(request.url.hostname or "")
+            return OpenAIAnswer(service, shown, asked, jobs_to_decode(service, asked, names, config)).respond(body)
 
     return router
 
