@@ -11,7 +11,7 @@ from core.addresses import WILDCARDS
 from core.arrays import pack, prompt_hash
 from core.intake import Tokens
 from server.api.choices import Choice
-from server.api.schema import ChatBody, SamplingBody
+from server.api.schema import SamplingBody
 from server.generation import Delta, Job, Result, ignore
 from server.naming import Names
 from server.service import Service
@@ -46,14 +46,25 @@ def lift_limits(body: SamplingBody, names: Names) -> None:
     if names.kv_transfer_params is not None and names.kv_transfer_params.do_remote_decode:
         body.max_tokens = body.min_tokens = body.stop = body.stop_token_ids = None
         body.ignore_eos = True
-        if isinstance(body, ChatBody):
-            body.max_completion_tokens = None
 
 
 def reachable_host(desk_host: str, asked: str) -> str:
     """Where peers find a desk that is bound to desk_host. asked: the host under which a client has reached us, which is
     the answer where that is all addresses."""
     return asked if desk_host in WILDCARDS else desk_host
+
+
+def held_params(
+    service: Service,
+    host: str,
+    prompts: Sequence[tuple[int, ...]],
+    jobs: Sequence[Job],
+    found: Sequence[tuple[Choice, Result]],
+) -> dict[str, Any]:
+    """What an answer says beside its choices where KV is held: its kv_transfer_params. Otherwise nothing."""
+    if not jobs[0].hold:
+        return {}
+    return {"kv_transfer_params": transfer_params(service, host, prompts, jobs, [result for _, result in found])}
 
 
 def transfer_params(
