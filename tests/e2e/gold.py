@@ -2,13 +2,11 @@
 
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.model.source import resolve_source
-from tests.engine.models import transformers_tokenizer
+from tests.engine.models import smollm2, transformers_tokenizer
 
 SMOLLM2 = "smollm2"
 
@@ -26,25 +24,11 @@ def story_ids() -> tuple[int, ...]:
 
 
 @cache
-def model() -> Any:
-    """SmolLM2 in transformers, fp32."""
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    path = Path(resolve_source(SMOLLM2).path)
-    return AutoModelForCausalLM.from_pretrained(
-        str(path.parent),
-        gguf_file=path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    ).eval()
-
-
-@cache
 def greedy(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """The next tokens, greedy, from transformers."""
     torch.set_num_threads(2)
     with torch.inference_mode():
-        out = model().generate(
+        out = smollm2().generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=tokens,
