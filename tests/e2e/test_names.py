@@ -12,7 +12,8 @@ import pytest
 from server.ports import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
-MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024")
+WAIT_S = 4.0
+MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024", "--bootstrap-timeout", str(WAIT_S))
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
@@ -175,6 +176,18 @@ def test_an_unknown_ticket_is_answered_at_once(servers: Pair) -> None:
         response = servers.decode.post("/v1/completions", again)
         assert (response.status_code, response.json()["error"]["code"]) == (502, "unknown_ticket"), response.text
     assert time.monotonic() - started < 1
+
+
+def test_a_wait_for_the_other_half_ends(servers: Pair) -> None:
+    started = time.monotonic()
+    body = {"prompt": "x", "max_tokens": 4}
+    decoding = servers.pool.submit(servers.decode.post, "/v1/completions", {**body, **servers.room()})
+    computing = servers.prefill.post("/v1/completions", {**body, **servers.room()})
+    answers = (computing, decoding.result())
+    assert WAIT_S <= time.monotonic() - started < 3 * WAIT_S
+    assert [answer.status_code for answer in answers] == [504, 502]
+    assert [answer.json()["error"]["code"] for answer in answers] == ["no_peer", "no_request"]
+    servers.quiet()
 
 
 def test_kv_of_another_prompt_is_refused(servers: Pair) -> None:
