@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.engine.models import smollm2, transformers_tokenizer
+from tests.engine.models import smollm2 as model
+from tests.engine.models import transformers_tokenizer
 
 SMOLLM2 = "smollm2"
 
@@ -28,7 +29,7 @@ def greedy(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """The next tokens, greedy, from transformers."""
     torch.set_num_threads(2)
     with torch.inference_mode():
-        out = smollm2().generate(
+        out = model().generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=tokens,
