@@ -66,9 +66,8 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
             body = parse_body(raw, kind)
             asked = await ask(service, body, names)
             if config.role == "prefill":
-                return make(service, asked, jobs_to_hand_over(service, asked, names)).hand_over(
-                    request.url.hostname or ""
-                )
+                jobs = jobs_to_hand_over(service, asked, names)
+                return make(service, asked, jobs).hand_over(request.url.hostname or "")
             return make(service, asked, jobs_to_decode(service, asked, names, config)).respond(body)
 
     return router
