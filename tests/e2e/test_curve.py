@@ -26,7 +26,8 @@ def test_encrypted_texts_are_the_models_own(tmp_path: Path, model: Model) -> Non
         model.check(decode, (1, 16, 65, 300), tokens=8)
         for server in (prefill, decode):
             wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages back")
-        assert prefill.metrics()['headrace_bytes_sent_total{backend="zmq"}'] > 0
+        sent = 'headrace_bytes_sent_total{backend="zmq"}'
+        wait_until(lambda: prefill.metrics().get(sent, 0) > 0, 10, "stages tell what they have sent with heartbeats")
         assert not any("handshakes_refused" in name for name in prefill.metrics())
 
 

@@ -77,7 +77,7 @@ def test_texts_are_those_of_one_runner_alone_by_either_way(backend: str, other: 
         pool = pool_of(decode) if backend == "shm" else None
         expected = [oracle.greedy_text(list(prompt.encode()), TOKENS) for prompt in prompts]
         assert [text_of(ask(decode, prompt)) for prompt in prompts] == expected
-        assert written(prefill, backend) > 0
+        wait_until(lambda: written(prefill, backend) > 0, 10, "stages tell what they have sent with heartbeats")
         assert written(prefill, other) == 0
         assert f"by {backend}: " in prefill.log
     assert pool is None or not pool.exists(), "an orderly end leaves nothing behind"
