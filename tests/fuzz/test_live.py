@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import psutil
@@ -132,24 +132,22 @@ def test_a_server_under_fire_serves_on(seconds: float) -> None:
             "stages": stage_port,
             "http": server.port,
         }
-        honest = Client(context, target)
-        honest.hello()
-        data = honest.attached()
-        hand_over(honest, data, "before")
-        idle = [socket.create_connection(("127.0.0.1", port)) for port in ports.values() for _ in range(SLOW)]
-        before = processes(server)
-        deadline, handed_over = time.monotonic() + seconds, 0
-        with closing(Attackers(target, ports)) as attackers:
-            while time.monotonic() < deadline:
-                attackers.keep()
-                hand_over(honest, data, f"under-fire-{handed_over}")
-                handed_over += 1
-            rounds = attackers.stop()
-        assert all(rounds.values()), rounds
-        hand_over(honest, data, "after")
-        honest.close()
-        for connection in idle:
-            connection.close()
+        with closing(Client(context, target)) as honest, ExitStack() as idle:
+            honest.hello()
+            data = honest.attached()
+            hand_over(honest, data, "before")
+            for port in [*ports.values()] * SLOW:
+                idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+            before = processes(server)
+            deadline, handed_over = time.monotonic() + seconds, 0
+            with closing(Attackers(target, ports)) as attackers:
+                while time.monotonic() < deadline:
+                    attackers.keep()
+                    hand_over(honest, data, f"under-fire-{handed_over}")
+                    handed_over += 1
+                rounds = attackers.stop()
+            assert all(rounds.values()), rounds
+            hand_over(honest, data, "after")
         wait_until(lambda: pages_in_use(server) == 0, 20, "pages back")
         wait_until(lambda: server.metrics()["headrace_desk_sessions"] == 0, 20, "sessions over")
         metrics, after = server.metrics(), processes(server)
