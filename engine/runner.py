@@ -170,7 +170,11 @@ class ModelRunner:
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
                 hidden = self._decoder.embed(self._place(ids.astype(np.int64)))
-            return self._decoder.forward(hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans))
+            result = self._decoder.forward(
+                hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans)
+            )
+            self.pool.computed()
+            return result
 
     def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
         ends = np.cumsum([row.count for row in rows]).tolist()
