@@ -39,7 +39,7 @@ def everything() -> Iterator[tuple[Server, Target, int]]:
     key = ("--stage-key", "sesame")
     flags = ("--role", "prefill", *MODEL, "--stages", "external", "--stage-port", str(stage_port), *key)
     events = ("--kv-events-port", str(free_port()), "--kv-events-replay-port", str(free_port()))
-    with closing(Server(*flags, *events, "--peer-timeout", "2")) as server:
+    with closing(Server(*flags, *events, "--peer-timeout", "5")) as server:
         command = ["server.cli", "stage", "--scheduler", f"tcp://127.0.0.1:{stage_port}", "--rank", "0"]
         stage = Tree(Machine("127.0.0.1", "127.0.0.1", [], {}), [*command, "--world-size", "1", *key])
         try:
@@ -147,7 +147,8 @@ def test_a_server_under_fire_serves_on(seconds: float) -> None:
                     handed_over += 1
                 rounds = attackers.stop()
             assert all(rounds.values()), rounds
-            hand_over(honest, data, "after")
+            honest.hello()  # it has been silent while the others came to their ends
+            hand_over(honest, honest.attached(), "after")
         wait_until(lambda: pages_in_use(server) == 0, 20, "pages back")
         wait_until(lambda: server.metrics()["headrace_desk_sessions"] == 0, 20, "sessions over")
         metrics, after = server.metrics(), processes(server)
