@@ -16,7 +16,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.native import NativeAttention
 from engine.attention.sdpa import SdpaAttention
 from engine.device import has_matrix_units
-from engine.model.elementwise import TorchElementwise
+from engine.model.arithmetic import TorchArithmetic
 from engine.native import Kernels, load_kernels
 from engine.pool import KVPool
 from tests.engine.models import Prompt, make_runner
@@ -42,7 +42,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @given(rows=st.integers(1, 70), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, seed: int) -> None:
     """Widths that are no multiple of a vector, too."""
-    plain = TorchElementwise()
+    plain = TorchArithmetic()
     hidden, delta, weight = normal(rows, width, seed=seed), normal(rows, width, seed=seed + 1), normal(width, seed=2)
     for change in (None, delta):
         one, other = hidden.clone(), hidden.clone()
