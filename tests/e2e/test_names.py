@@ -23,6 +23,7 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["first", "second one " * 9], "n": 2},
     ],
     "/v1/chat/completions": [{"messages": [{"role": "user", "content": "hello"}]}],
+    "/v1/responses": [{"input": "hello", "instructions": "be brief", "max_output_tokens": 8}],
     "/generate": [{"text": "one"}, {"text": ["first", "second"], "sampling_params": {"n": 2, "temperature": 0}}],
 }
 CASES = [(path, body) for path, bodies in PROMPTS.items() for body in bodies]
@@ -75,7 +76,9 @@ def ok(response: httpx.Response) -> Any:
 
 
 def texts(answer: Any) -> list[str]:
-    """The texts of an answer in any of the three forms."""
+    """The texts of an answer in any of the forms."""
+    if "output" in answer:
+        return [item["content"][0]["text"] for item in answer["output"]]
     if isinstance(answer, list):
         return [one["text"] for one in answer]
     if "choices" not in answer:
