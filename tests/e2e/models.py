@@ -64,7 +64,6 @@ class Model(msgspec.Struct, frozen=True):
     """flags: of a server with this model under NAME. story: a long prompt's ids. greedy, greedy_text: what a model says
     after a prompt, so many tokens long."""
 
-    name: str
     flags: tuple[str, ...]
     story: Callable[[], tuple[int, ...]]
     greedy: Callable[[tuple[int, ...], int], tuple[int, ...]]
@@ -99,7 +98,6 @@ def _story() -> tuple[int, ...]:
 def stand_in(us_per_token: int) -> Model:
     """The stand-in. us_per_token: how long it takes, for tests that have to be quicker than the prompt."""
     return Model(
-        "stand-in",
         ("--model", f"{SIZES},us_per_token={us_per_token}", "--served-model-name", NAME, "--dtype", "float32"),
         _story,
         lambda prompt, tokens: _oracle().greedy(prompt, tokens),
@@ -107,14 +105,12 @@ def stand_in(us_per_token: int) -> Model:
     )
 
 
-SMOLLM2 = Model(
-    "smollm2", ("--served-model-name", NAME, "--dtype", "float32"), gold.story_ids, gold.greedy, gold.greedy_text
-)
+SMOLLM2 = Model(("--served-model-name", NAME, "--dtype", "float32"), gold.story_ids, gold.greedy, gold.greedy_text)
 
 
 def both(us_per_token: int) -> list[object]:
     """Parameters: the stand-in always, SmolLM2 in the full run."""
     return [
         pytest.param(stand_in(us_per_token), id="stand-in"),
-        pytest.param(SMOLLM2, id=SMOLLM2.name, marks=pytest.mark.full),
+        pytest.param(SMOLLM2, id="smollm2", marks=pytest.mark.full),
     ]

@@ -11,45 +11,36 @@ import pytest
 import zmq
 
 from core.geometry import Geometry
+from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
-from tests.e2e.models import Model, both
 from tests.e2e.peer import Peer
 from transfer import metadata
 from transfer.messages import Cancelled, Failed, Finished
 
 LEASE_S = 3.0
 FLAGS = (
-    "--role", "prefill", "--chunk-tokens", "64", "--kv-pages", "256", "--max-model-len", "2048",
+    "--role", "prefill", "--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "256", "--max-model-len", "2048",
     "--no-prefix-cache", "--hold-lease", str(LEASE_S), "--peer-timeout", "60", "--pp", "2",
 )  # fmt: skip
-GEOMETRIES = {
-    "stand-in": Geometry("float32", layers=4, kv_heads=1, head_dim=64, page_size=32),
-    "smollm2": Geometry("float32", layers=30, kv_heads=3, head_dim=64, page_size=32),
-}
-
-
-@pytest.fixture(scope="module", params=both(us_per_token=50))
-def model(request: pytest.FixtureRequest) -> Model:
-    made: Model = request.param
-    return made
+SMOLLM2 = Geometry("float32", layers=30, kv_heads=3, head_dim=64, page_size=32)
 
 
 @pytest.fixture(scope="module")
-def server(model: Model) -> Iterator[Server]:
-    with serving(*model.flags, *FLAGS) as made:
+def server() -> Iterator[Server]:
+    with serving(*FLAGS) as made:
         yield made
 
 
 @pytest.fixture
-def peer(server: Server, model: Model) -> Iterator[Peer]:
+def peer(server: Server) -> Iterator[Peer]:
     context: Any = zmq.Context()
-    yield Peer(context, server, GEOMETRIES[model.name])
+    yield Peer(context, server, SMOLLM2)
     context.destroy(linger=0)
     wait_until(lambda: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
 
 
 def prompt(length: int) -> tuple[int, ...]:
-    return tuple(range(3, 3 + length))
+    return gold.story_ids()[:length]
 
 
 def post(server: Server, ticket: str, length: int, **more: Any) -> httpx.Response:
@@ -63,7 +54,7 @@ def hold(server: Server, ticket: str, length: int, **more: Any) -> dict[str, Any
     return dict(answer.json())
 
 
-def test_what_is_fetched_later_is_what_is_pushed(server: Server, peer: Peer, model: Model) -> None:
+def test_what_is_fetched_later_is_what_is_pushed(server: Server, peer: Peer) -> None:
     length = 300
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(post, server, "pushed", length)
@@ -77,7 +68,7 @@ def test_what_is_fetched_later_is_what_is_pushed(server: Server, peer: Peer, mod
     fetched, fetched_first = peer.receive(length)
     assert np.array_equal(fetched, pushed)
     assert (fetched_first, answer["first_token"]["id"]) == (first, first.token)
-    assert first.token == model.greedy(prompt(length), 1)[0]
+    assert first.token == gold.greedy(prompt(length), 1)[0]
 
 
 def test_heartbeats_keep_it_and_silence_ends_it(server: Server, peer: Peer) -> None:
