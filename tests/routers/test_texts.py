@@ -85,6 +85,19 @@ def compare(router: Router, site: Site, path: str, body: dict[str, Any]) -> None
     site.quiet()
 
 
+def test_responses_where_the_router_knows_them(router: Router, site: Site) -> None:
+    body = {"model": site.model, "input": "The capital of France is", "max_output_tokens": 8, "temperature": 0}
+    own = site.decode.post("/v1/responses", body).json()["output"][0]["content"][0]["text"]
+    before = posted(site)
+    response = router.post("/v1/responses", body)
+    if router.name in ("vllm-nixl", "vllm-mooncake"):
+        assert response.json()["output"][0]["content"][0]["text"] == own
+        assert posted(site) == before, "the KV went under the router's name"
+    else:
+        assert response.status_code in (404, 501)
+    site.quiet()
+
+
 def test_sglangs_own_form(router: Router, site: Site) -> None:
     if router.name == "xpyd":
         pytest.skip("xpyd-proxy has no /generate")
