@@ -248,8 +248,8 @@ class SendFailed(StageEvent, frozen=True, kw_only=True):
 
 
 class PeerLost(StageEvent, frozen=True, kw_only=True):
-    """A write into a peer's pages was lost on its way, and nobody can say when the last of its bytes will have come: the
-    session has to end."""
+    """A write into a peer's pages was lost on its way, and nobody can say when the last of its bytes will have come.
+    The session has to end."""
 
     session: str
     reason: str

@@ -136,7 +136,8 @@ def _check_external_stages(config: Config) -> None:
 def _check_nixl(config: Config) -> None:
     if NIXL in config.transfer.backends and config.transfer.curve_key:
         raise ConfigError(
-            "--transfer-backends names nixl, which moves KV in the clear, and --curve-key encrypts it: leave one of them out"
+            "--transfer-backends names nixl, which moves KV in the clear, and --curve-key is there to encrypt it: "
+            "leave one of them out"
         )
 
 

@@ -108,7 +108,7 @@ class Sender:
             case DropPeer():
                 self._ways.close(self._outbound.drop(command.session))
             case Send():
-                return self._send(command, now)
+                return [*self._send(command, now), *self._settle(now)]
             case Cancel():
                 self._outbound.cancel(command.request)
                 return self._settle(now)

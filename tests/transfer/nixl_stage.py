@@ -1,7 +1,7 @@
 """One end of a handoff by NIXL as a process of its own, driven by lines of JSON.
 
-    python -m tests.transfer.nixl_stage stage SETUP   a prefill stage: takes orders, says its port and its events
-    python -m tests.transfer.nixl_stage peer SETUP    a decode stage: the same
+python -m tests.transfer.nixl_stage stage SETUP   a prefill stage: takes orders, says its port and its events
+python -m tests.transfer.nixl_stage peer SETUP    a decode stage: the same
 """
 
 import json
@@ -125,6 +125,7 @@ def main(kind: str, setup: Setup) -> None:
 def serve(port: Any, tell: Callable[[Any], None]) -> None:
     """Until standard input ends."""
     decoder = msgspec.json.Decoder(Order)
+    given = b""
     while True:
         poller = zmq.Poller()
         for socket in [*port.sockets(), sys.stdin]:
@@ -133,10 +134,12 @@ def serve(port: Any, tell: Callable[[Any], None]) -> None:
         ready = dict(poller.poll(None if due is None else max(0, 1000 * (due - CLOCK.now()))))
         events = [*port.receive(CLOCK.now()), *port.tick(CLOCK.now())]
         if sys.stdin.fileno() in ready:
-            line = sys.stdin.buffer.readline()
-            if not line:
+            data = os.read(sys.stdin.fileno(), 1 << 16)
+            if not data:
                 return
-            events += port.apply(decoder.decode(line), CLOCK.now())
+            *lines, given = (given + data).split(b"\n")
+            for line in lines:
+                events += port.apply(decoder.decode(line), CLOCK.now())
         for event in events:
             tell(event)
 

@@ -26,8 +26,7 @@ from transfer.layout import WHOLE, Box, Bytes
 
 VERSION = "1.5"  # of what agents say to each other; those of one minor version understand one another
 PROGRESS_US = 10_000  # longest sleep of an agent's own thread, which its network wakes
-# No device for transports between processes of one host; a peer that is gone is an error.
-UCX_OPTIONS = {"engine_config": "SHM_DEVICES=", "ucx_error_handling_mode": "peer"}
+UCX_OPTIONS = "SHM_DEVICES="  # none for transports between the processes of a host
 LOOPBACK = "lo"
 ERRORS = (
     nixl.nixlBackendError,
@@ -45,20 +44,23 @@ ERRORS = (
 
 
 class Agent:
-    """A NIXL agent that memory is registered with. devices: network devices that UCX may use, "" for all. Raises OSError
+    """A NIXL agent that memory is registered with. devices: network device that UCX may use, "" for all. Raises OSError
     when UCX has no transport there, or cannot register the memory."""
 
     def __init__(self, memory: memoryview, devices: str) -> None:
         self.name = secrets.token_hex(16)
         self._memory = np.frombuffer(memory, np.uint8)
         self.address = int(self._memory.ctypes.data)
+        options = f"{UCX_OPTIONS},NET_DEVICES={devices}" if devices else UCX_OPTIONS
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
         config.pthrDelay = PROGRESS_US
         self.nixl = nixl.nixlAgent(self.name, config)
         with _os_errors("a NIXL agent"):
-            self._backends = [self.nixl.createBackend("UCX", {**UCX_OPTIONS, "ucx_devices": devices})]
+            self._backends = [
+                self.nixl.createBackend("UCX", {"engine_config": options, "ucx_error_handling_mode": "peer"})
+            ]
             self._regions = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, self._memory.nbytes, 0, "")])
             self.nixl.registerMem(self._regions, self._backends)
 

@@ -10,7 +10,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """Run i has `length` bytes, at source[i] of one side and target[i] of the other, in bytes from where each begins."""
+    """Run i has `length` bytes, at source[i] of one side and target[i] of the other, both in bytes from its start."""
 
     source: Offsets
     target: Offsets
