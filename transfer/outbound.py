@@ -152,7 +152,12 @@ class Outbound:
     @property
     def unsettled(self) -> bool:
         """Whether settle() or written() wait for something that does not wake us."""
-        return bool(self._settling or self._cancelling or any(lane.writing for lane in self._by_route.values()))
+        return bool(self._settling or self._cancelling or self.writing)
+
+    @property
+    def writing(self) -> bool:
+        """Whether bytes are on their way into a peer's pages."""
+        return any(lane.writing for lane in self._by_route.values())
 
     def admit(self, order: AdmitPeer) -> None:
         if order.session in self._sessions:

@@ -43,6 +43,7 @@ from transfer.ways import Ways
 SenderOrder = AdmitPeer | DropPeer | Send | Cancel | Release
 FIRST_RECHECK_S = 0.001
 LAST_RECHECK_S = 0.02
+WRITE_RECHECK_S = 0.002  # while bytes are on their way, of which the peer is to hear when they have come
 
 
 class Sender:
@@ -119,7 +120,8 @@ class Sender:
         return []
 
     def tick(self, now: float) -> list[StageEvent]:
-        self._recheck_s = min(2 * self._recheck_s, LAST_RECHECK_S)
+        limit = WRITE_RECHECK_S if self._outbound.writing else LAST_RECHECK_S
+        self._recheck_s = min(2 * self._recheck_s, limit)
         return self._settle(now)
 
     def next_deadline(self) -> float | None:
