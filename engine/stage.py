@@ -123,6 +123,7 @@ def _ready(config: StageConfig, runner: Runner, sharing: KvSharing, data_port: i
         cost=_cost(config, runner),
         backends=sharing.backends,
         host=sharing.host,
+        nixl=sharing.nixl,
         memory=sharing.memory,
     )
 
