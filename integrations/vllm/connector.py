@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from core.clock import SystemClock
-from core.config import TransferConfig
 from core.errors import ConfigError
 from integrations.peer.loop import Peer
 from integrations.peer.records import Limits
@@ -94,13 +93,14 @@ class HeadraceConnector(KVConnectorBase_V1):
             pages=staging.pages,
             connect_timeout_s=settings.connect_timeout_s,
             load_timeout_s=settings.load_timeout_s,
+            server_keys=settings.server_keys(),
         )
         self._peer = Peer(
             limits,
             staging,
             name=f"vllm {config.instance_id}",
             max_model_len=max_model_len,
-            transfer=TransferConfig(checksum=settings.checksum),
+            transfer=settings.transfer(),
             api_key=settings.prefill_api_key,
         )
         self._peer.start()
