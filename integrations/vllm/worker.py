@@ -20,8 +20,8 @@ from integrations.peer.loop import PeerFailed
 log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
 WRITE_BUDGET_S = 0.02  # of one step
-# While vLLM has nothing to compute it takes step after step, at the cost of a core or more; so long it waits in each for
-# what the peer has to say. A request that comes in meanwhile waits for the rest of it.
+# While a load is open and there is nothing to compute, vLLM takes step after step, which costs a core and more that the
+# peer needs. So long each of them waits for what the peer says; a request that comes in meanwhile waits, too.
 IDLE_WAIT_S = 0.005
 
 
