@@ -71,15 +71,16 @@ def measure(
         for seed in range(rounds + 1):  # the first one warms up
             ids = prompt(length, 1000 * length + seed)
             pair = first_token(decode, ids, prepare(ids)), first_token(decode, ids, None)
+            console.print(f"{length:,} tokens: {pair[0]:,.1f} ms, alone {pair[1]:,.1f} ms{'' if seed else ' (warm-up)'}")
             found.setdefault(length, []).extend([pair] if seed else [])
-        time.sleep(0.5)  # the metric is behind by a step
+        time.sleep(2.0)  # the metric is behind by a step
         came = decode.loaded_tokens() - before
         assert came == length * (rounds + 1), f"{came} tokens came from elsewhere"
     return found
 
 
 def through_the_connector(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -> dict[int, list[Any]]:
-    flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache")
+    flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache", "--threads", "1")
     with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
         prefill = stack.enter_context(closing(LocalServer(*flags)))
         decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype)))
