@@ -71,7 +71,7 @@ def measure(
         for seed in range(rounds + 1):  # the first one warms up
             ids = prompt(length, 1000 * length + seed)
             pair = first_token(decode, ids, prepare(ids)), first_token(decode, ids, None)
-            console.print(f"{length:,} tokens: {pair[0]:,.1f} ms, alone {pair[1]:,.1f} ms{'' if seed else ' (warm-up)'}")
+            console.print(f"{length:,} tokens, round {seed}: {pair[0]:,.1f} ms, alone {pair[1]:,.1f} ms")
             found.setdefault(length, []).extend([pair] if seed else [])
         time.sleep(2.0)  # the metric is behind by a step
         came = decode.loaded_tokens() - before
