@@ -62,10 +62,10 @@ def from_vllm(prefill: Vllm) -> Prepare:
 
 
 class Rounds(NamedTuple):
-    """lengths: of prompts, in tokens. count: measurements of each; the first alone of them also without KV."""
+    """lengths: of prompts, in tokens. times: measurements of each; the first `alone` of them also without KV."""
 
     lengths: Sequence[int]
-    count: int
+    times: int
     alone: int
 
 
@@ -82,7 +82,7 @@ def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Found]:
     for length in rounds.lengths:
         found = results[length] = Found([], [])
         before = decode.loaded_tokens()
-        for seed in range(rounds.count + 1):  # the first one warms up
+        for seed in range(rounds.times + 1):  # the first one warms up
             ids = prompt(length, 1000 * length + seed)
             found.fetched.append(first_token(decode, ids, prepare(ids)))
             if 0 < seed <= rounds.alone:
@@ -91,7 +91,7 @@ def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Found]:
         del found.fetched[0]
         time.sleep(2.0)  # the metric is behind by a step
         came = decode.loaded_tokens() - before
-        assert came == length * (rounds.count + 1), f"{came} tokens came from elsewhere"
+        assert came == length * (rounds.times + 1), f"{came} tokens came from elsewhere"
     return results
 
 
