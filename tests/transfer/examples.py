@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.arrays import pack
-from core.backends import PoolMemory, SharedMemory
+from core.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
 from core.codec import Codec
 from core.geometry import Geometry
 from core.request import FirstToken, TokenLogprob
@@ -157,6 +157,24 @@ EXAMPLES = (
             checksum=checksum.of_frames((PAGE_0,)), written=True,
         ),
         STAGE,
+    ),
+    Example(
+        "peer to desk",
+        Hello(
+            protocols=(1,), instance="88" * 16, name="decode-2", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("nixl", "zmq"),
+            memory=(PoolMemory(nixl=NixlMemory(version="1.5", pages=64, strides=(16, 16, 8, 8, 4))),),
+        ),
+        PEER,
+    ),
+    Example(
+        "peer to stage",
+        Attach(
+            session="99" * 16, stage=0, checksum="xxh3_64",
+            nixl=NixlAccess(metadata=b"the agent's, as NIXL serialises it", address=0x7F0000001000),
+        ),
+        ANSWER,
     ),
 )  # fmt: skip
 

@@ -1,9 +1,10 @@
 """One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs."""
 
-from core.backends import SHM, ZMQ
+from core.backends import NIXL, SHM, ZMQ
 from core.geometry import Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
+from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
@@ -21,7 +22,9 @@ def run_schedule(seed: int) -> dict[str, int]:
     network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
     source, destination = (Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size) for size in sizes)
-    world = World(network, sizes[1], MemoryPools(network, seed), backend=(ZMQ, SHM)[seed % 2])
+    world = World(
+        network, sizes[1], MemoryPools(network, seed), MemoryAgents(network, seed), (ZMQ, SHM, NIXL)[seed % 3]
+    )
     prefill = PrefillSide(world, source)
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
     world.sides = [prefill, decode]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.backends import PoolMemory, SharedMemory, Strides
+from core.backends import NixlAccess, PoolMemory, SharedMemory, page_strides
 from core.geometry import Geometry
 from transfer.backends import locks
 from transfer.backends.fake import Done
@@ -76,12 +76,15 @@ class SharedPool:
             os.close(self._file)
             raise
         self.memory = SharedMemory(
-            host=host_token(), name=self._path.name, bytes=size, pages=pages, strides=_strides(geometry)
+            host=host_token(), name=self._path.name, bytes=size, pages=pages, strides=page_strides(geometry)
         )
 
     @property
     def buffer(self) -> memoryview:
         return memoryview(self._map)
+
+    def grant(self, session: str) -> None:
+        """The hello has said it all."""
 
     def revoke(self, session: str, stage: int) -> bool:
         return locks.take(self._file, locks.writer_byte(session, stage))
@@ -94,7 +97,9 @@ class SharedPool:
 class ShmReach:
     """The Reach of a stage to pools on its host."""
 
-    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> "ShmPages":
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> "ShmPages":
         if memory.shm is None:
             raise ValueError("the peer named no shared memory")
         return ShmPages(session, stage, geometry, memory.shm)
@@ -139,14 +144,6 @@ class ShmPages:
         self._map.close()  # it has a descriptor of its own
         os.close(self._file)
         sweep()
-
-
-def _strides(geometry: Geometry) -> Strides:
-    """Of a pool in C order."""
-    slot = geometry.head_dim * geometry.item_bytes
-    head = geometry.page_size * slot
-    kind = geometry.kv_heads * head
-    return geometry.layers * 2 * kind, 2 * kind, kind, head, slot
 
 
 def _check(found: os.stat_result, memory: SharedMemory) -> None:
