@@ -21,6 +21,10 @@ class Target(NamedTuple):
     geometry: dict[str, Any]
 
 
+class NoAnswer(AssertionError):
+    """The server has said nothing for WAIT_MS."""
+
+
 class Client:
     """One control connection, and data connections as asked for."""
 
@@ -63,7 +67,7 @@ class Client:
                 header, *frames = socket.recv_multipart()
                 return msgspec.msgpack.decode(header), frames
             self.say({"type": "Ping", "number": 0})
-        raise AssertionError("no answer")
+        raise NoAnswer("no answer")
 
     def silent(self) -> bool:
         """Whether the desk says nothing but the answer to a ping that is sent now."""
