@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import console, print_table, prompt, spread
 from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
@@ -61,34 +61,51 @@ def from_vllm(prefill: Vllm) -> Prepare:
     return prepare
 
 
-def measure(
-    decode: Vllm, prepare: Prepare, lengths: Sequence[int], rounds: int
-) -> dict[int, list[tuple[float, float]]]:
-    """Pairs of (with KV from elsewhere, alone), for each length."""
-    found: dict[int, list[Any]] = {}
-    for length in lengths:
+class Rounds(NamedTuple):
+    """lengths: of prompts, in tokens. times: measurements of each; the first `alone` of them also without KV."""
+
+    lengths: Sequence[int]
+    times: int
+    alone: int
+
+
+class Found(NamedTuple):
+    """Milliseconds of each round, with KV from elsewhere and alone."""
+
+    fetched: list[float]
+    alone: list[float]
+
+
+def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Found]:
+    """What was found for each length."""
+    results: dict[int, Found] = {}
+    for length in rounds.lengths:
+        found = results[length] = Found([], [])
         before = decode.loaded_tokens()
-        for seed in range(rounds + 1):  # the first one warms up
+        for seed in range(rounds.times + 1):  # the first one warms up
             ids = prompt(length, 1000 * length + seed)
-            pair = first_token(decode, ids, prepare(ids)), first_token(decode, ids, None)
-            found.setdefault(length, []).extend([pair] if seed else [])
-        time.sleep(0.5)  # the metric is behind by a step
+            found.fetched.append(first_token(decode, ids, prepare(ids)))
+            if 0 < seed <= rounds.alone:
+                found.alone.append(first_token(decode, ids, None))
+            console.print(f"{length:,} tokens, round {seed}: {found.fetched[-1]:,.1f} ms")
+        del found.fetched[0]
+        time.sleep(2.0)  # the metric is behind by a step
         came = decode.loaded_tokens() - before
-        assert came == length * (rounds + 1), f"{came} tokens came from elsewhere"
-    return found
+        assert came == length * (rounds.times + 1), f"{came} tokens came from elsewhere"
+    return results
 
 
-def through_the_connector(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -> dict[int, list[Any]]:
-    flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache")
+def through_the_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, Found]:
+    flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache", "--threads", "1")
     with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
         prefill = stack.enter_context(closing(LocalServer(*flags)))
         decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype)))
         prefill.wait_ready()
         decode.wait_ready()
-        return measure(decode, from_headrace(prefill), lengths, rounds)
+        return measure(decode, from_headrace(prefill), rounds)
 
 
-def through_nixl(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -> dict[int, list[Any]]:
+def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Found]:
     with ExitStack() as stack, console.status("two vLLMs with NixlConnector"):
         servers = []
         for _ in range(2):
@@ -98,25 +115,26 @@ def through_nixl(model: Path, dtype: str, lengths: Sequence[int], rounds: int) -
             servers.append(stack.enter_context(closing(server)))
         for server in servers:
             server.wait_ready()
-        return measure(servers[1], from_vllm(servers[0]), lengths, rounds)
+        return measure(servers[1], from_vllm(servers[0]), rounds)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_decode", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", type=int, default=2, help="rounds in which vLLM computes the prompt itself, too")
     parser.add_argument("--lengths", type=int, nargs="+", default=[300, 2048])
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = export_smollm2(Path(folder), given.dtype)
-        ours = through_the_connector(model, given.dtype, given.lengths, given.rounds)
-        theirs = through_nixl(model, given.dtype, given.lengths, given.rounds)
+        rounds = Rounds(given.lengths, given.rounds, given.alone)
+        ours = through_the_connector(model, given.dtype, rounds)
+        theirs = through_nixl(model, given.dtype, rounds)
     rows = []
     for length in given.lengths:
-        columns = ([a for a, _ in ours[length]], [b for _, b in ours[length]], [a for a, _ in theirs[length]],
-                   [b for _, b in theirs[length]])  # fmt: skip
-        ratio = statistics.median(columns[0]) / statistics.median(columns[2])
-        rows.append((f"{length:,}", *map(spread, columns), f"{ratio:.2f}"))
+        columns = (*ours[length], *theirs[length])
+        ratio = statistics.median(ours[length].fetched) / statistics.median(theirs[length].fetched)
+        rows.append((f"{length:,}", *(spread(column) if column else "-" for column in columns), f"{ratio:.2f}"))
     print_table(
         f"time to first token, ms, {given.dtype}: median (range) of {given.rounds} rounds",
         ("tokens", "headrace", "vLLM alone, then", "NixlConnector", "vLLM alone, then", "headrace / Nixl"),

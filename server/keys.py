@@ -1,16 +1,14 @@
-"""CURVE keys: `headrace keys`, which server has which, and whether all files are there before anything starts."""
+"""CURVE keys: `headrace keys`, and whether all files are there before anything starts."""
 
 import argparse
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import zmq
 
-from core.allowed import Allowed, address_of, parse_allowed
 from core.config import Config
 from core.errors import ConfigError
-from transfer.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, AllowList, key_text, read_pair, read_public
+from transfer.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, AllowList, ServerKeys, key_text, read_pair
 
 DESCRIPTION = "write a new pair of CURVE keys, for --curve-key, --curve-server-key and --curve-allowed"
 
@@ -59,28 +57,6 @@ def _write(path: Path, text: str, mode: int) -> None:
         os.fchmod(descriptor, mode)  # whatever the umask is
         file.write(text)
     new.replace(path)
-
-
-class ServerKeys:
-    """The public keys of prefill servers, from the texts of --curve-server-key. Raises ConfigError."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._default = ""
-        self._rules: list[tuple[Allowed, str]] = []
-        for text in texts:
-            host, equals, file = text.partition("=")
-            if equals:
-                self._rules.append((parse_allowed(host, "--curve-server-key"), read_public(Path(file))))
-            elif self._default:
-                raise ConfigError("--curve-server-key has two files for all servers: write HOST=FILE for some of them")
-            else:
-                self._default = read_public(Path(text))
-
-    def of(self, url: str) -> str:
-        """The key of the server with this URL, "" where none is known. HOST:PORT goes before HOST, that before all."""
-        host, port = address_of(url)
-        found = [(rule.port, key) for rule, key in self._rules if rule.matches(host, port)]
-        return max(found, default=(0, self._default))[1]
 
 
 def check_keys(config: Config) -> None:

@@ -24,8 +24,8 @@ from core.codec import NO_MESSAGE
 from core.errors import HeadraceError, unavailable
 from core.intake import AddPrefill, IntakeMessage, PrefillState, RemovePrefill
 from server.fetch import Fetch
-from server.keys import ServerKeys
 from server.naming import Address
+from transfer.keys import ServerKeys
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from core.intake import (
 )
 from core.stats import Sample, Stats
 from server.generation import Delta, Emit, Generation, Job, Result
-from server.keys import ServerKeys
 from server.link import SchedulerLink
 from server.metrics import FrontMetrics
 from server.naming import Origin
@@ -35,6 +34,7 @@ from server.tokens import TokenService
 from server.trace_report import trace_json
 from server.tracer import Tracer
 from server.version import headrace_version
+from transfer.keys import ServerKeys
 
 log = logging.getLogger(__name__)
 

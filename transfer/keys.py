@@ -5,9 +5,11 @@ NAME.key has the public key and may be given to anybody, NAME.key_secret has bot
 
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from core.allowed import Allowed, address_of, parse_allowed
 from core.errors import ConfigError
 
 PUBLIC_SUFFIX = ".key"
@@ -56,6 +58,29 @@ def _read(path: Path) -> dict[str, str]:
     if "public" not in found or not all(_KEY.fullmatch(key) for key in found.values()):
         raise ConfigError(f"{path} is no CURVE key file; make one with: headrace keys FOLDER")
     return found
+
+
+class ServerKeys:
+    """The public keys of prefill servers, from texts of the form FILE, HOST=FILE or HOST:PORT=FILE. option: what they
+    are called where they are written. Raises ConfigError."""
+
+    def __init__(self, texts: Iterable[str], option: str = "--curve-server-key") -> None:
+        self._default = ""
+        self._rules: list[tuple[Allowed, str]] = []
+        for text in texts:
+            host, equals, file = text.partition("=")
+            if equals:
+                self._rules.append((parse_allowed(host, option), read_public(Path(file))))
+            elif self._default:
+                raise ConfigError(f"{option} has two files for all servers: write HOST=FILE for some of them")
+            else:
+                self._default = read_public(Path(text))
+
+    def of(self, url: str) -> str:
+        """The key of the server at this URL, "" where none is known. HOST:PORT goes before HOST, that before all."""
+        host, port = address_of(url)
+        found = [(rule.port, key) for rule, key in self._rules if rule.matches(host, port)]
+        return max(found, default=(0, self._default))[1]
 
 
 class AllowList:

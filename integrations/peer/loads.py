@@ -10,13 +10,11 @@ A record that is LEAVING waits for a session, to release its ticket; the others 
 import math
 from collections import deque
 
-from core.addresses import url
-from core.allowed import PREFILL_NOT_ALLOWED, is_allowed
-from core.errors import PEER_GONE, TOO_LONG
+from core.allowed import PREFILL_NOT_ALLOWED
+from core.errors import PEER_GONE, QUEUE_FULL, TOO_LONG
 from core.orders import Arrived, ChunkArrived, Dial, Expect, Expecting, FetchFailed, Forget, HangUp, StageEvent
 from core.peers import (
     AskCancel,
-    AskDial,
     AskHangUp,
     AskRenew,
     DialerEffect,
@@ -148,7 +146,7 @@ class Loads:
 
     def _keep(self, name: str, ticket: TicketRef, now: float) -> Record | None:
         """A record of the ticket, or None when its server may not be dialled."""
-        if name in self._records or not is_allowed(self._limits.rules, ticket.host, ticket.port):
+        if name in self._records or self._limits.barred(ticket):
             return self._records.get(name)
         server = self._servers.get(name_of(ticket)) or self._add(ticket, now)
         if server is None:
@@ -164,7 +162,7 @@ class Loads:
         """Begin to reach for a server; None when there are too many."""
         if len(self._servers) >= MAX_SERVERS:
             return None
-        server = self._servers[name_of(ticket)] = Server(name_of(ticket), ticket, now)
+        server = self._servers[name_of(ticket)] = Server(name_of(ticket), ticket, self._limits.key_of(ticket), now)
         self.out.append(server.approach())
         return server
 
@@ -174,7 +172,7 @@ class Loads:
         if server is None:
             return
         if found.desk_port:
-            self.out.append(AskDial(name=server.name, endpoint=url("tcp", server.ticket.host, found.desk_port)))
+            self.out.append(server.dial(found.desk_port))
         else:
             server.reason, server.next_lookup = found.reason, now + LOOKUP_S
 
@@ -182,9 +180,11 @@ class Loads:
         record = self._keep(load.id, load.ticket, now)
         ticket, limits = load.ticket, self._limits
         if record is None:
-            text = f"{name_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
-            self.results.append(Failed(id=load.id, code=PREFILL_NOT_ALLOWED, message=text))
+            barred = limits.barred(ticket)
+            code, text = (PREFILL_NOT_ALLOWED, barred) if barred else (QUEUE_FULL, f"{MAX_SERVERS} prefill servers")
+            self.results.append(Failed(id=load.id, code=code, message=text))
             return
+        server = self._server_of(record)
         record.load, record.begun = load, now
         record.pages = -(-load.tokens // PAGE_TOKENS) - load.start // PAGE_TOKENS
         if ticket.fingerprint not in ("", limits.fingerprint):
@@ -193,9 +193,11 @@ class Loads:
         elif record.pages > limits.pages:
             text = f"{load.count} tokens; {limits.pages * PAGE_TOKENS} fit into the staging area"
             self._fail(record, TOO_LONG, text, now)
+        elif server.unfit:
+            self._fail(record, "unfit", server.reason, now, tell=False)
         else:
             record.phase = Phase.QUEUED
-            if self._server_of(record).session is None:
+            if server.session is None:
                 record.deadline = now + limits.connect_timeout_s
             self._queue.append(record)
 
@@ -285,7 +287,7 @@ class Loads:
         server = self._servers.get(event.name)
         if server is None:
             return
-        server.session = event.session
+        server.session, server.unfit = event.session, False
         self.out.append(
             Dial(
                 seq=0,
@@ -293,6 +295,7 @@ class Loads:
                 endpoints=event.endpoints,
                 geometries=event.geometries,
                 window_bytes=event.window_bytes,
+                server_key=event.server_key,
             )
         )
         for record in list(server.records.values()):
@@ -308,7 +311,7 @@ class Loads:
         server = self._servers.get(event.name)
         if server is None:
             return
-        server.reason = event.reason
+        server.reason, server.unfit = event.reason, event.unfit
         if event.session is not None and event.session == server.session:
             server.session = None
             self.out.append(HangUp(seq=0, session=event.session))

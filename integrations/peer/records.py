@@ -7,22 +7,37 @@ from enum import Enum, auto
 import msgspec
 
 from core.addresses import url
-from core.allowed import Rules
+from core.allowed import Rules, is_allowed
 from core.arrays import pack
 from core.orders import Expect
 from core.peers import AskDial, AskReserve
 from integrations.peer.commands import Discover, Load, TicketRef
+from transfer.keys import ServerKeys
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """fingerprint: of the model here. rules: prefill servers that may be dialled. pages: of the staging area.
-    connect_timeout_s: without a session; load_timeout_s: without a chunk."""
+    connect_timeout_s: without a session; load_timeout_s: without a chunk. server_keys: CURVE keys of prefill servers,
+    by the host and port that tickets name; None dials in the clear."""
 
     fingerprint: str
     rules: Rules
     pages: int
     connect_timeout_s: float = 10.0
     load_timeout_s: float = 120.0
+    server_keys: ServerKeys | None = None
+
+    def key_of(self, ticket: TicketRef) -> str:
+        """The public key of the ticket's server; "" where there is none."""
+        return "" if self.server_keys is None else self.server_keys.of(name_of(ticket))
+
+    def barred(self, ticket: TicketRef) -> str:
+        """Why the ticket's server may not be dialled; "" if it may."""
+        if not is_allowed(self.rules, ticket.host, ticket.port):
+            return f"{name_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
+        if self.server_keys is not None and not self.key_of(ticket):
+            return f"no public key is known of {name_of(ticket)} (curve_server_keys), and nothing goes in the clear"
+        return ""
 
 
 class Phase(Enum):
@@ -88,14 +103,17 @@ class Record:
 
 @dataclass(slots=True)
 class Server:
-    """A prefill server. ticket: one that names it. session: None while there is none; reason: why, for messages.
-    next_lookup: when its HTTP port is to be asked again; infinite while nothing is to be asked."""
+    """A prefill server. ticket: one that names it. key: its CURVE key, "" for connections in the clear. session: None
+    while there is none; reason: why, for messages; unfit: trying again does not help. next_lookup: when its HTTP port
+    is to be asked again; infinite while nothing is to be asked."""
 
     name: str
     ticket: TicketRef
+    key: str
     idle_since: float
     session: str | None = None
     reason: str = "it has not answered yet"
+    unfit: bool = False
     next_lookup: float = math.inf
     records: dict[str, Record] = field(default_factory=dict)
 
@@ -103,7 +121,11 @@ class Server:
         """The first step towards a session."""
         if self.ticket.http:
             return Discover(name=self.name, host=self.ticket.host, port=self.ticket.port)
-        return AskDial(name=self.name, endpoint=self.name)
+        return self.dial(self.ticket.port)
+
+    def dial(self, desk_port: int) -> AskDial:
+        """To the desk, once its port is known."""
+        return AskDial(name=self.name, endpoint=url("tcp", self.ticket.host, desk_port), server_key=self.key)
 
 
 def name_of(ticket: TicketRef) -> str:

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from core.clock import SystemClock
-from core.config import TransferConfig
 from core.errors import ConfigError
 from integrations.peer.loop import Peer
 from integrations.peer.records import Limits
@@ -30,9 +29,10 @@ log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
 @dataclass(frozen=True)
 class StepOrders(KVConnectorMetadata):
-    """What goes from the scheduler to the worker in every step."""
+    """What goes from the scheduler to the worker in every step. idle: it computes nothing."""
 
     orders: Orders
+    idle: bool
 
 
 class HeadraceConnector(KVConnectorBase_V1):
@@ -50,6 +50,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         self._planner: Planner = self.make_planner()
         self._worker: Worker | None = None
         self._peer: Peer | None = None
+        self._idle = False
 
     def make_planner(self) -> Planner:
         return Planner()
@@ -70,7 +71,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         self._planner.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return StepOrders(self._planner.take())
+        return StepOrders(self._planner.take(), idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._planner.loaded(set(connector_output.finished_recving or ()))
@@ -94,13 +95,14 @@ class HeadraceConnector(KVConnectorBase_V1):
             pages=staging.pages,
             connect_timeout_s=settings.connect_timeout_s,
             load_timeout_s=settings.load_timeout_s,
+            server_keys=settings.server_keys(),
         )
         self._peer = Peer(
             limits,
             staging,
             name=f"vllm {config.instance_id}",
             max_model_len=max_model_len,
-            transfer=TransferConfig(checksum=settings.checksum),
+            transfer=settings.transfer(),
             api_key=settings.prefill_api_key,
         )
         self._peer.start()
@@ -111,10 +113,11 @@ class HeadraceConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, StepOrders):
+            self._idle = metadata.idle
             self._worker.obey(metadata.orders.commands, metadata.orders.blocks)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = self._worker.advance() if self._worker is not None else (set(), set())
+        finished, failed = self._worker.advance(idle=self._idle) if self._worker is not None else (set(), set())
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

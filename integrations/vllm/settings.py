@@ -1,12 +1,15 @@
 """kv_connector_extra_config: what a user may set."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from core.allowed import Rules, allowed_prefills
+from core.config import TransferConfig
 from core.errors import ConfigError
+from transfer.keys import ServerKeys, read_pair
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -15,7 +18,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """allow_prefill: hosts, HOST:PORT or networks whose desks requests may name; loopback unless set. fingerprint: of
     the model, instead of one made from its files. staging_tokens: KV on its way at a time; 0 is twice max_model_len.
     prefill_api_key: shown to HTTP ports that are asked for a desk. checksum: insist on checksums. load_timeout_s:
-    silence about one load. connect_timeout_s: no session with a desk."""
+    silence about one load. connect_timeout_s: no session with a desk. curve_key: file with this vLLM's CURVE keys, ""
+    for connections in the clear. curve_server_keys: files with the public keys of prefill servers, FILE for all of
+    them, HOST=FILE or HOST:PORT=FILE as requests name them."""
 
     allow_prefill: tuple[str, ...] = ("127.0.0.0/8", "::1/128", "localhost")
     fingerprint: str = ""
@@ -24,10 +29,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checksum: bool = True
     load_timeout_s: Seconds = 120.0
     connect_timeout_s: Seconds = 10.0
+    curve_key: str = ""
+    curve_server_keys: tuple[str, ...] = ()
 
     def rules(self) -> Rules:
         """Raises ConfigError."""
         return allowed_prefills((), self.allow_prefill)
+
+    def server_keys(self) -> ServerKeys | None:
+        """None for connections in the clear. Raises ConfigError for key files that are missing or no use alone."""
+        if bool(self.curve_key) != bool(self.curve_server_keys):
+            raise ConfigError("curve_key and curve_server_keys go together: give both, or neither")
+        if not self.curve_key:
+            return None
+        read_pair(Path(self.curve_key))
+        return ServerKeys(self.curve_server_keys, "curve_server_keys")
+
+    def transfer(self) -> TransferConfig:
+        """The part of it that the connections need."""
+        return TransferConfig(checksum=self.checksum, curve_key=self.curve_key)
 
 
 def read_settings(extra: dict[str, Any]) -> Settings:
@@ -39,4 +59,5 @@ def read_settings(extra: dict[str, Any]) -> Settings:
             f"kv_connector_extra_config: {error}; known are {', '.join(Settings.__struct_fields__)}"
         ) from error
     settings.rules()
+    settings.server_keys()
     return settings

@@ -27,7 +27,7 @@ ONLY = {  # of packages that are not copied whole
     "engine": ("__init__.py",),
     "engine.model": ("__init__.py", *(f"{name}.py" for name in MODEL)),
 }
-NOT = {"setup.py"}
+NOT = {"setup.py", "nixl.py"}  # the latter writes from a pool that the connector has not got, and needs a package more
 IMPORT = re.compile(rf"^( *(?:from|import) )({'|'.join(map(re.escape, PARTS))})(?=[. \n])", re.MULTILINE)
 
 

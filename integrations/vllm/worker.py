@@ -20,6 +20,9 @@ from integrations.peer.loop import PeerFailed
 log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
 WRITE_BUDGET_S = 0.02  # of one step
+# While a load is open and there is nothing to compute, vLLM takes step after step, which costs a core and more that the
+# peer needs. So long each of them waits for what the peer says; a request that comes in meanwhile waits, too.
+IDLE_WAIT_S = 0.005
 
 
 class PeerPort(Protocol):
@@ -27,7 +30,7 @@ class PeerPort(Protocol):
 
     def submit(self, *commands: AnyCommand) -> None: ...
 
-    def results(self) -> list[AnyResult]: ...
+    def results(self, wait_s: float = 0.0) -> list[AnyResult]: ...
 
 
 class Attention(Protocol):
@@ -80,12 +83,14 @@ class Worker:
         if commands:
             self._peer.submit(*commands)
 
-    def advance(self) -> tuple[set[str], set[str]]:
+    def advance(self, *, idle: bool = False) -> tuple[set[str], set[str]]:
         """(requests that are finished since the last call, those of them that have failed). Writes what has arrived,
-        for WRITE_BUDGET_S and at least one layer; each request is reported once."""
+        for WRITE_BUDGET_S and at least one layer; each request is reported once. idle: nothing is computed in this
+        step, so it may wait for IDLE_WAIT_S while a load is open."""
         failed: set[str] = set()
         finished: set[str] = set()
-        for result in self._results():
+        waits = idle and self._blocks and not self._writes
+        for result in self._results(IDLE_WAIT_S if waits else 0.0):
             if isinstance(result, Loaded) and result.id not in self._cancelled and result.id in self._blocks:
                 self._writes[result.id] = Write(result, self._slots(result))
                 continue
@@ -102,9 +107,9 @@ class Worker:
             self._cancelled.discard(name)
         return finished, failed & finished
 
-    def _results(self) -> list[AnyResult]:
+    def _results(self, wait_s: float) -> list[AnyResult]:
         try:
-            return self._peer.results()
+            return self._peer.results(wait_s)
         except PeerFailed as error:
             if not self._dead:
                 log.error("the peer has ended, and no KV will be loaded any more: %s", error)

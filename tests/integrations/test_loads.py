@@ -279,6 +279,11 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
     [answer] = bench.answers()
     assert isinstance(answer, Failed)
     assert (answer.code, answer.message) == ("unfit", "dtype_mismatch: dtype: a here, b there")
+    bench.load("later")
+    [answer] = bench.answers()
+    assert isinstance(answer, Failed)
+    assert (answer.id, answer.code) == ("later", "unfit"), "which is told of once only"
+    bench.down("no answer to the hello", session=None)
     bench.load("b")
     bench.wait(9)
     assert bench.answers() == []
@@ -286,7 +291,11 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
     [answer] = bench.answers()
     assert isinstance(answer, Failed)
     assert answer.code == "peer_gone"
-    assert "dtype_mismatch" in answer.message
+    assert "no answer" in answer.message
+    bench.down("dtype_mismatch: dtype: a here, b there", session=None, unfit=True)
+    bench.load("c")
+    bench.up()
+    assert bench.reserved("d").ticket == "d", "it was started again, as another one"
 
 
 def test_a_refused_load_releases_what_was_kept() -> None:

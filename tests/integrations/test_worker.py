@@ -13,7 +13,7 @@ from core.request import FirstToken
 from integrations.peer.commands import AnyCommand, AnyResult, Cancel, Cancelled, Done, Failed, Load, Loaded, TicketRef
 from integrations.peer.loop import PeerFailed
 from integrations.vllm.model import cache_geometry, ordered_layers
-from integrations.vllm.worker import WRITE_BUDGET_S, Worker
+from integrations.vllm.worker import IDLE_WAIT_S, WRITE_BUDGET_S, Worker
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS, STAGED = 4, 2, 3, 8, 20, 64
 TICKET = TicketRef(name="t", host="127.0.0.1", port=1)
@@ -49,11 +49,13 @@ class Peer:
         self.told: list[AnyCommand] = []
         self.says: list[AnyResult] = []
         self.dead = False
+        self.waits: list[float] = []
 
     def submit(self, *commands: AnyCommand) -> None:
         self.told += commands
 
-    def results(self) -> list[AnyResult]:
+    def results(self, wait_s: float = 0.0) -> list[AnyResult]:
+        self.waits.append(wait_s)
         said, self.says = self.says, []
         if self.dead and not said:
             raise PeerFailed("gone")
@@ -107,6 +109,19 @@ def test_a_step_writes_for_a_limited_time_and_the_next_one_goes_on() -> None:
         world.loaded(name, 8 * block, 0, 8)
     seen = [world.advance()[0] for _ in range(4)]
     assert seen == [set(), {"a"}, set(), {"b"}]
+
+
+def test_a_step_waits_for_the_peer_only_if_it_has_nothing_else_to_do() -> None:
+    world = World(seconds=WRITE_BUDGET_S)
+    world.worker.advance(idle=True)
+    world.load("a", 0, 8, (1,))
+    world.worker.advance()
+    world.worker.advance(idle=True)
+    assert world.peer.waits == [0.0, 0.0, IDLE_WAIT_S], "a load is open and nothing is computed"
+    world.loaded("a", 0, 0, 8)
+    for _ in range(LAYERS):
+        world.worker.advance(idle=True)
+    assert world.peer.waits[4:] == [0.0] * (LAYERS - 1), "there is something to write"
 
 
 def test_a_failed_load_is_reported_once_and_writes_nothing() -> None:

@@ -9,8 +9,8 @@ import zmq.auth
 from core.config import Config, ServerConfig, TransferConfig
 from core.errors import ConfigError
 from server.cli import main
-from server.keys import ServerKeys, check_keys, write_pair
-from transfer.keys import AllowList, read_pair, read_public
+from server.keys import check_keys, write_pair
+from transfer.keys import AllowList, ServerKeys, read_pair, read_public
 
 
 def mode(path: Path) -> int:

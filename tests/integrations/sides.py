@@ -1,0 +1,70 @@
+"""What a prefill server is asked for, and how a request to vLLM names it."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.vllm_server import Vllm
+from tests.e2e import gold
+from tests.e2e.harness import Server, wait_until
+
+LEASE_S = 6.0
+FLAGS = ("--role", "prefill", "--dtype", "float32", "--max-model-len", "4096", "--threads", "1")
+FLAGS = (*FLAGS, "--hold-lease", str(LEASE_S))
+
+
+class Curve(NamedTuple):
+    """flags: of a prefill server. config: kv_connector_extra_config of a vLLM that it allows."""
+
+    flags: tuple[str, ...]
+    config: dict[str, Any]
+
+
+def prompt(length: int, at: int = 0) -> list[int]:
+    return list(gold.story_ids()[at : at + length])
+
+
+def named(server: Server, ticket: str, **more: Any) -> dict[str, Any]:
+    """kv_transfer_params of a ticket."""
+    desk_port = server.get("/v1/handoff").json()["desk_port"]
+    return {"do_remote_prefill": True, "ticket": ticket, "remote_host": "127.0.0.1", "remote_port": desk_port, **more}
+
+
+def post(server: Server, ticket: str, ids: list[int], **more: Any) -> httpx.Response:
+    return server.post("/v1/prefill", {"prompt_token_ids": ids, "ticket": ticket, "temperature": 0, **more})
+
+
+def hold(server: Server, ticket: str, ids: list[int]) -> dict[str, Any]:
+    """kv_transfer_params of a prompt that is computed and held."""
+    answer = post(server, ticket, ids, handoff="hold")
+    assert answer.status_code == 200, answer.text
+    return named(server, ticket)
+
+
+@contextmanager
+def loads(vllm: Vllm, tokens: int) -> Iterator[None]:
+    """So many tokens come through the connector meanwhile."""
+    before = vllm.loaded_tokens()
+    yield
+    if not tokens:
+        time.sleep(0.5)  # the metric is behind by a step
+    wait_until(lambda: vllm.loaded_tokens() - before >= tokens, 5, f"{tokens} tokens, {vllm.loaded_tokens() - before}")
+    assert vllm.loaded_tokens() - before == tokens
+
+
+@contextmanager
+def says(vllm: Vllm, words: str) -> Iterator[None]:
+    """vLLM logs these words meanwhile."""
+    before = vllm.log.count(words)
+    yield
+    wait_until(lambda: vllm.log.count(words) > before, 5, f"{words!r} in the log:\n{vllm.log[-4000:]}")
+
+
+@contextmanager
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
