@@ -1,13 +1,21 @@
-"""One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs."""
+"""One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs.
+
+Every other pair of seeds has components beside keys and values; of each pair, one has frames and one shared memory.
+"""
 
 from core.backends import SHM, ZMQ
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
 from tests.transfer.world import PAGES, World
+
+COMPONENTS = (
+    Component("draft", "float16", layers=1, kv_heads=2, head_dim=2),
+    Component("latent", "float32", layers=2, kv_heads=1, head_dim=3, planes=1),
+)
 
 
 def run_schedule(seed: int) -> dict[str, int]:
@@ -20,7 +28,10 @@ def run_schedule(seed: int) -> dict[str, int]:
 
     network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
-    source, destination = (Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size) for size in sizes)
+    components = COMPONENTS if seed % 4 >= 2 else ()
+    source, destination = (
+        Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size, components=components) for size in sizes
+    )
     world = World(network, sizes[1], MemoryPools(network, seed), backend=(ZMQ, SHM)[seed % 2])
     prefill = PrefillSide(world, source)
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
