@@ -54,6 +54,11 @@ class StridedPool:
                 raise ValueError(str(error)) from error
             self.tensors[tensor.name] = array
 
+    @property
+    def data(self) -> Bytes:
+        """Keys and values."""
+        return self.tensors[KV]
+
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """Raises IndexError for a page or slots that the pool has not."""
         pages, slots = self._pages, self._slots
@@ -70,15 +75,11 @@ class StridedPool:
 
 class ArrayPageStore(StridedPool):
     """A pool in C order, in zeroed memory of its own unless some is given: a PageStore for programs that speak the
-    protocol without torch. data: keys and values."""
+    protocol without torch."""
 
     def __init__(self, geometry: Geometry, pages: int, memory: memoryview | None = None) -> None:
         layout = c_order(geometry, pages)
         super().__init__(geometry, layout, np.zeros(layout.bytes, np.uint8) if memory is None else memory)
-
-    @property
-    def data(self) -> Bytes:
-        return self.tensors[KV]
 
 
 def _strides(tensor: Component, page_size: int) -> Strides:
