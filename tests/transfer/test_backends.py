@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from core.backends import BACKENDS, FAKE, SHM, ZMQ, PoolMemory, SharedMemory
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.peers import EndPeer, PeerGone, PeerJoined, PrefillDown, PrefillUp
 from core.stats import Counters
 from tests.transfer.harness import random_store
@@ -124,6 +124,10 @@ def test_a_peer_whose_pool_is_another_one_begins_a_new_session_before_it_asks_fo
     assert again.redial
 
 
+DRAFT = Component("draft", "float32", layers=2, kv_heads=3, head_dim=2)
+LATENT = Component("latent", "float16", layers=3, kv_heads=1, head_dim=5, planes=1)
+
+
 class Remote:
     """RemotePages over a store in this process."""
 
@@ -148,6 +152,7 @@ def test_writing_through_is_the_same_as_frames_and_their_checksum(data: st.DataO
             page_size,
             first,
             head,
+            draw(st.sampled_from([(), (DRAFT,), (LATENT, DRAFT)])),
         )
 
     source, destination = rank(draw(st.integers(1, 9))), rank(draw(st.integers(1, 9)))
@@ -165,7 +170,8 @@ def test_writing_through_is_the_same_as_frames_and_their_checksum(data: st.DataO
     digest = checksum.Digest()
     payload.write_through(store, Remote(direct), plan, pages, peer_pages, digest)  # type: ignore[arg-type]
 
-    assert np.array_equal(direct.data, framed.data)
+    for name, data in framed.tensors.items():
+        assert np.array_equal(direct.tensors[name], data)
     assert digest.intdigest() == checksum.of_frames(frames)
     assert checksum.of_frames(payload.in_place(direct, plan, peer_pages)) == digest.intdigest()
 
