@@ -3,6 +3,7 @@
     shm   beside copying the same pages within one process
     zmq   beside bare ZMQ: the same frames between two processes, taken in and copied in the same way
     zmq, CURVE   the same, encrypted
+    nixl  beside bare NIXL: the same pages between two processes (where the package is installed: make bench-nixl)
     each  beside itself, while another peer of the same sender has stopped to take anything in
 
 The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
@@ -10,6 +11,7 @@ measured is everything between two pools: headers, checksums, sockets, writes, a
 """
 
 import argparse
+import importlib.util
 import statistics
 import subprocess
 import sys
@@ -25,50 +27,22 @@ import numpy as np
 import zmq
 
 from benchmarks.bare_zmq import BareReceiver
-from benchmarks.bare_zmq import send as send_bare
 from benchmarks.report import console, print_table
+from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, SESSION, STALLED, Job
 from core.arrays import pack
-from core.backends import SHM, ZMQ, PoolMemory
-from core.clock import SystemClock
+from core.backends import NIXL, SHM, ZMQ, PoolMemory
 from core.codec import Codec
-from core.config import TransferConfig
-from core.geometry import Geometry
-from core.orders import AdmitPeer, Arrived, Dial, Expect, FetchFailed, Send
-from core.request import FirstToken
+from core.orders import Arrived, Dial, Expect, FetchFailed
 from server.keys import write_pair
 from transfer.arrays import ArrayPageStore
-from transfer.backends.shm import SharedPool, ShmReach
-from transfer.keys import SECRET_SUFFIX, read_public
+from transfer.backends.base import Exposure
+from transfer.backends.shm import SharedPool
+from transfer.keys import read_public
 from transfer.messages import AnswerMessage, Attach
 from transfer.receiver import Receiver
-from transfer.sender import Sender
 from transfer.sockets import Context
 
-SESSION = "benchmark-session"
-NAME = "benchmark"  # of the key pair
 CURVE = "zmq, CURVE"
-SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
-GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
-CLOCK = SystemClock()
-
-
-class Job(msgspec.Struct, frozen=True):
-    """What a child is to send, on every line of its standard input. keys: folder with the one pair that both sides
-    have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this pool, and all
-    pages are to go to it, too."""
-
-    way: str
-    pages: int
-    chunk_pages: int
-    checksum: bool
-    memory: PoolMemory = PoolMemory()
-    keys: str = ""
-    stalled: PoolMemory | None = None
-
-    def config(self) -> TransferConfig:
-        plain = TransferConfig(checksum=self.checksum)
-        secret = str(Path(self.keys, f"{NAME}{SECRET_SUFFIX}"))
-        return msgspec.structs.replace(plain, curve_key=secret, curve_allowed=self.keys) if self.keys else plain
 
 
 class Way(Protocol):
@@ -98,10 +72,15 @@ class Child:
     """The sending process. port: where it listens."""
 
     def __init__(self, job: Job) -> None:
-        command = [sys.executable, "-m", "benchmarks.transfer", "--send", msgspec.json.encode(job).decode()]
+        command = [sys.executable, "-m", "benchmarks.sending", msgspec.json.encode(job).decode()]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
+
+    def wait(self) -> None:
+        """Until it has said another line."""
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
 
     def start(self) -> None:
         """Have it send."""
@@ -131,6 +110,25 @@ class Bare:
         self._child.close()
 
 
+class BareNixl:
+    """What NIXL alone does with the same pages."""
+
+    def __init__(self, job: Job) -> None:
+        from transfer.backends.nixl import LOOPBACK, NixlExposure
+
+        store = ArrayPageStore(GEOMETRY, job.pages)
+        self._exposure = NixlExposure(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+        self._child = Child(msgspec.structs.replace(job, access=self._exposure.grant(SESSION)))
+
+    def move(self) -> None:
+        self._child.start()
+        self._child.wait()
+
+    def close(self) -> None:
+        self._child.close()
+        self._exposure.close()
+
+
 class Transfer:
     """A Receiver here and a Sender in a child."""
 
@@ -140,22 +138,31 @@ class Transfer:
         self._request = 0
         self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.way == SHM else None for _ in range(2))
         self._pools = [pool for pool in (self._pool, stalled) if pool is not None]
-        job = msgspec.structs.replace(job, memory=_memory(self._pool), stalled=job.stalled and _memory(stalled))
+        store = ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None)
+        exposures: dict[str, Exposure] = {} if self._pool is None else {SHM: self._pool}
+        memory = _memory(self._pool)
+        if job.way == NIXL:
+            from transfer.backends.nixl import LOOPBACK, NixlExposure
+
+            exposure = NixlExposure(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+            exposures, memory = {NIXL: exposure}, PoolMemory(nixl=exposure.memory)
+        job = msgspec.structs.replace(job, memory=memory, stalled=job.stalled and _memory(stalled))
         self._child = Child(job)
         self._context: Context = zmq.Context()
         if job.stalled is not None:
             self._stalled = self._context.socket(zmq.DEALER)
             self._stalled.rcvhwm = 1
             self._stalled.connect(f"tcp://127.0.0.1:{self._child.port}")
-            attach = Attach(session=STALLED, stage=0, checksum="xxh3_64" if job.checksum else "none")
+            kind = "xxh3_64" if job.checksum else "none"
+            attach = Attach(session=STALLED, stage=0, checksum=kind, checksum_shm=job.checksum)
             self._stalled.send(Codec[AnswerMessage](AnswerMessage).encode(attach))
         self._receiver = Receiver(
             config,
             stage=0,
             geometry=GEOMETRY,
-            store=ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None),
+            store=store,
             context=self._context,
-            exposures={SHM: self._pool} if self._pool is not None else {},
+            exposures=exposures,
         )
         dial = Dial(
             seq=0,
@@ -203,6 +210,10 @@ class Transfer:
             pool.close()
 
 
+def nixl_is_there() -> bool:
+    return importlib.util.find_spec("nixl") is not None
+
+
 def _memory(pool: SharedPool | None) -> PoolMemory:
     return PoolMemory(shm=pool.memory) if pool is not None else PoolMemory()
 
@@ -213,12 +224,15 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
     makers: dict[str, Callable[[], Way]] = {
         "copy": lambda: Copy(pages),
         SHM: lambda: Transfer(msgspec.structs.replace(job, way=SHM)),
-        "bare zmq": lambda: Bare(msgspec.structs.replace(job, way="bare")),
+        BARE_ZMQ: lambda: Bare(msgspec.structs.replace(job, way=BARE_ZMQ)),
         ZMQ: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ)),
         CURVE: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, keys=folder)),
         f"{SHM} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=SHM, stalled=PoolMemory())),
         f"{ZMQ} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, stalled=PoolMemory())),
     }
+    if nixl_is_there():
+        makers[BARE_NIXL] = lambda: BareNixl(msgspec.structs.replace(job, way=BARE_NIXL))
+        makers[NIXL] = lambda: Transfer(msgspec.structs.replace(job, way=NIXL))
     speeds: dict[str, list[float]] = {name: [] for name in makers}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -235,89 +249,21 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
     return speeds
 
 
-def send(job: Job) -> None:
-    """The child: send all pages once for every line on standard input, until that ends."""
-    config = job.config()
-    store = ArrayPageStore(GEOMETRY, job.pages)
-    store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
-    if job.way == "bare":
-        send_bare(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes)
-        return
-    context: Context = zmq.Context()
-    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches={SHM: ShmReach()})
-    peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
-    for session, memory in peers.items():
-        admit = AdmitPeer(
-            seq=0,
-            session=session,
-            geometry=GEOMETRY,
-            window_bytes=config.window_bytes,
-            backend=job.way,
-            memory=(memory,),
-        )
-        sender.apply(admit, CLOCK.now())
-    print(sender.port, flush=True)
-    poller = zmq.Poller()
-    for socket in sender.sockets():
-        poller.register(socket, zmq.POLLIN)
-    poller.register(sys.stdin, zmq.POLLIN)
-    request = 0
-    while True:
-        ready = dict(poller.poll(10))
-        now = CLOCK.now()
-        sender.receive(now)
-        sender.tick(now)
-        if sys.stdin.fileno() in ready:
-            if not sys.stdin.readline():
-                return
-            request += 1
-            for session in peers:
-                if session == SESSION or request == 1:
-                    _order(sender, session, request, job)
-
-
-def _order(sender: Sender, session: str, request: int, job: Job) -> None:
-    for chunk, first in enumerate(range(0, job.pages, job.chunk_pages)):
-        ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
-        last = first + job.chunk_pages >= job.pages
-        tokens = len(ids) // 4 * GEOMETRY.page_size
-        order = Send(
-            after=0,
-            seq=0,
-            request=request if session == SESSION else -1,
-            session=session,
-            ticket="benchmark",
-            generation=request,
-            chunk=chunk,
-            start=first * GEOMETRY.page_size,
-            count=tokens,
-            pages=ids,
-            dst_pages=ids,
-            row=0,
-            dst_row=0,
-            last=FirstToken(token=0, prompt_tokens=job.pages * GEOMETRY.page_size, cached_tokens=0) if last else None,
-        )
-        sender.apply(order, CLOCK.now())
-
-
 def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--chunk-pages", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--send", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
-    if arguments.send:
-        send(msgspec.json.decode(arguments.send, type=Job))
-        return 0
     rows = []
     for checksum in (False, True):
         with console.status(f"moving pages {'with' if checksum else 'without'} checksums"):
             speeds = measure(arguments.pages, arguments.chunk_pages, arguments.rounds, checksum=checksum)
         pairs = (
             (SHM, "copy"),
-            (ZMQ, "bare zmq"),
-            (CURVE, "bare zmq"),
+            (ZMQ, BARE_ZMQ),
+            (CURVE, BARE_ZMQ),
+            *([(NIXL, BARE_NIXL)] if nixl_is_there() else []),
             *((f"{way} beside a stalled peer", way) for way in (SHM, ZMQ)),
         )
         for name, limit in pairs:

@@ -1,6 +1,18 @@
-"""Hosts and ports in text, and addresses that stand for every interface."""
+"""Hosts and ports in text, and addresses that stand for every interface, or for none that others reach."""
+
+import ipaddress
 
 WILDCARDS = ("0.0.0.0", "::", "[::]", "")
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches. Names other than localhost count as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def bracketed(host: str) -> str:

@@ -9,11 +9,14 @@ from core.geometry import MAX_COMPONENTS, Word
 
 ZMQ = "zmq"  # in frames of the data connection
 SHM = "shm"  # the sending stage writes into the peer's pool, which both have mapped
+NIXL = "nixl"  # the sending stage writes into the peer's pool over the network, by NIXL
 FAKE = "fake"  # nowhere: for benchmarks of everything else
-BACKENDS = (SHM, ZMQ, FAKE)
+BACKENDS = (SHM, NIXL, ZMQ, FAKE)
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 HostToken = Annotated[str, Meta(min_length=1, max_length=128)]
+Version = Annotated[str, Meta(min_length=1, max_length=64)]
+AgentMetadata = Annotated[bytes, Meta(min_length=1, max_length=12 << 10)]
 FileName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z._-]{0,127}\Z")]
 Strides = tuple[Size, Size, Size, Size, Size]
 
@@ -49,12 +52,28 @@ class SharedMemory(PoolLayout, frozen=True):
     name: FileName
 
 
+class NixlMemory(PoolLayout, frozen=True):
+    """A pool that NIXL of this version can write into: the memory of its layout, which begins at an address that
+    NixlAccess tells."""
+
+    version: Version
+
+
+class NixlAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """What gives a stage the right to write into a NixlMemory during one session. metadata: of the NIXL agent that the
+    pool is registered with; address: where its memory begins."""
+
+    metadata: AgentMetadata
+    address: Size
+
+
 class PoolMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How others can write into the pool of one stage; None where they cannot."""
 
     shm: SharedMemory | None = None
+    nixl: NixlMemory | None = None
 
 
 def writes_directly(backend: str) -> bool:
     """Whether the sending side writes into the peer's pages itself, so that the peer cannot refuse a write."""
-    return backend == SHM
+    return backend in (SHM, NIXL)

@@ -72,7 +72,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
     peer_timeout_s: silence after which a peer is gone; pings go out at a third of it. backends: ways to move KV that
-    may be used, best first; the prefill server's order counts. curve_key: file with this server's CURVE keys, "" for
+    may be used, best first; the prefill server's order counts. checksum: of payload that goes over a network;
+    checksum_shm: also of what is copied within one machine. curve_key: file with this server's CURVE keys, "" for
     connections in the clear; curve_allowed: folder with the public keys of the peers that may connect. Both are read
     where the sockets are."""
 
@@ -82,6 +83,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int = 64 << 20
     peer_timeout_s: float = 3.0
     checksum: bool = True
+    checksum_shm: bool = False
     max_peers: int = 64
     max_tickets_per_peer: int = 1024
     max_frame_bytes: int = 256 << 20

@@ -187,7 +187,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
     attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
     take here, where they were measured. backends: ways to move KV that work here, best first. host: token of the
-    host's shared memory, "" where there is none. memory: how peers may write into the pool."""
+    host's shared memory, "" where there is none. nixl: version of NIXL, "" where it is not used. memory: how peers may
+    write into the pool."""
 
     geometry: Geometry
     fingerprint: str
@@ -199,6 +200,7 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     cost: tuple[float, float, float] | None = None
     backends: tuple[str, ...] = (ZMQ,)
     host: str = ""
+    nixl: str = ""
     memory: PoolMemory | None = None
 
 
@@ -243,6 +245,14 @@ class SendFailed(StageEvent, frozen=True, kw_only=True):
     request: int
     code: str
     message: str
+
+
+class PeerLost(StageEvent, frozen=True, kw_only=True):
+    """A write into a peer's pages was lost on its way, and nobody can say when the last of its bytes will have come.
+    The session has to end."""
+
+    session: str
+    reason: str
 
 
 class Quiet(StageEvent, frozen=True, kw_only=True):
@@ -335,6 +345,7 @@ StageMessage = (
     | PlanDone
     | Acked
     | SendFailed
+    | PeerLost
     | Quiet
     | Expecting
     | Arrived

@@ -102,6 +102,7 @@ def _serve(config: StageConfig, sharing: KvSharing) -> int:
             cost=_cost(config, runner),
             backends=sharing.backends,
             host=sharing.host,
+            nixl=sharing.nixl,
             memory=sharing.memory,
         )
     )

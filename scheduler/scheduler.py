@@ -35,6 +35,7 @@ from core.orders import (
     Forgotten,
     Halt,
     HungUp,
+    PeerLost,
     PlanDone,
     Quiet,
     Recorded,
@@ -44,6 +45,7 @@ from core.orders import (
     StageReady,
 )
 from core.peers import (
+    EndPeer,
     PeerCancelled,
     PeerGone,
     PeerJoined,
@@ -144,6 +146,8 @@ class Scheduler:
                 self._answered(event)
             case SendFailed():
                 self._handoff.send_failed(event, now)
+            case PeerLost():
+                state.out.add(EndPeer(session=event.session, reason=f"stage {event.stage}: {event.reason}"))
             case Expecting():
                 self._fetch.expecting(event)
             case ChunkArrived():

@@ -1,9 +1,10 @@
 """Settings that contradict each other, each refused with what to write instead."""
 
-import ipaddress
 from urllib.parse import urlsplit
 
+from core.addresses import is_loopback
 from core.allowed import allowed_prefills
+from core.backends import NIXL
 from core.config import Config, GroupConfig
 from core.errors import ConfigError
 
@@ -17,17 +18,8 @@ def check(config: Config) -> None:
     _check_stages(config)
     _check_external_stages(config)
     _check_kv_events(config)
+    _check_nixl(config)
     _check_curve(config)
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches. Names other than localhost count as public."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_role(config: Config) -> None:
@@ -139,6 +131,14 @@ def _check_external_stages(config: Config) -> None:
         )
     if config.model.dtype == "auto":
         raise ConfigError("--stages external needs --dtype: what the stages' machines are good at is not known here")
+
+
+def _check_nixl(config: Config) -> None:
+    if NIXL in config.transfer.backends and config.transfer.curve_key:
+        raise ConfigError(
+            "--transfer-backends names nixl, which moves KV in the clear, and --curve-key is there to encrypt it: "
+            "leave one of them out"
+        )
 
 
 def _check_kv_events(config: Config) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from core.addresses import is_loopback
 from core.config import StageConfig
 from core.joining import (
     UNREACHABLE_HOST,
@@ -30,7 +31,6 @@ from core.joining import (
     Waiting,
 )
 from core.orders import StageFailed, stage_identity
-from server.consistency import is_loopback
 
 Reply = tuple[bytes, AnswerMessage]
 

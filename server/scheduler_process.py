@@ -130,6 +130,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         max_model_len=config.scheduler.max_model_len,
         backends=_backends(config, stages),
         shared_memory=frozenset(stage.host for stage in stages),
+        nixl=frozenset(stage.nixl for stage in stages),
     )
 
 

@@ -3,13 +3,14 @@
 Each check returns a Refuse that names both values, or None. Both sides check, so neither trusts the other's care.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
 
-from core.backends import SHM, ZMQ, PoolMemory
+from core.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
 from core.config import TransferConfig
 from core.geometry import KV, Component, Geometry
 from transfer import checksum, messages, metadata
@@ -23,7 +24,8 @@ Part = tuple[int, Component]  # a stage, and what it has of a tensor
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
     stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
-    in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their hosts."""
+    in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their hosts. nixl: their
+    versions of NIXL."""
 
     instance: str
     fingerprint: str
@@ -33,6 +35,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     data_hosts: tuple[str, ...] = ()
     backends: tuple[str, ...] = (ZMQ,)
     shared_memory: frozenset[str] = frozenset()
+    nixl: frozenset[str] = frozenset()
 
     def stages(self) -> tuple[StageInfo, ...]:
         """As the desk tells them to peers."""
@@ -223,15 +226,25 @@ def _obstacle(backend: str, offer: Offer, hello: Hello) -> str:
     """Why payload cannot move in this way; "" when it can."""
     if backend not in hello.backends:
         return f"the peer accepts {', '.join(hello.backends)}"
-    if backend != SHM:
-        return ""
-    pools = [memory.shm for memory in hello.memory if memory.shm is not None]
+    if backend == SHM:
+        shared = [memory.shm for memory in hello.memory if memory.shm is not None]
+        hosts = offer.shared_memory | {pool.host for pool in shared}
+        return _missing(shared, hello) or ("" if len(hosts) == 1 else "the stages of the two are not on one host")
+    if backend == NIXL:
+        reached = [memory.nixl for memory in hello.memory if memory.nixl is not None]
+        versions = offer.nixl | {pool.version for pool in reached}
+        text = f"the stages of the two have versions {', '.join(sorted(versions))}"
+        return _missing(reached, hello) or ("" if len(versions) == 1 else text)
+    return ""
+
+
+def _missing(pools: Sequence[SharedMemory | NixlMemory], hello: Hello) -> str:
+    """What is not there of the pools that the peer should have opened; "" when it has all."""
     if len(pools) != len(hello.geometries):
         return f"the peer shares {len(pools)} pools of {len(hello.geometries)}"
     if min(pool.pages for pool in pools) < hello.kv_pages:
         return f"the peer shares {min(pool.pages for pool in pools)} pages of {hello.kv_pages}"
-    hosts = offer.shared_memory | {pool.host for pool in pools}
-    return "" if len(hosts) == 1 else "the stages of the two are not on one host"
+    return ""
 
 
 def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:

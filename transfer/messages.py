@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from core.arrays import ITEM_BYTES
-from core.backends import PoolMemory
+from core.backends import NixlAccess, PoolMemory
 from core.geometry import MAX_COMPONENTS, Geometry
 
 VERSION = 1
@@ -205,12 +205,15 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 class Attach(Message, frozen=True, kw_only=True):
     """Peer to stage, first on a data connection. checksum: the kind the peer insists on ("none" if it does not).
-    peer_stage: which of the geometries of its hello the connection is for."""
+    checksum_shm: it insists also where the stage writes through shared memory. peer_stage: which of the geometries of
+    its hello the connection is for. nixl: how the stage can write into that pool by NIXL, in this session."""
 
     session: Id
     stage: Size
     checksum: Code
     peer_stage: Size = 0
+    checksum_shm: bool = False
+    nixl: NixlAccess | None = None
 
 
 class Attached(Message, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from core.backends import ZMQ, PoolMemory
 from core.geometry import Geometry
 from core.orders import AdmitPeer, Send
-from transfer.backends.base import Handle, RemotePages
+from transfer.backends.base import Handle, RemotePages, Write
 from transfer.layout import overlap
 
 Key = tuple[str, int, int]  # ticket, generation, chunk
@@ -66,7 +66,7 @@ class OutPart:
     payload_bytes: int
     handles: list[Handle] = field(default_factory=list)
     sent_at: float = 0.0
-    write: Handle | None = None
+    write: Write | None = None
     checksum: int | None = None
 
     @property
@@ -95,7 +95,7 @@ class Lane:
     """One stage of a peer. stage: its number. destination: its pool. part: the layers and heads of this stage that
     it takes. backend: how bytes are to go there. route: its connection of the moment. checksum: whether chunks carry
     one. memory: how its pool may be written; remote: that pool, once it has been opened. writing: parts in flight that
-    are not announced yet."""
+    are not announced yet. lost: a write has not come through, and never will."""
 
     stage: int
     destination: Geometry
@@ -110,6 +110,7 @@ class Lane:
     queue: deque[OutPart] = field(default_factory=deque)
     in_flight: dict[Key, OutPart] = field(default_factory=dict)
     writing: list[OutPart] = field(default_factory=list)
+    lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +152,12 @@ class Outbound:
     @property
     def unsettled(self) -> bool:
         """Whether settle() or written() wait for something that does not wake us."""
-        return bool(self._settling or self._cancelling or any(lane.writing for lane in self._by_route.values()))
+        return bool(self._settling or self._cancelling or self.writing)
+
+    @property
+    def writing(self) -> bool:
+        """Whether bytes are on their way into a peer's pages."""
+        return any(lane.writing for lane in self._by_route.values())
 
     def admit(self, order: AdmitPeer) -> None:
         if order.session in self._sessions:
@@ -236,6 +242,18 @@ class Outbound:
         if part not in part.owner.sent:
             part.owner.sent.append(part)
         return part
+
+    def lost(self) -> list[tuple[str, str]]:
+        """Sessions through which a write was lost, each once, and how. Nobody can say when the last of its bytes will
+        have come to the peer's pages, so nothing of the session can be called quiet any more."""
+        found = []
+        for session in self._sessions.values():
+            for lane in session.lanes.values():
+                reasons = [part.write.lost for part in lane.writing if part.write is not None and part.write.lost]
+                if reasons and not lane.lost:
+                    lane.lost = True
+                    found.append((session.session, reasons[0]))
+        return found
 
     def written(self) -> list[tuple[Lane, OutPart]]:
         """Take out what has come into the peer's pages and is to be announced."""

@@ -9,6 +9,7 @@ own writes happen in receive(), so none of them is under way when Forget is answ
 its desk says when it has ceased for a ticket; HungUp is said when it has for a session that ended without such a word.
 """
 
+import logging
 from collections.abc import Mapping
 from itertools import chain
 from typing import assert_never
@@ -16,7 +17,7 @@ from typing import assert_never
 import zmq
 
 from core.arrays import unpack
-from core.backends import FAKE, ZMQ, writes_directly
+from core.backends import FAKE, SHM, ZMQ, NixlAccess, writes_directly
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import CHECKSUM, PEER_GONE
@@ -45,6 +46,8 @@ from transfer.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMess
 from transfer.metadata import MetadataRows
 from transfer.revocation import Revocations
 from transfer.sockets import Context, Socket
+
+log = logging.getLogger(__name__)
 
 ReceiverOrder = Dial | HangUp | Expect | Forget
 CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
@@ -147,6 +150,7 @@ class Receiver:
         self._close_lines(order.session)
         kind = checksum.kinds(self._config.checksum)[0]
         timeout_s = self._config.peer_timeout_s
+        access = self._grant(order)
         for stage, (endpoint, whole) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
             source = overlap(whole, self._geometry)
             if source is None:
@@ -159,10 +163,26 @@ class Receiver:
                 keys=self._keys,
                 server_key=order.server_key,
             )
-            attach = Attach(session=order.session, stage=stage, checksum=kind, peer_stage=self._stage)
+            attach = Attach(
+                session=order.session,
+                stage=stage,
+                checksum=kind,
+                peer_stage=self._stage,
+                checksum_shm=self._config.checksum_shm,
+                nixl=access,
+            )
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
             self._lines.append(_Line(order.session, stage, source, order.backend, socket, attachment))
         return self.tick(now)
+
+    def _grant(self, order: Dial) -> NixlAccess | None:
+        """What the stages need to write into the pool. Where it cannot be had, they send frames."""
+        exposure = self._exposures.get(order.backend)
+        try:
+            return exposure.grant(order.session) if exposure is not None else None
+        except OSError as error:
+            log.warning("KV comes in frames: the pool cannot be opened for %s: %s", order.backend, error)
+            return None
 
     def _hang_up(self, session: str, now: float) -> list[StageEvent]:
         """Close a session's connections. Whoever may write through it loses that right, now or later."""
@@ -237,7 +257,7 @@ class Receiver:
         """Check what can be checked before anything is written here: the checksum, and whose metadata row it is."""
         if header.written and line.backend == ZMQ:
             return Reject(messages.BAD_CHUNK, "nobody may write into this pool, and no frames came", accept.inbound)
-        if header.checksum is None and self._config.checksum and line.backend != FAKE:
+        if header.checksum is None and self._insists(line, header):
             return Reject(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
         if header.checksum is not None:
             written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
@@ -256,6 +276,12 @@ class Receiver:
                 text = f"metadata of another ticket, or of generation {row.generation}"
                 return Reject(messages.BAD_METADATA, text, accept.inbound)
         return accept
+
+    def _insists(self, line: _Line, header: Chunk) -> bool:
+        """Whether a chunk has to have a checksum."""
+        if line.backend == FAKE:
+            return False
+        return self._config.checksum_shm if header.written and line.backend == SHM else self._config.checksum
 
     def _accept(self, line: _Line, accept: Accept, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
         inbound = accept.inbound

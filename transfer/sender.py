@@ -9,31 +9,41 @@ next_deadline() asks for short re-checks, and only while something waits for one
 here, so none is begun after Cancel or DropPeer has been applied (G2).
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from core.arrays import packed_length, unpack
-from core.backends import FAKE, ZMQ
+from core.backends import ZMQ
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.errors import CANCELLED, PEER_GONE
 from core.geometry import Geometry
-from core.orders import Acked, AdmitPeer, Cancel, DropPeer, Quiet, Release, Send, SendFailed, StageEvent
+from core.orders import (
+    Acked,
+    AdmitPeer,
+    Cancel,
+    DropPeer,
+    PeerLost,
+    Quiet,
+    Release,
+    Send,
+    SendFailed,
+    StageEvent,
+)
 from core.stats import Counters, Sample, Stats
 from core.trace import Buffer, Outcome, TransferTrace
 from transfer import checksum, curve, messages, metadata, payload, sockets
 from transfer.backends.base import Reach, RemotePages
 from transfer.layout import Bytes, PageStore, copies, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
-from transfer.outbound import Lane, Outbound, OutPart, OutSession
+from transfer.outbound import Lane, Outbound, OutPart
 from transfer.sockets import Context, Socket
-
-log = logging.getLogger(__name__)
+from transfer.ways import Ways
 
 SenderOrder = AdmitPeer | DropPeer | Send | Cancel | Release
 FIRST_RECHECK_S = 0.001
 LAST_RECHECK_S = 0.02
+WRITE_RECHECK_S = 0.002  # while bytes are on their way, of which the peer is to hear when they have come
 
 
 class Sender:
@@ -57,7 +67,7 @@ class Sender:
         self._store = store
         self._outbound = Outbound(geometry)
         self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
-        self._reaches = dict(reaches or {})
+        self._ways = Ways(config, stage, reaches or {})
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_sent_total", 0, (backend,))
@@ -97,9 +107,9 @@ class Sender:
             case AdmitPeer():
                 self._outbound.admit(command)
             case DropPeer():
-                self._let_go(self._outbound.drop(command.session))
+                self._ways.close(self._outbound.drop(command.session))
             case Send():
-                return self._send(command, now)
+                return [*self._send(command, now), *self._settle(now)]
             case Cancel():
                 self._outbound.cancel(command.request)
                 return self._settle(now)
@@ -110,7 +120,8 @@ class Sender:
         return []
 
     def tick(self, now: float) -> list[StageEvent]:
-        self._recheck_s = min(2 * self._recheck_s, LAST_RECHECK_S)
+        limit = WRITE_RECHECK_S if self._outbound.writing else LAST_RECHECK_S
+        self._recheck_s = min(2 * self._recheck_s, limit)
         return self._settle(now)
 
     def next_deadline(self) -> float | None:
@@ -120,7 +131,7 @@ class Sender:
         if self._gate is not None:
             self._gate.close()
         self._socket.close()
-        self._let_go(self._outbound.lanes())
+        self._ways.close(self._outbound.lanes())
 
     def statistics(self) -> Stats:
         gauges = (
@@ -166,33 +177,10 @@ class Sender:
         if lane is None:
             text = f"stage {self._stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
             return self._refuse(route, messages.WRONG_STAGE, text)
-        lane.checksum = session.backend != FAKE and (self._config.checksum or attach.checksum != checksum.NONE)
-        self._open(session, lane)
+        self._ways.open(session.session, lane, attach)
         self._outbound.attach(lane, route)
         self._say(route, Attached(stage=self._stage))
         return self._pump(lane, now)
-
-    def _open(self, session: OutSession, lane: Lane) -> None:
-        """Find the way into the peer's pool, once. Where there is none, payload goes in frames."""
-        memory, lane.memory = lane.memory, None
-        reach = self._reaches.get(session.backend)
-        if memory is None or reach is None:
-            return
-        try:
-            lane.remote = reach.open(session.session, self._stage, lane.destination, memory)
-        except (OSError, ValueError) as error:
-            log.warning(
-                "KV goes to stage %d of a peer in frames: its pool is out of reach by %s: %s",
-                lane.stage,
-                session.backend,
-                error,
-            )
-
-    def _let_go(self, lanes: list[Lane]) -> None:
-        for lane in lanes:
-            if lane.remote is not None:
-                lane.remote.close()
-                lane.remote = None
 
     def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
@@ -310,14 +298,16 @@ class Sender:
             self._counters.add("bytes_sent_total", part.payload_bytes, (ZMQ,))
 
     def _settle(self, now: float) -> list[StageEvent]:
-        for lane, part in self._outbound.written():
+        written = self._outbound.written()
+        for lane, part in written:
             self._transmit(lane, part, part.checksum, [])
         acked, quiet = self._outbound.settle()
-        if not self._outbound.unsettled:
+        if written or acked or quiet or not self._outbound.unsettled:
             self._recheck_s, self._recheck_at = FIRST_RECHECK_S, None
-        elif acked or quiet or self._recheck_at is None or self._recheck_at <= now:
+        if self._outbound.unsettled and (self._recheck_at is None or self._recheck_at <= now):
             self._recheck_at = now + self._recheck_s
         return [
+            *(PeerLost(stage=self._stage, session=session, reason=why) for session, why in self._outbound.lost()),
             *(
                 Acked(stage=self._stage, request=chunk.order.request, chunk=chunk.order.chunk, bytes=chunk.bytes)
                 for chunk in acked

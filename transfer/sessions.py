@@ -214,6 +214,7 @@ class PeerBook:
         error = self._objection(peer, reserve, current)
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
+            peer.end(reserve.ticket, reserve.generation)  # it has been told so, and a late copy must not revive it
             return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
         pages = packed_length(reserve.pages)
         peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.arrays import pack
-from core.backends import SHM, writes_directly
+from core.backends import NIXL, writes_directly
 from core.geometry import Geometry
 from core.orders import (
     Arrived,
@@ -69,9 +69,11 @@ class DecodeSide(Side):
         self.ended: list[Incoming] = []
         context: Any = Context(world.network)
         self.dialer = Dialer(world.config, context)
-        self.shared = world.pools.share(geometry, self.store)
+        agents = world.backend == NIXL
+        self.shared = world.agents.share(self.store) if agents else world.pools.share(geometry, self.store)
+        exposures = {world.backend: self.shared}
         self.receiver = Receiver(
-            world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures={SHM: self.shared}
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures=exposures
         )
         self.ports = [self.dialer, self.receiver]
         self.dialer.ready(

@@ -7,7 +7,7 @@ and a process that is killed loses its own.
 
 import random
 
-from core.backends import PoolMemory, SharedMemory
+from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
 from tests.transfer.memory_zmq import Network
 from transfer.arrays import ArrayPageStore
@@ -17,7 +17,9 @@ HOST = "one host"
 
 
 class Landing:
-    """The Handle of the writes since the last flush."""
+    """The Write of the pieces since the last flush."""
+
+    lost = ""
 
     def __init__(self) -> None:
         self.pieces = 0
@@ -86,6 +88,9 @@ class SharedStore:
         shared = SharedMemory(host=HOST, name=name, bytes=1, pages=pages, strides=(0, 0, 0, 0, 0))
         self.memory = PoolMemory(shm=shared)
 
+    def grant(self, session: str) -> None:
+        """The hello has said it all."""
+
     def revoke(self, session: str, stage: int) -> bool:
         return self._pools.rights.setdefault((session, stage), self) is self
 
@@ -97,7 +102,9 @@ class MemoryReach:
         self._pools = pools
         self.opened: dict[str, MemoryPages] = {}
 
-    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> "Right":
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> "Right":
         assert memory.shm is not None
         if self._pools.rights.setdefault((session, stage), self) is not self:
             raise ValueError("the peer has ended the session")

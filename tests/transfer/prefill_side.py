@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from core.arrays import pack, unpack
-from core.backends import SHM
+from core.backends import NIXL
 from core.errors import ErrorInfo
 from core.geometry import Geometry
 from core.orders import (
@@ -16,12 +16,14 @@ from core.orders import (
     AdmitPeer,
     Cancel,
     DropPeer,
+    PeerLost,
     Quiet,
     Release,
     Send,
     SendFailed,
 )
 from core.peers import (
+    EndPeer,
     PeerCancelled,
     PeerGone,
     PeerJoined,
@@ -32,6 +34,7 @@ from core.peers import (
 )
 from core.request import FirstToken
 from tests.transfer.harness import random_store
+from tests.transfer.memory_agents import VERSION, AgentReach
 from tests.transfer.memory_pools import HOST, MemoryReach
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, poison, slots_of
@@ -66,9 +69,10 @@ class PrefillSide(Side):
         self.open: dict[int, Outgoing] = {}
         self.serials = 0
         context: Any = Context(world.network)
-        self.reach = MemoryReach(world.pools)
+        self.reach = AgentReach(world.agents) if world.backend == NIXL else MemoryReach(world.pools)
+        reaches = {world.backend: self.reach}
         self.sender = Sender(
-            world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches={SHM: self.reach}
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches=reaches
         )
         self.desk = Desk(world.config, context, new_session=world.new_id)
         ports = (self.sender.port,)
@@ -81,6 +85,7 @@ class PrefillSide(Side):
                 max_model_len=1024,
                 backends=(world.backend,),
                 shared_memory=frozenset([HOST]),
+                nixl=frozenset([VERSION]),
             )
         )
         self.ports = [self.desk, self.sender]
@@ -105,6 +110,8 @@ class PrefillSide(Side):
                 one.acked, one.deadline = one.acked + 1, self.world.network.now + PATIENCE_S
                 if one.acked == one.chunks:
                     self.tell(one, TellFinished)
+            case PeerLost(session=session, reason=reason):
+                self.apply(self.desk, EndPeer(session=session, reason=reason))
             case SendFailed(request=request, code=code, message=text) if request in self.open:
                 assert code != "checksum_mismatch", "source pages have changed before they were acknowledged (G3)"
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))

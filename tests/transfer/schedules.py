@@ -1,12 +1,13 @@
 """One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs.
 
-Every other pair of seeds has components beside keys and values; of each pair, one has frames and one shared memory.
+Every other pair of seeds has components beside keys and values, and every third seed another backend.
 """
 
-from core.backends import SHM, ZMQ
+from core.backends import NIXL, SHM, ZMQ
 from core.geometry import Component, Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
+from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
@@ -32,7 +33,9 @@ def run_schedule(seed: int) -> dict[str, int]:
     source, destination = (
         Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size, components=components) for size in sizes
     )
-    world = World(network, sizes[1], MemoryPools(network, seed), backend=(ZMQ, SHM)[seed % 2])
+    world = World(
+        network, sizes[1], MemoryPools(network, seed), MemoryAgents(network, seed), (ZMQ, SHM, NIXL)[seed % 3]
+    )
     prefill = PrefillSide(world, source)
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
     world.sides = [prefill, decode]

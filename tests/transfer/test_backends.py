@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from core.backends import BACKENDS, FAKE, SHM, ZMQ, PoolMemory, SharedMemory
+from core.backends import BACKENDS, FAKE, NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
 from core.geometry import Component, Geometry
 from core.peers import EndPeer, PeerGone, PeerJoined, PrefillDown, PrefillUp
 from core.stats import Counters
@@ -29,8 +29,16 @@ def shared(host: str = HERE, pages: int = 100) -> PoolMemory:
     return PoolMemory(shm=SharedMemory(host=host, name="kv", bytes=1, pages=pages, strides=(1, 1, 1, 1, 1)))
 
 
-def offer(*backends: str, hosts: tuple[str, ...] = (HERE,)) -> Any:
-    return replace(OFFER, backends=backends, shared_memory=frozenset(hosts))
+def reachable(version: str = "1.5", pages: int = 100) -> PoolMemory:
+    return PoolMemory(nixl=NixlMemory(version=version, bytes=1, pages=pages, strides=(1, 1, 1, 1, 1)))
+
+
+def both(host: str = HERE) -> PoolMemory:
+    return PoolMemory(shm=shared(host).shm, nixl=reachable().nixl)
+
+
+def offer(*backends: str, hosts: tuple[str, ...] = (HERE,), nixl: tuple[str, ...] = ("1.5",)) -> Any:
+    return replace(OFFER, backends=backends, shared_memory=frozenset(hosts), nixl=frozenset(nixl))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,13 @@ def offer(*backends: str, hosts: tuple[str, ...] = (HERE,)) -> Any:
         ((SHM, ZMQ), (SHM, ZMQ), (), (HERE,), ZMQ, "shares 0 pools of 1"),
         ((SHM, ZMQ), (SHM, ZMQ), (PoolMemory(),), (HERE,), ZMQ, "shares 0 pools of 1"),
         ((SHM, ZMQ), (SHM, ZMQ), (shared(pages=99),), (HERE,), ZMQ, "shares 99 pages of 100"),
+        ((SHM, NIXL, ZMQ), (SHM, NIXL, ZMQ), (both(),), (HERE,), SHM, "first choice"),
+        ((SHM, NIXL, ZMQ), (SHM, NIXL, ZMQ), (both(ELSEWHERE),), (HERE,), NIXL, "not shm: the stages of the two are"),
+        ((SHM, NIXL, ZMQ), (SHM, NIXL, ZMQ), (reachable(),), (HERE,), NIXL, "not shm: the peer shares 0 pools of 1"),
+        ((SHM, NIXL, ZMQ), (SHM, ZMQ), (shared(ELSEWHERE),), (HERE,), ZMQ, "not nixl: the peer accepts shm, zmq"),
+        ((SHM, ZMQ), (SHM, NIXL, ZMQ), (both(ELSEWHERE),), (HERE,), ZMQ, "not on one host"),
+        ((NIXL, ZMQ), (NIXL, ZMQ), (reachable("1.6"),), (HERE,), ZMQ, "the stages of the two have versions 1.5, 1.6"),
+        ((NIXL, ZMQ), (NIXL, ZMQ), (reachable(pages=99),), (HERE,), ZMQ, "shares 99 pages of 100"),
         ((FAKE,), (ZMQ, FAKE), (), (HERE,), FAKE, "first choice"),
         ((SHM,), (SHM,), (shared(ELSEWHERE),), (HERE,), "", "not on one host"),
         ((SHM,), (ZMQ,), (), (HERE,), "", "the peer accepts zmq"),
@@ -63,13 +78,15 @@ def test_the_first_way_of_the_prefill_server_that_works_is_taken(
     assert reason in chosen.reason
 
 
-@given(st.permutations(BACKENDS), st.sets(st.sampled_from(BACKENDS)), st.booleans(), st.booleans())
+@given(st.permutations(BACKENDS), st.sets(st.sampled_from(BACKENDS)), *[st.booleans()] * 3)
 def test_what_is_chosen_is_possible_and_nothing_before_it_is(
-    ours: list[str], theirs: set[str], here: bool, shares: bool
+    ours: list[str], theirs: set[str], here: bool, shares: bool, same: bool
 ) -> None:
-    memory = (shared(HERE if here else ELSEWHERE),) if shares else ()
-    chosen = choose_backend(offer(*ours), hello(backends=tuple(theirs), memory=memory)).backend
-    possible = [name for name in ours if name in theirs and (name != SHM or (here and shares))]
+    memory = (PoolMemory(shm=shared(HERE if here else ELSEWHERE).shm, nixl=reachable("1.5" if same else "1.4").nixl),)
+    said = hello(backends=tuple(theirs), memory=memory if shares else ())
+    chosen = choose_backend(offer(*ours), said).backend
+    needs = {SHM: here and shares, NIXL: same and shares}
+    possible = [name for name in ours if name in theirs and needs.get(name, True)]
     assert chosen == (possible[0] if possible else "")
 
 

@@ -26,7 +26,7 @@ MISMATCHES = [
     ({"metadata_bytes": 64}, "metadata_bytes_mismatch", "256", "64"),
     ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
     ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
-    ({"backends": ("nixl",)}, "backend_mismatch", "zmq", "nixl"),
+    ({"backends": ("mooncake",)}, "backend_mismatch", "zmq", "mooncake"),
     ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [1, 2, 2, 64] there"),
     ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5 there"),
     (

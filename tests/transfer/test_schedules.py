@@ -9,6 +9,7 @@ import pytest
 
 from core.geometry import Geometry
 from tests.transfer.decode_side import DecodeSide
+from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
@@ -34,7 +35,7 @@ def test_a_peer_whose_connections_crawl_costs_another_one_nothing() -> None:
 
     def fetches(crawling: bool) -> list[float]:
         network = Network(5, Faults())
-        world = World(network, GEOMETRY.page_size, MemoryPools(network, 5))
+        world = World(network, GEOMETRY.page_size, MemoryPools(network, 5), MemoryAgents(network, 5))
         prefill = PrefillSide(world, GEOMETRY)
         quick, slow = (DecodeSide(world, GEOMETRY, "tcp://127.0.0.1:7000") for _ in range(2))
         world.sides = [prefill, quick, slow]

@@ -211,7 +211,7 @@ def test_quotas() -> None:
     assert isinstance(answer, Failed)
     assert (answer.code, answer.status) == ("too_many_tickets", 429)
     made.tell(TellCancelled(session=session, ticket="t0", generation=1))
-    assert made.receive(b"a", reserve("t3"), 0.0).events
+    assert made.receive(b"a", reserve("t3", generation=2), 0.0).events
     made.receive(b"b", hello(instance="e" * 32), 0.0)
     [(_, refuse)] = made.receive(b"c", hello(instance="f" * 32), 0.0).replies
     assert isinstance(refuse, Refuse)
@@ -220,11 +220,15 @@ def test_quotas() -> None:
 
 
 def test_a_ticket_that_has_not_ended_cannot_be_used_again() -> None:
-    made, _ = joined()
+    made, session = joined()
     made.receive(b"a", reserve(generation=1), 0.0)
     [(_, answer)] = made.receive(b"a", reserve(generation=2), 0.0).replies
     assert isinstance(answer, Failed)
     assert (answer.code, answer.status, answer.generation) == ("ticket_in_use", 409, 2)
+    made.receive(b"a", Cancel(ticket="t", generation=1), 0.0)
+    made.tell(TellCancelled(session=session, ticket="t", generation=1))
+    assert made.receive(b"a", reserve(generation=2), 0.0) == ([], []), "a late copy of what was refused"
+    assert made.receive(b"a", reserve(generation=3), 0.0).events
 
 
 def test_cancelling_is_always_answered_once_per_question() -> None:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here"
 GEOMETRY = Geometry("float16", layers=3, kv_heads=2, head_dim=4, page_size=8)
 SESSION = "s" * 32
 PAGES = 6
+BARE = TransferConfig(peer_timeout_s=1.0, window_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -229,15 +230,32 @@ def test_pages_that_the_peer_has_not_fail_the_request(pair: Pair) -> None:
     assert value(pair.sender.statistics(), "unacked_bytes") == 0
 
 
-def test_bytes_that_change_in_the_pool_are_found_by_the_checksum(pair: Pair) -> None:
+@pytest.mark.parametrize("sides", [(True, False), (False, True)])
+def test_bytes_that_change_in_the_pool_are_found_by_the_checksum_where_a_side_wants_one(
+    sides: tuple[bool, bool],
+) -> None:
     """As if a second writer were there: the chunk is refused, and its ticket fails."""
+    geometry = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
+    sending, receiving = (replace(BARE, checksum_shm=wanted) for wanted in sides)
+    with zmq_context() as context:
+        pair = Pair(context, geometry, geometry, config=sending, receiver_config=receiving, backend=SHM)
+        _change_under_way(pair)
+        assert pair.loop.wait_for(pair.sender, SendFailed).code == "checksum_mismatch"
+        assert not pair.loop.of(pair.receiver, Arrived)
+        pair.close()
+
+
+def test_nothing_is_checked_in_shared_memory_unless_a_side_wants_it(pair: Pair) -> None:
+    _change_under_way(pair)
+    assert pair.loop.wait_for(pair.receiver, Arrived).first == FIRST
+
+
+def _change_under_way(pair: Pair) -> None:
     pair.expect(1, [3], 0, 16)
     pair.send(1, 0, 0, 16, pages=[9], dst_pages=[3], last=True)
     while not value(pair.sender.statistics(), "bytes_sent_total", ("shm",)):
         pair.sender.receive(0.0)
     pair.target.data[3, 0, 0, 0, 0, 0] ^= 1
-    assert pair.loop.wait_for(pair.sender, SendFailed).code == "checksum_mismatch"
-    assert not pair.loop.of(pair.receiver, Arrived)
 
 
 def test_a_session_that_ends_is_hung_up_when_its_stage_has_let_go(pair: Pair) -> None:

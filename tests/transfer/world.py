@@ -10,6 +10,7 @@ from core.backends import ZMQ
 from core.config import TransferConfig
 from core.errors import ErrorInfo
 from tests.transfer.harness import AnyPort
+from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Network
 from transfer.arrays import ArrayPageStore
@@ -91,6 +92,7 @@ class World:
     network: Network
     peer_page_size: int
     pools: MemoryPools
+    agents: MemoryAgents
     backend: str = ZMQ
     config: TransferConfig = CONFIG
     uses: int = 0

@@ -1,14 +1,14 @@
 """What a backend that writes into the peer's pool has to have, on either side.
 
-    sending stage:    Reach.open ─► RemotePages.write … flush ─► Handle done ─► header (written) ─► Ack
-    receiving stage:  memory in the hello; when a session has ended, Exposure.revoke until it is True
+    sending stage:    Reach.open ─► RemotePages.write … flush ─► Write done ─► header (written) ─► Ack
+    receiving stage:  memory in the hello, Exposure.grant in Attach; when a session has ended, revoke until it is True
 
 Each is used by one thread, the stage's I/O thread, and no call waits for the other side.
 """
 
 from typing import Protocol
 
-from core.backends import PoolMemory
+from core.backends import NixlAccess, PoolMemory
 from core.geometry import Geometry
 from transfer.layout import WHOLE, Box, Bytes
 
@@ -20,6 +20,14 @@ class Handle(Protocol):
     def done(self) -> bool: ...
 
 
+class Write(Handle, Protocol):
+    """Writes that were begun together. lost: why they will not be done while the session lasts, though some of their
+    bytes may still be on the way; "" unless that is so. Once the RemotePages are closed they are done in any case."""
+
+    @property
+    def lost(self) -> str: ...
+
+
 class RemotePages(Protocol):
     """The pool of one stage of a peer, as a sending stage writes into it."""
 
@@ -28,26 +36,34 @@ class RemotePages(Protocol):
         slots that the pool has not."""
         ...
 
-    def flush(self) -> Handle:
+    def flush(self) -> Write:
         """Done when the bytes of all writes since the last flush are in the peer's pages."""
         ...
 
     def close(self) -> None:
-        """Afterwards no write is under way, and the peer can find out that none will be."""
+        """Afterwards no write is begun, none is under way that reads our memory, and the peer can find out that none
+        will be."""
         ...
 
 
 class Reach(Protocol):
     """A way into the pools of peers."""
 
-    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> RemotePages:
-        """stage: our own rank. geometry and memory: of the peer's pool. Raises OSError or ValueError when the pool
-        cannot be reached or is not what the peer says."""
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> RemotePages:
+        """stage: our own rank. geometry and memory: of the peer's pool. access: what the peer granted when it attached.
+        Raises OSError or ValueError when the pool cannot be reached or is not what the peer says."""
         ...
 
 
 class Exposure(Protocol):
     """Our own pool, as peers may write into it."""
+
+    def grant(self, session: str) -> NixlAccess | None:
+        """What the stages of a prefill server need to write through this session beside what the hello said; None where
+        that is all. Raises OSError when it cannot be had."""
+        ...
 
     def revoke(self, session: str, stage: int) -> bool:
         """End the right of the stage `stage` of a prefill server to write through a session that has ended. False as

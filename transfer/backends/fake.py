@@ -2,15 +2,16 @@
 
 from typing import NamedTuple
 
-from core.backends import PoolMemory
+from core.backends import NixlAccess, PoolMemory
 from core.geometry import Geometry
 from transfer.layout import WHOLE, Box, Bytes
 
 
 class Done(NamedTuple):
-    """The Handle of something that was over at once."""
+    """The Write that was over at once."""
 
     done: bool = True
+    lost: str = ""
 
 
 class FakePages:
@@ -29,5 +30,7 @@ class FakePages:
 class FakeReach:
     """A Reach that reaches every pool."""
 
-    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> FakePages:
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> FakePages:
         return FakePages()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from core.backends import PoolMemory, SharedMemory
+from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
 from transfer.arrays import StridedPool, c_order
 from transfer.backends import locks
@@ -83,6 +83,9 @@ class SharedPool:
     def buffer(self) -> memoryview:
         return memoryview(self._map)
 
+    def grant(self, session: str) -> None:
+        """The hello has said it all."""
+
     def revoke(self, session: str, stage: int) -> bool:
         return locks.take(self._file, locks.writer_byte(session, stage))
 
@@ -94,7 +97,9 @@ class SharedPool:
 class ShmReach:
     """The Reach of a stage to pools on its host."""
 
-    def open(self, session: str, stage: int, geometry: Geometry, memory: PoolMemory) -> "ShmPages":
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> "ShmPages":
         if memory.shm is None:
             raise ValueError("the peer named no shared memory")
         return ShmPages(session, stage, geometry, memory.shm)

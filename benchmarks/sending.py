@@ -1,0 +1,136 @@
+"""The sending process of benchmarks.transfer: python -m benchmarks.sending JOB."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from benchmarks.bare_zmq import send as send_bare_zmq
+from core.arrays import pack
+from core.backends import NIXL, SHM, NixlAccess, PoolMemory
+from core.clock import SystemClock
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.orders import AdmitPeer, Send
+from core.request import FirstToken
+from transfer.arrays import ArrayPageStore
+from transfer.backends.base import Reach
+from transfer.backends.shm import ShmReach
+from transfer.keys import SECRET_SUFFIX
+from transfer.sender import Sender
+from transfer.sockets import Context
+
+SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
+NAME = "benchmark"  # of the key pair
+BARE_ZMQ, BARE_NIXL = "bare zmq", "bare nixl"
+GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
+CLOCK = SystemClock()
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a child is to send, on every line of its standard input. keys: folder with the one pair that both sides
+    have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this pool, and all
+    pages are to go to it, too. access: for the bare way by NIXL."""
+
+    way: str
+    pages: int
+    chunk_pages: int
+    checksum: bool
+    memory: PoolMemory = PoolMemory()
+    keys: str = ""
+    stalled: PoolMemory | None = None
+    access: NixlAccess | None = None
+
+    def config(self) -> TransferConfig:
+        plain = TransferConfig(backends=(SHM, NIXL, "zmq"), checksum=self.checksum, checksum_shm=self.checksum)
+        secret = str(Path(self.keys, f"{NAME}{SECRET_SUFFIX}"))
+        return msgspec.structs.replace(plain, curve_key=secret, curve_allowed=self.keys) if self.keys else plain
+
+
+def send(job: Job) -> None:
+    """Send all pages once for every line on standard input, until that ends."""
+    config = job.config()
+    store = ArrayPageStore(GEOMETRY, job.pages)
+    store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
+    if job.way == BARE_ZMQ:
+        send_bare_zmq(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes)
+        return
+    memory = store.data.reshape(-1).data
+    if job.way == BARE_NIXL:
+        from benchmarks.bare_nixl import send as send_bare_nixl
+
+        assert job.access is not None
+        send_bare_nixl(memory, job.access, GEOMETRY.page_bytes, job.chunk_pages, config.window_bytes)
+        return
+    reaches: dict[str, Reach] = {SHM: ShmReach()}
+    if job.way == NIXL:
+        from transfer.backends.nixl import LOOPBACK, NixlReach
+
+        reaches[NIXL] = NixlReach(memory, LOOPBACK)
+    context: Context = zmq.Context()
+    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches=reaches)
+    peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
+    for session, pool in peers.items():
+        admit = AdmitPeer(
+            seq=0,
+            session=session,
+            geometry=GEOMETRY,
+            window_bytes=config.window_bytes,
+            backend=job.way,
+            memory=(pool,),
+        )
+        sender.apply(admit, CLOCK.now())
+    print(sender.port, flush=True)
+    _serve(sender, tuple(peers), job)
+
+
+def _serve(sender: Sender, sessions: tuple[str, ...], job: Job) -> None:
+    poller = zmq.Poller()
+    for socket in sender.sockets():
+        poller.register(socket, zmq.POLLIN)
+    poller.register(sys.stdin, zmq.POLLIN)
+    request = 0
+    while True:
+        due = sender.next_deadline()
+        ready = dict(poller.poll(None if due is None else max(0, int(1000 * (due - CLOCK.now()) + 0.999))))
+        sender.receive(CLOCK.now())
+        due = sender.next_deadline()
+        if due is not None and due <= CLOCK.now():
+            sender.tick(CLOCK.now())
+        if sys.stdin.fileno() in ready:
+            if not sys.stdin.readline():
+                return
+            request += 1
+            for session in sessions:
+                if session == SESSION or request == 1:
+                    _order(sender, session, request, job)
+
+
+def _order(sender: Sender, session: str, request: int, job: Job) -> None:
+    for chunk, first in enumerate(range(0, job.pages, job.chunk_pages)):
+        ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
+        last = first + job.chunk_pages >= job.pages
+        tokens = len(ids) // 4 * GEOMETRY.page_size
+        order = Send(
+            after=0,
+            seq=0,
+            request=request if session == SESSION else -1,
+            session=session,
+            ticket="benchmark",
+            generation=request,
+            chunk=chunk,
+            start=first * GEOMETRY.page_size,
+            count=tokens,
+            pages=ids,
+            dst_pages=ids,
+            row=0,
+            dst_row=0,
+            last=FirstToken(token=0, prompt_tokens=job.pages * GEOMETRY.page_size, cached_tokens=0) if last else None,
+        )
+        sender.apply(order, CLOCK.now())
+
+
+if __name__ == "__main__":
+    send(msgspec.json.decode(sys.argv[1], type=Job))

@@ -1,0 +1,148 @@
+"""One end of a handoff by NIXL as a process of its own, driven by lines of JSON.
+
+python -m tests.transfer.nixl_stage stage SETUP   a prefill stage: takes orders, says its port and its events
+python -m tests.transfer.nixl_stage peer SETUP    a decode stage: the same
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from core.backends import NIXL
+from core.config import TransferConfig
+from core.geometry import Geometry
+from core.orders import (
+    Acked,
+    AdmitPeer,
+    Arrived,
+    Cancel,
+    ChunkArrived,
+    Dial,
+    DropPeer,
+    Expect,
+    Expecting,
+    FetchFailed,
+    Forget,
+    Forgotten,
+    HangUp,
+    HungUp,
+    PeerLost,
+    Quiet,
+    Release,
+    Send,
+    SendFailed,
+)
+from tests.transfer.harness import CLOCK, Loop, random_store
+
+Order = AdmitPeer | DropPeer | Send | Cancel | Release | Dial | HangUp | Expect | Forget
+Event = Acked | Quiet | SendFailed | PeerLost | Arrived | ChunkArrived | Expecting | FetchFailed | Forgotten | HungUp
+E = TypeVar("E")
+
+
+class Setup(msgspec.Struct, frozen=True):
+    geometry: Geometry
+    pages: int
+    config: TransferConfig = TransferConfig(backends=(NIXL,), window_bytes=1 << 30)
+
+
+class Process:
+    """The other process, seen from the test."""
+
+    def __init__(self, kind: str, setup: Setup, loop: Loop) -> None:
+        command = [sys.executable, "-m", "tests.transfer.nixl_stage", kind, msgspec.json.encode(setup).decode()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._loop = loop
+        self._read = b""
+        self.events: list[Any] = []
+        self.hello: dict[str, Any] = json.loads(self._out.readline())
+
+    def order(self, order: Order) -> None:
+        self._in.write(msgspec.json.encode(order) + b"\n")
+        self._in.flush()
+
+    def of(self, kind: type[E]) -> list[E]:
+        while select.select([self._out], [], [], 0)[0]:
+            data = os.read(self._out.fileno(), 1 << 16)
+            if not data:
+                break
+            self._read += data
+        *lines, self._read = self._read.split(b"\n")
+        self.events += [msgspec.json.decode(line, type=Event) for line in lines]
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_for(self, kind: type[E], timeout_s: float = 10.0) -> E:
+        self._loop.until(lambda: self.of(kind), timeout_s)
+        return self.of(kind)[0]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._in.close()
+        self._out.close()
+
+
+def main(kind: str, setup: Setup) -> None:
+    from transfer.backends.nixl import LOOPBACK, NixlExposure, NixlReach
+    from transfer.receiver import Receiver
+    from transfer.sender import Sender
+
+    store = random_store(setup.geometry, setup.pages, seed=1)
+    memory = memoryview(store.data.reshape(-1))
+    context: Any = zmq.Context()
+    common: dict[str, Any] = {"stage": 0, "geometry": setup.geometry, "store": store, "context": context}
+    port: Any
+    hello: dict[str, Any] = {}
+    if kind == "stage":
+        port = Sender(setup.config, **common, reaches={NIXL: NixlReach(memory, LOOPBACK)})
+        hello = {"port": port.port}
+    else:
+        exposure = NixlExposure(setup.geometry, setup.pages, memory, LOOPBACK)
+        port = Receiver(setup.config, **common, exposures={NIXL: exposure})
+        hello = {"memory": msgspec.to_builtins(exposure.memory)}
+    print(json.dumps(hello), flush=True)
+    serve(port, lambda event: print(msgspec.json.encode(event).decode(), flush=True))
+
+
+def serve(port: Any, tell: Callable[[Any], None]) -> None:
+    """Until standard input ends."""
+    decoder = msgspec.json.Decoder(Order)
+    given = b""
+    while True:
+        poller = zmq.Poller()
+        for socket in [*port.sockets(), sys.stdin]:
+            poller.register(socket, zmq.POLLIN)
+        due = port.next_deadline()
+        ready = dict(poller.poll(None if due is None else max(0, 1000 * (due - CLOCK.now()))))
+        events = [*port.receive(CLOCK.now()), *port.tick(CLOCK.now())]
+        if sys.stdin.fileno() in ready:
+            data = os.read(sys.stdin.fileno(), 1 << 16)
+            if not data:
+                return
+            *lines, given = (given + data).split(b"\n")
+            for line in lines:
+                events += port.apply(decoder.decode(line), CLOCK.now())
+        for event in events:
+            tell(event)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Setup))

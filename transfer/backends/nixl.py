@@ -1,0 +1,252 @@
+"""NIXL: one-sided writes into the peer's registered pool, by UCX, over RDMA where there is some and TCP elsewhere.
+
+    owner (decode stage)                                      writer (prefill stage)
+    session begins: an agent of its own, the pool             one agent for all peers, the own pool
+    registered with it ─► its metadata in Attach ───────────► load it, write … until done, announce
+    session over: that agent is destroyed, and with it        forget the peer
+    the memory's key and whoever would carry a write out
+
+So the owner takes the right to write back by itself, whatever the writer does, even if it is stopped in the middle of
+a write and goes on later. That holds for transports where a write needs the owner's network card or its own process
+(RDMA, TCP). Where the writer's process itself writes into the owner's memory (UCX's cma, xpmem, knem) it does not, so
+those are switched off: on one host there is backends/shm.py.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from msgspec.structs import asdict
+from nixl import _bindings as nixl
+
+from core.backends import NixlAccess, NixlMemory, Placement, PoolMemory
+from core.geometry import Geometry
+from transfer.arrays import c_order, placed
+from transfer.backends.runs import Offsets, runs
+from transfer.layout import WHOLE, Box, Bytes
+
+VERSION = "1.5"  # of what agents say to each other; those of one minor version understand one another
+PROGRESS_US = 10_000  # longest sleep of an agent's own thread, which its network wakes
+UCX_OPTIONS = "SHM_DEVICES="  # none for transports between the processes of a host
+LOOPBACK = "lo"
+ERRORS = (
+    nixl.nixlBackendError,
+    nixl.nixlCancelledError,
+    nixl.nixlInvalidParamError,
+    nixl.nixlMismatchError,
+    nixl.nixlNotAllowedError,
+    nixl.nixlNotFoundError,
+    nixl.nixlNotPostedError,
+    nixl.nixlNotSupportedError,
+    nixl.nixlRemoteDisconnectError,
+    nixl.nixlRepostActiveError,
+    nixl.nixlUnknownError,
+)
+
+
+class Agent:
+    """A NIXL agent that memory is registered with. devices: network device that UCX may use, "" for all. Raises OSError
+    when UCX has no transport there, or cannot register the memory."""
+
+    def __init__(self, memory: memoryview, devices: str) -> None:
+        self.name = secrets.token_hex(16)
+        self._memory = np.frombuffer(memory, np.uint8)
+        self.address = int(self._memory.ctypes.data)
+        options = f"{UCX_OPTIONS},NET_DEVICES={devices}" if devices else UCX_OPTIONS
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.pthrDelay = PROGRESS_US
+        self.nixl = nixl.nixlAgent(self.name, config)
+        with _os_errors("a NIXL agent"):
+            self._backends = [
+                self.nixl.createBackend("UCX", {"engine_config": options, "ucx_error_handling_mode": "peer"})
+            ]
+            self._regions = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, self._memory.nbytes, 0, "")])
+            self.nixl.registerMem(self._regions, self._backends)
+
+    def metadata(self) -> bytes:
+        with _os_errors("a NIXL agent"):
+            return bytes(self.nixl.getLocalMD())
+
+    def destroy(self) -> None:
+        """Nobody can write into its memory any more. The last reference to NIXL's object has to go for that."""
+        with contextlib.suppress(*ERRORS):
+            self.nixl.deregisterMem(self._regions, self._backends)
+        del self.nixl
+
+
+class NixlExposure:
+    """A pool that peers write into by NIXL. An Exposure. memory: of the pool, in C order."""
+
+    def __init__(self, geometry: Geometry, pages: int, memory: memoryview, devices: str = "") -> None:
+        """Raises OSError when there is no transport."""
+        self.memory = NixlMemory(version=VERSION, **asdict(c_order(geometry, pages)))
+        self._pool = memory
+        self._devices = devices
+        self._agents: dict[str, Agent] = {}
+        self._spare: Agent | None = Agent(memory, devices)  # the first one takes long to make
+
+    def grant(self, session: str) -> NixlAccess:
+        agent = self._agents.get(session)
+        if agent is None:
+            agent, self._spare = self._spare or Agent(self._pool, self._devices), None
+            self._agents[session] = agent
+        return NixlAccess(metadata=agent.metadata(), address=agent.address)
+
+    def revoke(self, session: str, stage: int) -> bool:
+        """With the right of one stage those of all go: a session ends as a whole."""
+        agent = self._agents.pop(session, None)
+        if agent is not None:
+            agent.destroy()
+        return True
+
+    def close(self) -> None:
+        for session in list(self._agents):
+            self.revoke(session, 0)
+        if self._spare is not None:
+            self._spare.destroy()
+            self._spare = None
+
+
+class NixlReach:
+    """The Reach of a stage whose own pool is memory."""
+
+    def __init__(self, memory: memoryview, devices: str = "") -> None:
+        """Raises OSError when there is no transport."""
+        self._agent = Agent(memory, devices)
+        self._open: set[str] = set()
+
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> "NixlPages":
+        if memory.nixl is None or access is None:
+            raise ValueError("the peer granted no access")
+        places = {tensor.name: place for tensor, place in placed(geometry, memory.nixl)}
+        with _os_errors("the peer's NIXL agent"):
+            name = self._agent.nixl.loadRemoteMD(access.metadata)
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        if name in self._open:
+            raise ValueError("the peer's NIXL agent has the name of another one")
+        self._open.add(name)
+        return NixlPages(self._agent, name, geometry, memory.nixl, places, access.address, self._open)
+
+    def close(self) -> None:
+        self._agent.destroy()
+
+
+class NixlWrite:
+    """A Write. request: NIXL's, which has been posted."""
+
+    def __init__(self, agent: Agent, request: int | None, lost: str = "") -> None:
+        self.lost = lost
+        self._agent = agent
+        self._request = request
+        self._over = False
+
+    @property
+    def done(self) -> bool:
+        if not self._over and not self.lost:
+            self._ask()
+        return self._over
+
+    def end(self) -> None:
+        """Let go of it, whatever has become of it."""
+        self._over = True
+        if self._request is not None:
+            with contextlib.suppress(*ERRORS):
+                self._agent.nixl.releaseXferReq(self._request)
+            self._request = None
+
+    def _ask(self) -> None:
+        try:
+            status = self._agent.nixl.getXferStatus(self._request)
+        except ERRORS as error:
+            self.lost = f"NIXL: {error}"
+            return
+        if status == nixl.NIXL_SUCCESS:
+            self.end()
+        elif status != nixl.NIXL_IN_PROG:
+            self.lost = f"NIXL: {status}"
+
+
+class NixlPages:
+    """A peer's pool, as NIXL writes into it. RemotePages."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        peer: str,
+        geometry: Geometry,
+        memory: NixlMemory,
+        places: Mapping[str, Placement],
+        address: int,
+        names: set[str],
+    ) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._address = address
+        self._places = places
+        self._pages, self._slots = memory.pages, geometry.page_size
+        self._names = names
+        self._batch: list[tuple[Offsets, Offsets, int]] = []
+        self._writes: list[NixlWrite] = []
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        if not 0 <= page < self._pages or not 0 <= first_slot < first_slot + count <= self._slots:
+            raise IndexError(
+                f"slots {first_slot} to {first_slot + count} of page {page}: {self._pages} pages of {self._slots}"
+            )
+        layer, head = box.layers.start or 0, box.heads.start or 0
+        place = self._places[box.tensor]
+        page_bytes, layer_bytes, _, head_bytes, slot_bytes = place.strides
+        start = place.offset + page * page_bytes + layer * layer_bytes + head * head_bytes + first_slot * slot_bytes
+        here, there, length = runs(data.shape, data.strides[:-1], place.strides[1:])
+        self._batch.append((here + data.ctypes.data, there + (self._address + start), length))
+
+    def flush(self) -> NixlWrite:
+        batch, self._batch = self._batch, []
+        if not batch:
+            return self._begun(None)
+        sources, targets = (np.concatenate([part[side] for part in batch]) for side in (0, 1))
+        lengths = np.repeat([length for _, _, length in batch], [len(here) for here, _, _ in batch])
+        here, there = (
+            nixl.nixlXferDList(nixl.DRAM_SEG, np.stack([side, lengths, np.zeros_like(side)], axis=1).astype(np.uint64))
+            for side in (sources, targets)
+        )
+        agent = self._agent.nixl
+        try:
+            request = agent.createXferReq(nixl.NIXL_WRITE, here, there, self._peer)
+        except ERRORS as error:
+            return self._begun(None, f"NIXL: {error}")
+        try:
+            agent.postXferReq(request)
+        except ERRORS as error:
+            return self._begun(request, f"NIXL: {error}")
+        return self._begun(request)
+
+    def close(self) -> None:
+        with contextlib.suppress(*ERRORS):
+            self._agent.nixl.invalidateRemoteMD(self._peer)
+        for write in self._writes:
+            write.end()
+        self._writes.clear()
+        self._names.discard(self._peer)
+
+    def _begun(self, request: int | None, lost: str = "") -> NixlWrite:
+        begun = NixlWrite(self._agent, request, lost)
+        if request is None and not lost:
+            begun.end()
+        self._writes = [write for write in self._writes if not write.done]
+        self._writes.append(begun)
+        return begun
+
+
+@contextlib.contextmanager
+def _os_errors(what: str) -> Iterator[None]:
+    """NIXL's errors as OSError."""
+    try:
+        yield
+    except ERRORS as error:
+        raise OSError(f"{what}: {error}") from error
