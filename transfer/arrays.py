@@ -44,6 +44,7 @@ class StridedPool:
     tensors: by name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes."""
 
     def __init__(self, geometry: Geometry, layout: PoolLayout, memory: Any) -> None:
+        self.memory = memory
         self.tensors: dict[str, Bytes] = {}
         self._pages, self._slots = layout.pages, geometry.page_size
         for tensor, place in placed(geometry, layout):

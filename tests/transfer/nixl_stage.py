@@ -106,7 +106,7 @@ def main(kind: str, setup: Setup) -> None:
     from transfer.sender import Sender
 
     store = random_store(setup.geometry, setup.pages, seed=1)
-    memory = memoryview(store.data.reshape(-1))
+    memory = memoryview(store.memory)
     context: Any = zmq.Context()
     common: dict[str, Any] = {"stage": 0, "geometry": setup.geometry, "store": store, "context": context}
     port: Any
