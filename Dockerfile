@@ -16,7 +16,9 @@ FROM ${PYTHON} AS build
 ARG DEVICE=cpu
 ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/headrace/bin:$PATH
-RUN python -m venv /opt/headrace
+# For the kernels of engine/native; nothing of it is in the final image.
+RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-dev && rm -rf /var/lib/apt/lists/* && \
+    python -m venv /opt/headrace
 WORKDIR /src
 COPY requirements.txt .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \

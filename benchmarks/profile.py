@@ -10,28 +10,28 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+from unittest.mock import patch
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.overhead import computed
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt
 from core import arrays
 from core.config import EngineConfig, ModelConfig
 from core.orders import Row
+from core.process import keep_freed_memory
 from core.request import SamplingParams
+from engine.attention.base import Attention, AttentionPass, Span
+from engine.model.decoder import linear
 from engine.runner import ModelRunner
 from server.local import LocalServer
 
 PAGE = 16
-PRODUCTS = frozenset(("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"))
-ATTENTION = frozenset((
-    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::index_copy_", "aten::index_select", "aten::sigmoid",
-    "aten::lerp_", "aten::logaddexp",
-))  # fmt: skip
-BUSY = "headrace_stage_busy_seconds_total"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def rows_of(ids: Sequence[int], chunk: int) -> list[Row]:
@@ -45,33 +45,59 @@ def rows_of(ids: Sequence[int], chunk: int) -> list[Row]:
     return rows
 
 
+class Stopwatch:
+    """Adds up the time of the calls that go through it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[P, R]) -> Callable[P, R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds += time.perf_counter() - started
+            return result
+
+        return call
+
+
+class TimedPass:
+    def __init__(self, running: AttentionPass, watch: Stopwatch) -> None:
+        self.attend = watch.timed(running.attend)
+
+
+class TimedAttention:
+    """An Attention whose passes are timed, reads and writes of the pool included."""
+
+    def __init__(self, attention: Attention, watch: Stopwatch) -> None:
+        self._attention = attention
+        self._watch = watch
+
+    def begin(self, spans: Sequence[Span]) -> AttentionPass:
+        return TimedPass(self._attention.begin(spans), self._watch)
+
+
 def by_part(runner: ModelRunner, rows: Sequence[Row]) -> tuple[float, float, float]:
     """Seconds of products, attention and everything else."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    products, attention = Stopwatch(), Stopwatch()
+    with (
+        patch("engine.model.decoder.linear", products.timed(linear)),
+        patch.object(runner, "_attention", TimedAttention(runner._attention, attention)),
+    ):
         started = time.perf_counter()
         for row in rows:
             runner.execute([row])
         total = time.perf_counter() - started
-    own = {event.key: event.self_cpu_time_total * 1e-6 for event in profiler.key_averages()}
-    products = sum(seconds for name, seconds in own.items() if name in PRODUCTS)
-    attention = sum(seconds for name, seconds in own.items() if name in ATTENTION)
-    return products, attention, total - products - attention
-
-
-def busy(server: LocalServer) -> float:
-    """Seconds that the stage has computed so far."""
-    text = server.request("GET", "/metrics").text
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == BUSY)
+    return products.seconds, attention.seconds, total - products.seconds - attention.seconds
 
 
 def around(server: LocalServer, ids: list[int]) -> tuple[float, float]:
     """Seconds that the client saw, and those of them in which the stage did not compute."""
-    before = busy(server)
+    before = computed(server)
     started = time.perf_counter()
     server_prefill(server)(ids)
     seen = time.perf_counter() - started
-    return seen, seen - (busy(server) - before)
+    return seen, seen - (computed(server) - before)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     engine = EngineConfig(page_size=PAGE, kv_pages=-(-8192 // PAGE), threads=given.threads)
     runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, 8192)
+    keep_freed_memory()  # as a stage does
     runner.warm_up()
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
     server = LocalServer(*flags, "--no-prefix-cache", "--chunk-tokens", str(given.chunk_tokens))

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.geometry import Geometry
+from engine.copies import DeviceCopies
 from engine.dtypes import TORCH_DTYPES
 from transfer.layout import WHOLE, Box
 
@@ -36,9 +37,9 @@ class KVPool:
             self.tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
         self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * geometry.head_dim)
         self.slots: Tensor = self.tensor.view(-1, geometry.head_dim)
-        self._bytes: NDArray[np.uint8] | None = None
-        if self.tensor.device.type == "cpu":
-            self._bytes = self.tensor.view(torch.uint8).numpy()
+        on_cpu = self.tensor.device.type == "cpu"
+        self._bytes: NDArray[np.uint8] | None = self.tensor.view(torch.uint8).numpy() if on_cpu else None
+        self._copies = None if on_cpu else DeviceCopies(self.tensor.device)
 
     @property
     def blocks_per_layer(self) -> int:
@@ -54,10 +55,11 @@ class KVPool:
         heads of the box; on the CPU a strided view of the pool, else a copy.
         """
         self._check(page, first_slot, count)
-        if self._bytes is None:
-            part = self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count].contiguous().cpu()
-            copied: NDArray[np.uint8] = part.view(torch.uint8).numpy()
+        if self._copies is not None:
+            part = self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count]
+            copied: NDArray[np.uint8] = self._copies.to_host(part).view(torch.uint8).numpy()
             return copied
+        assert self._bytes is not None
         return self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
@@ -72,7 +74,14 @@ class KVPool:
             self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
             return
         values = torch.from_numpy(np.array(data)).view(self.tensor.dtype)
-        self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count] = values.to(self.tensor.device)
+        assert self._copies is not None
+        self._copies.to_device(self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count], values)
+
+    def computed(self) -> None:
+        """Called behind each plan by the thread that computes: its pages may be read once they are written, which
+        on a GPU is later."""
+        if self._copies is not None:
+            self._copies.computed()
 
     def _check(self, page: int, first_slot: int, count: int) -> None:
         if not 0 <= page < self.pages:

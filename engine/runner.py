@@ -21,8 +21,10 @@ from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.checkpoint import open_checkpoint
 from engine.model.decoder import Decoder
+from engine.model.elementwise import TorchElementwise
 from engine.model.fingerprint import fingerprint
 from engine.model.source import load_spec, resolve_source
+from engine.native import load_kernels
 from engine.pool import Allocate, KVPool
 from engine.sampling import Sampler, SampleRow
 
@@ -99,6 +101,7 @@ class ModelRunner:
         dtype = resolve_dtype(model.dtype, device)
         length = spec.resolve_length(max_model_len or model.max_model_len)
         native = has_matrix_units(dtype, device)
+        kernels = load_kernels() if device == "cpu" and (dtype == "float32" or not native) else None
         plan = plan_memory(
             spec,
             dtype,
@@ -123,6 +126,7 @@ class ModelRunner:
                 held=TORCH_DTYPES[plan.weight_dtype],
                 compute=TORCH_DTYPES[dtype] if native else torch.float32,
             ),
+            elementwise=kernels or TorchElementwise(),
             device=device,
         )
         self.fingerprint = fingerprint(spec, checkpoint)
@@ -130,7 +134,7 @@ class ModelRunner:
         self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
-        self._attention = choose_attention(self.pool, native_units=native)
+        self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)
         self._sampler = Sampler(random.SystemRandom())
         self._sampled: dict[int, int] = {}  # request → the token sampled last for it
 
@@ -166,7 +170,11 @@ class ModelRunner:
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
                 hidden = self._decoder.embed(self._place(ids.astype(np.int64)))
-            return self._decoder.forward(hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans))
+            result = self._decoder.forward(
+                hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans)
+            )
+            self.pool.computed()
+            return result
 
     def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
         ends = np.cumsum([row.count for row in rows]).tolist()

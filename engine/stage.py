@@ -16,7 +16,7 @@ from core.clock import SystemClock
 from core.config import StageConfig
 from core.errors import ConfigError
 from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
-from core.process import die_with_parent, freeze_loaded
+from core.process import die_with_parent, freeze_loaded, keep_freed_memory
 from engine.layers import ranges
 from engine.loop import StageLoop
 from engine.measure import measure
@@ -121,6 +121,7 @@ def _runner(config: StageConfig, sharing: KvSharing) -> Runner:
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
     make: Callable[..., Runner] = StandInRunner if is_stand_in(config.model.model) else ModelRunner
     runner = make(config.model, config.engine, layer_range=layers, allocate=sharing.allocate)
+    keep_freed_memory()  # not before the weights are there: what was theirs on the way is to be given back
     runner.warm_up()
     return runner
 

@@ -4,14 +4,19 @@ import torch
 
 from engine.attention.base import Attention
 from engine.attention.cpu import CpuAttention
+from engine.attention.native import NativeAttention
 from engine.attention.sdpa import SdpaAttention
+from engine.native import Kernels
 from engine.pool import KVPool
 
 
-def choose_attention(pool: KVPool, *, native_units: bool) -> Attention:
-    """native_units: the device multiplies matrices of the pool's dtype in hardware."""
+def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | None = None) -> Attention:
+    """native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: those of this CPU, for
+    float32."""
     dtype = pool.tensor.dtype
     if pool.tensor.device.type == "cpu":
+        if kernels is not None and (dtype == torch.float32 or not native_units):
+            return NativeAttention(pool, kernels)
         return CpuAttention(pool, dtype if native_units else torch.float32)
     if dtype == torch.float32:
         return SdpaAttention(pool)

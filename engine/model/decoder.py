@@ -11,7 +11,8 @@ from engine.attention.base import AttentionPass
 from engine.dtypes import Precision
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
-from engine.model.rope import rotary_tables, rotate
+from engine.model.elementwise import Elementwise, rms_norm
+from engine.model.rope import rotary_tables
 from engine.model.weights import LayerWeights, load_head, load_layer
 
 LOADERS = 4  # threads that read layers; each holds a tensor of its own while it converts it
@@ -32,11 +33,13 @@ class Decoder:
         *,
         positions: int,
         precision: Precision,
+        elementwise: Elementwise,
         device: str,
     ) -> None:
         """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
         self._spec = spec
         self._precision = precision
+        self._elementwise = elementwise
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             load = partial(load_layer, spec, checkpoint, precision=precision, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
@@ -58,11 +61,14 @@ class Decoder:
     def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
         """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
         cos, sin = self._cos[positions], self._sin[positions]
-        hidden = hidden.to(self._precision.compute)
+        hidden = hidden.to(self._precision.compute, copy=True)  # a sum that grows in place
+        add_norm, eps = self._elementwise.add_norm, self._spec.norm_eps
+        delta = None
         for index, weights in enumerate(self._layers):
-            hidden = self._attend(index, weights, hidden, cos, sin, attention).add_(hidden)
-            hidden = self._mlp(weights, hidden).add_(hidden)
-        return hidden.to(self._precision.model)
+            normed = add_norm(hidden, delta, weights.input_norm, eps)
+            delta = self._attend(index, weights, normed, cos, sin, attention)
+            delta = self._mlp(weights, add_norm(hidden, delta, weights.post_norm, eps))
+        return (hidden if delta is None else hidden.add_(delta)).to(self._precision.model)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden] → float32 logits [rows, vocabulary]. Last stage only."""
@@ -70,33 +76,22 @@ class Decoder:
         return linear(normed, self._head.head).float()
 
     def _attend(
-        self, index: int, weights: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
+        self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
     ) -> Tensor:
         spec = self._spec
-        normed = rms_norm(hidden, weights.input_norm, spec.norm_eps)
         heads = linear(normed, weights.qkv, weights.qkv_bias).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
             query.copy_(rms_norm(query, weights.q_norm, spec.norm_eps))
             keys.copy_(rms_norm(keys, weights.k_norm, spec.norm_eps))
-        rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
+        self._elementwise.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
         attended = attention.attend(index, query, heads[:, spec.heads :])
         return linear(attended.flatten(1), weights.output, weights.output_bias)
 
-    def _mlp(self, weights: LayerWeights, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, weights.post_norm, self._spec.norm_eps)
-        gate, up = linear(normed, weights.gate_up).chunk(2, dim=-1)
-        return linear(F.silu(gate).mul_(up), weights.down)
+    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+        return linear(self._elementwise.gate(linear(normed, weights.gate_up)), weights.down)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32; rounded to x's dtype before the weight is applied."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,0 +1,385 @@
+/* What lies between the matrix products of a float32 forward pass on the CPU, each in one parallel region: attention
+ * over the paged pool, RMSNorm with the residual, the rotary embedding, the gated activation.
+ *
+ * Plain C with GCC's vector extension and OpenMP, called through ctypes (engine/native/__init__.py), which checks
+ * shapes, strides and dtypes. Threads are those that torch computes with: both use one OpenMP runtime.
+ */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+int headrace_usable(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#pragma GCC target("avx2,fma,f16c")
+#else
+int headrace_usable(void) { return 1; }
+#endif
+
+#define HOT static inline __attribute__((always_inline))
+#define LANES 16  /* query rows that are computed side by side: two vectors */
+#define TILE 64   /* keys at a time; their keys and values stay in the fastest caches */
+
+typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+HOT vec load(const float *from) { return *(const vec *)from; }
+HOT void store(float *to, vec value) { *(vec *)to = value; }
+HOT vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
+HOT vec either(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+#if defined(__x86_64__)
+HOT vec larger(vec a, vec b) { return (vec)__builtin_ia32_maxps256(a, b); }
+#else
+HOT vec larger(vec a, vec b) { return either(a > b, a, b); }
+#endif
+
+HOT float total(vec v)
+{
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+/* 2 to the power of x, for x <= 0; 0 below the smallest normal number. A polynomial on [-1/2, 1/2] (Taylor's, to the
+ * seventh power: below one unit in the last place), times a power of two made in the exponent's bits. */
+HOT vec power_of_two(vec x)
+{
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec clamped = larger(x, splat(-127.0f));
+    vec shifted = clamped + magic;
+    vec f = clamped - (shifted - magic);
+    vec p = splat(1.5252733804e-5f);
+    p = p * f + 1.5403530393e-4f;
+    p = p * f + 1.3333558146e-3f;
+    p = p * f + 9.6181291076e-3f;
+    p = p * f + 5.5504108665e-2f;
+    p = p * f + 2.4022650696e-1f;
+    p = p * f + 6.9314718056e-1f;
+    p = p * f + 1.0f;
+    ivec scale = ((ivec)shifted + 127) << 23; /* the integer stands in the low bits; -127 gives the exponent of 0 */
+    return p * (vec)scale;
+}
+
+HOT vec sigmoid(vec x)
+{
+    ivec negative = x < 0;
+    vec magnitude = either(negative, x, -x);
+    vec e = power_of_two(magnitude * 1.4426950408889634f); /* exp(-|x|) */
+    vec at_negative = e / (1.0f + e);
+    return either(negative, at_negative, 1.0f - at_negative);
+}
+
+/* ---- elementwise ------------------------------------------------------------------------------------------------ */
+
+/* hidden += delta (unless that is NULL); normed = hidden / rms(hidden) * weight. All [rows, width], dense. */
+void headrace_add_norm(float *hidden, const float *delta, const float *weight, float *normed, int64_t rows,
+                       int64_t width, float eps)
+{
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        float *x = hidden + row * width;
+        const float *d = delta ? delta + row * width : NULL;
+        vec sums = splat(0);
+        float sum = 0;
+        int64_t i = 0;
+        for (; i + 8 <= width; i += 8) {
+            vec v = load(x + i);
+            if (d) {
+                v += load(d + i);
+                store(x + i, v);
+            }
+            sums += v * v;
+        }
+        for (; i < width; i++) {
+            if (d)
+                x[i] += d[i];
+            sum += x[i] * x[i];
+        }
+        float scale = 1.0f / __builtin_sqrtf((sum + total(sums)) / (float)width + eps);
+        for (i = 0; i + 8 <= width; i += 8)
+            store(normed + row * width + i, load(x + i) * scale * load(weight + i));
+        for (; i < width; i++)
+            normed[row * width + i] = x[i] * scale * weight[i];
+    }
+}
+
+/* Rotate x [rows, heads, width] in place, rows `stride` elements apart; cos and sin [rows, width], sin negative in its
+ * first half: x * cos + (x with its halves swapped) * sin. */
+void headrace_rotate(float *x, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,
+                     int64_t width)
+{
+    const int64_t half = width / 2;
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cos + row * width, *s = sin + row * width;
+        for (int64_t head = 0; head < heads; head++) {
+            float *low = x + row * stride + head * width, *high = low + half;
+            int64_t i = 0;
+            for (; i + 8 <= half; i += 8) {
+                vec a = load(low + i), b = load(high + i);
+                store(low + i, a * load(c + i) + b * load(s + i));
+                store(high + i, b * load(c + half + i) + a * load(s + half + i));
+            }
+            for (; i < half; i++) {
+                float a = low[i], b = high[i];
+                low[i] = a * c[i] + b * s[i];
+                high[i] = b * c[half + i] + a * s[half + i];
+            }
+        }
+    }
+}
+
+/* activated [rows, width] = silu(gate) * up, of gate_up [rows, 2 * width]. */
+void headrace_gate(const float *gate_up, float *activated, int64_t rows, int64_t width)
+{
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + row * 2 * width, *up = gate + width;
+        float *out = activated + row * width;
+        int64_t i = 0;
+        for (; i + 8 <= width; i += 8) {
+            vec g = load(gate + i);
+            store(out + i, g * sigmoid(g) * load(up + i));
+        }
+        for (; i < width; i++)
+            out[i] = gate[i] * sigmoid(splat(gate[i]))[0] * up[i];
+    }
+}
+
+/* ---- attention -------------------------------------------------------------------------------------------------- */
+
+/* Rows [row, row + count) of the batch are positions [start, start + count) of one request. */
+struct span {
+    int64_t start, count, row;
+    const int64_t *pages;
+};
+
+/* The queries of `count` tokens from `first` on of one span, for one head of keys and values. */
+struct item {
+    int64_t span, head, first, count;
+};
+
+struct pass {
+    const void *pool; /* [pages, layers, 2, kv_heads, page_size, width] */
+    int64_t dtype, page_size, page_stride, kv_heads, group, width;
+    const struct span *spans;
+    const struct item *items; /* the longest first */
+    int64_t item_count, most_tokens;
+};
+
+/* What one thread works in. Queries and outputs are transposed: LANES rows side by side, one panel after the other. */
+struct scratch {
+    float *queries, *outputs; /* [panels, width, LANES] */
+    float *tops, *sums;       /* [panels, LANES]: largest score so far, and the sum of powers */
+    float *keys, *values;     /* [TILE, width] */
+    float *scores;            /* [TILE, LANES] */
+};
+
+HOT float widened(const void *from, int64_t index, int64_t dtype)
+{
+    if (dtype == BFLOAT16) {
+        uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    return (float)((const _Float16 *)from)[index];
+}
+
+HOT void copy_rows(float *to, const void *pool, int64_t offset, int64_t elements, int64_t dtype)
+{
+    if (dtype == FLOAT32)
+        memcpy(to, (const float *)pool + offset, elements * sizeof(float));
+    else if (dtype == BFLOAT16)
+        for (int64_t i = 0; i < elements; i++)
+            to[i] = widened(pool, offset + i, BFLOAT16);
+    else
+        for (int64_t i = 0; i < elements; i++)
+            to[i] = widened(pool, offset + i, FLOAT16);
+}
+
+/* Keys and values of positions [from, from + count), those of this pass from keys_values, earlier ones from the pool. */
+static void gather(const struct pass *pass, const struct span *span, int64_t layer, int64_t head,
+                   const float *keys_values, int64_t kv_stride, int64_t from, int64_t count, struct scratch *own)
+{
+    const int64_t width = pass->width, size = pass->page_size, plane = pass->kv_heads * size * width;
+    int64_t j = 0;
+    while (j < count && from + j < span->start) {
+        int64_t slot = (from + j) % size, run = size - slot;
+        if (run > count - j)
+            run = count - j;
+        if (run > span->start - from - j)
+            run = span->start - from - j;
+        int64_t offset = span->pages[(from + j) / size] * pass->page_stride + 2 * layer * plane;
+        offset += (head * size + slot) * width;
+        copy_rows(own->keys + j * width, pass->pool, offset, run * width, pass->dtype);
+        copy_rows(own->values + j * width, pass->pool, offset + plane, run * width, pass->dtype);
+        j += run;
+    }
+    for (; j < count; j++) {
+        const float *row = keys_values + (span->row + from + j - span->start) * kv_stride + head * width;
+        memcpy(own->keys + j * width, row, width * sizeof(float));
+        memcpy(own->values + j * width, row + pass->kv_heads * width, width * sizeof(float));
+    }
+}
+
+/* out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n rows i. */
+HOT void product(int n, float *out, const float *start, vec keep0, vec keep1, const float *a, int64_t row,
+                 int64_t step, const float *b, int64_t depth)
+{
+    vec low[6], high[6];
+    for (int i = 0; i < n; i++) {
+        low[i] = high[i] = splat(0);
+        if (start) {
+            low[i] = load(start + i * LANES) * keep0;
+            high[i] = load(start + i * LANES + 8) * keep1;
+        }
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        vec b0 = load(b + k * LANES), b1 = load(b + k * LANES + 8);
+        for (int i = 0; i < n; i++) {
+            vec factor = splat(a[i * row + k * step]);
+            low[i] += factor * b0;
+            high[i] += factor * b1;
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        store(out + i * LANES, low[i]);
+        store(out + i * LANES + 8, high[i]);
+    }
+}
+
+/* The same for any number of rows, six at a time: as many sums as registers can hold. */
+HOT void products(int64_t rows, float *out, const float *start, vec keep0, vec keep1, const float *a, int64_t row,
+                  int64_t step, const float *b, int64_t depth)
+{
+    int64_t i = 0;
+#define ROWS(n) product(n, out + i * LANES, start ? start + i * LANES : NULL, keep0, keep1, a + i * row, row, step, b, depth)
+    for (; i + 6 <= rows; i += 6)
+        ROWS(6);
+    for (; i + 4 <= rows; i += 4)
+        ROWS(4);
+    for (; i < rows; i++)
+        ROWS(1);
+#undef ROWS
+}
+
+/* One panel of queries meets the tile's first `count` keys, which stand at positions from `from` on. ends[lane]: one
+ * past the last position that the lane's query sees. */
+static void meet(const struct pass *pass, struct scratch *own, int64_t panel, int64_t from, int64_t count, ivec ends0,
+                 ivec ends1, int masked)
+{
+    const int64_t width = pass->width;
+    float *scores = own->scores, *tops = own->tops + panel * LANES, *sums = own->sums + panel * LANES;
+    float *outputs = own->outputs + panel * width * LANES;
+    products(count, scores, NULL, splat(0), splat(0), own->keys, width, 1, own->queries + panel * width * LANES, width);
+
+    const vec none = splat(-1e30f);
+    vec top0 = load(tops), top1 = load(tops + 8), before0 = top0, before1 = top1;
+    for (int64_t j = 0; j < count; j++) {
+        vec s0 = load(scores + j * LANES), s1 = load(scores + j * LANES + 8);
+        if (masked) {
+            ivec position = (ivec){0} + (int32_t)(from + j);
+            s0 = either(position < ends0, s0, none);
+            s1 = either(position < ends1, s1, none);
+            store(scores + j * LANES, s0);
+            store(scores + j * LANES + 8, s1);
+        }
+        top0 = larger(top0, s0);
+        top1 = larger(top1, s1);
+    }
+    vec keep0 = power_of_two(before0 - top0), keep1 = power_of_two(before1 - top1);
+    vec sum0 = load(sums) * keep0, sum1 = load(sums + 8) * keep1;
+    for (int64_t j = 0; j < count; j++) {
+        vec p0 = power_of_two(load(scores + j * LANES) - top0), p1 = power_of_two(load(scores + j * LANES + 8) - top1);
+        store(scores + j * LANES, p0);
+        store(scores + j * LANES + 8, p1);
+        sum0 += p0;
+        sum1 += p1;
+    }
+    store(tops, top0);
+    store(tops + 8, top1);
+    store(sums, sum0);
+    store(sums + 8, sum1);
+    products(width, outputs, outputs, keep0, keep1, own->values, 1, width, scores, count);
+}
+
+static void compute(const struct pass *pass, const struct item *item, int64_t layer, const float *query,
+                    int64_t query_stride, const float *keys_values, int64_t kv_stride, float *output, float scale,
+                    struct scratch *own)
+{
+    const struct span *span = &pass->spans[item->span];
+    const int64_t width = pass->width, group = pass->group, rows = item->count * group;
+    const int64_t panels = (rows + LANES - 1) / LANES, first_row = span->row + item->first;
+    const int64_t end = span->start + item->first + item->count, heads = pass->kv_heads * group;
+
+    memset(own->outputs, 0, panels * width * LANES * sizeof(float));
+    memset(own->sums, 0, panels * LANES * sizeof(float));
+    for (int64_t r = 0; r < panels * LANES; r++) {
+        float *to = own->queries + (r / LANES) * width * LANES + r % LANES;
+        int64_t known = r < rows ? r : rows - 1; /* lanes without a query repeat the last one */
+        const float *from = query + (first_row + known / group) * query_stride + (item->head * group + known % group) * width;
+        for (int64_t d = 0; d < width; d++)
+            to[d * LANES] = from[d] * scale;
+        own->tops[r] = -1e30f;
+    }
+    for (int64_t from = 0; from < end; from += TILE) {
+        int64_t count = end - from < TILE ? end - from : TILE;
+        gather(pass, span, layer, item->head, keys_values, kv_stride, from, count, own);
+        for (int64_t panel = 0; panel < panels; panel++) {
+            int32_t ends[LANES];
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                int64_t r = panel * LANES + lane < rows ? panel * LANES + lane : rows - 1;
+                ends[lane] = (int32_t)(span->start + item->first + r / group + 1);
+            }
+            int64_t seen = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
+            if (seen > 0)
+                meet(pass, own, panel, from, seen, *(ivec *)ends, *(ivec *)(ends + 8), from + seen > ends[0]);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const float *from = own->outputs + (r / LANES) * width * LANES + r % LANES;
+        float *to = output + ((first_row + r / group) * heads + item->head * group + r % group) * width;
+        float share = 1.0f / own->sums[r];
+        for (int64_t d = 0; d < width; d++)
+            to[d] = from[d * LANES] * share;
+    }
+}
+
+/* Causal attention of all items over the prefixes in the pool and the keys and values of the pass itself.
+ * query [tokens, heads, width] and keys_values [tokens, 2 * kv_heads, width], rows query_stride and kv_stride elements
+ * apart; output [tokens, heads, width], dense. scale: of the scores, times log2(e). Returns -1 without memory. */
+int headrace_attend(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
+                    const float *keys_values, int64_t kv_stride, float *output, float scale)
+{
+    const int64_t panels = (pass->most_tokens * pass->group + LANES - 1) / LANES, width = pass->width;
+    const int64_t floats = panels * LANES * (2 * width + 2) + TILE * (2 * width + LANES);
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+        struct scratch own;
+        if (memory) {
+            own.queries = memory;
+            own.outputs = own.queries + panels * width * LANES;
+            own.keys = own.outputs + panels * width * LANES;
+            own.values = own.keys + TILE * width;
+            own.scores = own.values + TILE * width;
+            own.tops = own.scores + TILE * LANES;
+            own.sums = own.tops + panels * LANES;
+        } else {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pass->item_count; i++)
+            if (memory)
+                compute(pass, &pass->items[i], layer, query, query_stride, keys_values, kv_stride, output, scale, &own);
+        free(memory);
+    }
+    return failed ? -1 : 0;
+}

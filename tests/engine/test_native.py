@@ -1,0 +1,162 @@
+"""The compiled kernels against torch, and a model with them against the same model without."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.runner
+from core.geometry import Geometry
+from core.request import SamplingParams
+from engine.attention import choose_attention
+from engine.attention.base import Span
+from engine.attention.cpu import CpuAttention
+from engine.attention.native import NativeAttention
+from engine.attention.sdpa import SdpaAttention
+from engine.device import has_matrix_units
+from engine.model.elementwise import TorchElementwise
+from engine.native import Kernels, load_kernels
+from engine.pool import KVPool
+from tests.engine.models import Prompt, make_runner
+from tests.engine.test_attention import poison_unused
+
+PAGES = 96
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels()
+    if found is None:
+        assert shutil.which("gcc") is None or "avx2" not in torch.backends.cpu.get_cpu_capability().lower()
+        pytest.skip("no compiler, or a CPU without AVX2")
+    return found
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 70), width=st.integers(1, 70), seed=st.integers(0, 99))
+def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, seed: int) -> None:
+    """Widths that are no multiple of a vector, too."""
+    plain = TorchElementwise()
+    hidden, delta, weight = normal(rows, width, seed=seed), normal(rows, width, seed=seed + 1), normal(width, seed=2)
+    for change in (None, delta):
+        one, other = hidden.clone(), hidden.clone()
+        normed = kernels.add_norm(one, change, weight, 1e-5)
+        torch.testing.assert_close(normed, plain.add_norm(other, change, weight, 1e-5), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    gate_up = 30 * normal(rows, 2 * width, seed=seed + 3)
+    torch.testing.assert_close(kernels.gate(gate_up), plain.gate(gate_up), atol=1e-5, rtol=1e-5)
+    cos, sin = normal(rows, 1, 2 * width, seed=seed + 4), normal(rows, 1, 2 * width, seed=seed + 5)
+    wide = normal(rows, 5, 2 * width, seed=seed + 6)  # two heads of five are rotated; the others stay
+    one, other = wide.clone(), wide.clone()
+    kernels.rotate(one[:, :2], cos, sin)
+    plain.rotate(other[:, :2], cos, sin)
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+spans_of = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 150))), min_size=1, max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes=spans_of,
+    page_size=st.sampled_from([4, 16, 64]),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7, 16]),
+    width=st.sampled_from([6, 16, 64]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 9),
+)
+def test_attention_equals_plain_sdpa(
+    kernels: Kernels,
+    shapes: list[tuple[int, int]],
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    width: int,
+    dtype: str,
+    seed: int,
+) -> None:
+    """Any mix of chunks and single tokens, any heads, any pages in any order, NaN in every other slot."""
+    pages = 4 * PAGES * 4 // page_size
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
+    spans = []
+    for start, count in shapes:
+        needed = -(-(start + count) // page_size)
+        spans.append(Span(start, count, order[:needed].contiguous()))
+        order = order[needed:]
+    low = KVPool(Geometry(dtype, 2, kv_heads, width, page_size), pages)
+    low.tensor.copy_(normal(*low.tensor.shape, seed=seed))
+    poison_unused(low, spans)
+    high = KVPool(Geometry("float32", 2, kv_heads, width, page_size), pages)
+    high.tensor.copy_(low.tensor)
+    tokens = sum(count for _, count in shapes)
+    heads = normal(tokens, kv_heads * (group + 2), width, seed=seed).to(low.tensor.dtype).float()
+    query, keys_values = heads[:, : kv_heads * group], heads[:, kv_heads * group :]
+    passes = [attention.begin(spans) for attention in (NativeAttention(low, kernels), SdpaAttention(high))]
+    for layer in range(2):
+        fast, plain = (running.attend(layer, query, keys_values) for running in passes)
+        torch.testing.assert_close(fast, plain, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(low.tensor.float(), high.tensor, equal_nan=True, atol=0, rtol=0)
+
+
+def test_very_unlike_scores(kernels: Kernels) -> None:
+    """Scores hundreds apart: nothing overflows, and what is negligible is neglected."""
+    pool, other = (KVPool(Geometry("float32", 1, 1, 16, 16), 32) for _ in range(2))
+    for each in (pool, other):
+        each.tensor.zero_()
+    spans = [Span(0, 300, torch.arange(32))]
+    heads = 40 * normal(300, 3, 16)
+    found = NativeAttention(pool, kernels).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
+    expected = SdpaAttention(other).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_tensors_of_another_kind_are_refused(kernels: Kernels) -> None:
+    """An address with a wrong stride would be written to all the same."""
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.gate(normal(4, 8).T)
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.add_norm(normal(4, 8), normal(4, 4), normal(8), 1e-5)
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.rotate(normal(4, 2, 8).double(), normal(4, 1, 8), normal(4, 1, 8))
+
+
+def test_who_computes_attention(kernels: Kernels) -> None:
+    """Matrix units, where the dtype has them; else the kernels; else torch."""
+    pools = {dtype: KVPool(Geometry(dtype, 1, 1, 16, 16), 2) for dtype in ("float32", "bfloat16")}
+    assert isinstance(choose_attention(pools["bfloat16"], native_units=True, kernels=kernels), CpuAttention)
+    assert isinstance(choose_attention(pools["bfloat16"], native_units=False, kernels=kernels), NativeAttention)
+    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=kernels), NativeAttention)
+    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=None), CpuAttention)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, dtype: str) -> None:
+    """Chunks over a prefix, then the sampled token's logprobs: those of a machine without a compiler."""
+    if has_matrix_units("bfloat16", "cpu") and dtype == "bfloat16":
+        pytest.skip("computed by the CPU's matrix units")
+    asked = SamplingParams(temperature=0.0, logprobs=5)
+    prompt = Prompt(1, [(7 * index) % 4000 + 20 for index in range(200)], list(range(13)), 16)
+    answers = []
+    for found in (kernels, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "load_kernels", lambda found=found: found)
+            runner = make_runner("smollm2", dtype=dtype)
+        for row in prompt.chunks(64)[:-1]:
+            runner.execute([row])
+        answers.append(runner.execute([prompt.row(192, 8, sample=asked)])[0][0])
+    fast, plain = answers
+    assert fast.token == plain.token
+    assert fast.logprob is not None
+    assert plain.logprob is not None
+    assert fast.logprob.top_ids == plain.logprob.top_ids
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    torch.testing.assert_close(
+        torch.tensor(fast.logprob.top_logprobs), torch.tensor(plain.logprob.top_logprobs), atol=tolerance, rtol=0
+    )
