@@ -8,6 +8,8 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.ready
 OPENVINO := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO)/.ready
+NIXL := .venv-nixl
+NIXL_STAMP := $(NIXL)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 
@@ -16,7 +18,7 @@ FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deploym
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full test-routers test-vllm check format bench bench-peers clean distclean
+.PHONY: help venv demo test full test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +56,17 @@ $(VLLM_STAMP): requirements-vllm.txt
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
 	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
 
+test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes that are killed and stopped.
+	$(NIXL)/bin/python -m pytest -m nixl tests/transfer
+
+bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
+	$(NIXL)/bin/python -m benchmarks.transfer
+
+$(NIXL_STAMP): requirements-nixl.txt
+	$(PYTHON) -m venv $(NIXL)
+	$(NIXL)/bin/python -m pip install --no-deps -r requirements-nixl.txt
+	@touch $@
+
 $(ROUTERS_STAMP): requirements-routers.txt
 	$(PYTHON) -m venv $(ROUTERS)
 	$(ROUTERS)/bin/python -m pip install -r requirements-routers.txt
@@ -87,4 +100,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(ROUTERS) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(NIXL) $(ROUTERS) $(VLLM) $(OPENVINO)

@@ -296,10 +296,18 @@ SETTINGS: tuple[Setting, ...] = (
         "transfer",
         "backends",
         "choices",
-        "ways to move KV, best first: shm (between servers on one machine), zmq, fake (nothing moves, for benchmarks)",
+        "ways to move KV, best first: shm (between servers on one machine), nixl (RDMA or TCP, if headrace[nixl] is "
+        "installed), zmq, fake (nothing moves, for benchmarks)",
         choices=BACKENDS,
     ),
-    Setting("checksum", "transfer", "checksum", "switch", "checksum every KV payload"),
+    Setting("checksum", "transfer", "checksum", "switch", "checksum KV that goes over a network (zmq, nixl)"),
+    Setting(
+        "checksum-shm",
+        "transfer",
+        "checksum_shm",
+        "switch",
+        "checksum also KV that is copied within one machine (shm); off by default, since it costs as much as the copy",
+    ),
     Setting("max-peers", "transfer", "max_peers", "integer", "decode servers that may be connected", low=1),
     Setting(
         "max-tickets-per-peer",

@@ -13,6 +13,7 @@ from tests.deployment.files import ROOT
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)")
 FILES = ("requirements.txt", "requirements-dev.txt")
 PEERS = (
+    "requirements-nixl.txt",
     "requirements-openvino.txt",
     "requirements-routers.txt",
     "requirements-vllm.txt",

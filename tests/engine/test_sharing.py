@@ -1,6 +1,7 @@
 """A stage's pool in shared memory: who shares, and that others' writes are what the engine reads."""
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from core.backends import FAKE, SHM, ZMQ
-from core.config import EngineConfig, ModelConfig, StageConfig, TransferConfig
+from core.backends import FAKE, NIXL, SHM, ZMQ
+from core.config import EngineConfig, ModelConfig, Role, StageConfig, TransferConfig
 from core.geometry import Geometry
 from engine.pool import KVPool
 from engine.sharing import KvSharing
@@ -63,6 +64,30 @@ def test_nobody_shares_what_nobody_is_to_write(config: StageConfig, backends: tu
     assert sharing.memory is None
     assert set(FOLDER.iterdir()) == before
     assert sharing.backends == backends
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "says"),
+    [
+        ("prefill", "cpu", "install headrace[nixl]"),
+        ("decode", "cpu", "install headrace[nixl]"),
+        ("decode", "cuda", "CPU"),
+    ],
+)
+def test_nixl_that_is_not_there_is_not_offered_and_the_log_says_so(
+    role: Role, device: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.delitem(sys.modules, "transfer.backends.nixl", raising=False)
+    transfer = TransferConfig(backends=(NIXL, ZMQ))
+    sharing = KvSharing(replace(DECODE, role=role, model=ModelConfig(device=device), transfer=transfer))
+    with caplog.at_level(logging.WARNING):
+        memory = sharing.allocate(GEOMETRY, 5)
+    assert memory is None or len(memory) == 5 * GEOMETRY.page_bytes
+    assert "NIXL is not used" in caplog.text
+    assert says in caplog.text
+    assert (sharing.backends, sharing.nixl, sharing.memory) == ((ZMQ,), "", None)
+    assert NIXL not in {*sharing.reaches, *sharing.exposures}
 
 
 def test_a_pool_that_does_not_fit_is_private_and_the_log_says_so(

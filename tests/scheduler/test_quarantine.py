@@ -2,14 +2,15 @@
 
 import pytest
 
-from core.backends import SHM
+from core.backends import NIXL, SHM
 from core.errors import ErrorInfo
-from core.intake import StageDown
-from core.orders import Arrived, Dial, Expect, HangUp, HungUp, Release, StageFailed
+from core.intake import Failed, StageDown
+from core.orders import Arrived, Dial, DropPeer, Expect, HangUp, HungUp, PeerLost, Release, Send, StageFailed
 from core.peers import (
     AskCancel,
     EndPeer,
     PeerEvent,
+    PeerGone,
     PeerJoined,
     PrefillDown,
     PrefillUp,
@@ -116,3 +117,22 @@ def test_a_prefill_server_whose_stage_failed_promises_nothing_to_peers_it_writes
     effects = bench.do(StageFailed(stage=0, message="killed"))
     assert only(effects, EndPeer).session == "direct"
     assert none(effects[: effects.index(only(effects, EndPeer))], TellFailed), "it ends before anything else is said"
+
+
+def test_a_peer_to_which_a_write_was_lost_is_told_nothing_but_that_its_session_ends() -> None:
+    """Bytes may still come to its pages, so no word about a ticket is true; the others go on."""
+    bench = Bench()
+    joined = {"geometry": geometry(), "window_bytes": 1 << 20, "backend": NIXL}
+    bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]
+    bench.do(PeerJoined(session="other", name="e", **joined))  # type: ignore[arg-type]
+    bench.submit("a", 10, exit="wire", ticket="t")
+    bench.reserve("t", 10)
+    bench.compute(1)
+    send = bench.one(Send)
+    effects = bench.do(PeerLost(stage=0, session="s", reason="NIXL: reset"))
+    assert effects == [EndPeer(session="s", reason="stage 0: NIXL: reset")]
+    effects = bench.do(PeerGone(session="s", reason="stage 0: NIXL: reset"))
+    assert only(effects, DropPeer).session == "s"
+    assert only(effects, Failed).error.code == "peer_gone"
+    assert none([*effects, *bench.quiet(send.request)], EndPeer)
+    bench.assert_empty()

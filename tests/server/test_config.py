@@ -149,6 +149,10 @@ MISTAKES = [
     (["--curve-key", "k"], "nobody connects"),
     (["--role", "prefill", "--curve-key", "k"], "--curve-allowed FOLDER"),
     (["--role", "prefill", "--curve-allowed", "d"], "--curve-key FILE"),
+    (
+        ["--role", "prefill", "--curve-key", "k", "--curve-allowed", "d", "--transfer-backends", "nixl,zmq"],
+        "which moves KV in the clear",
+    ),
     (["--role", "prefill", "--curve-key", "k", "--curve-server-key", "p"], "--curve-server-key is for decode"),
     (["--role", "decode", "--prefill", "http://a:1", "--curve-key", "k"], "--curve-server-key FILE"),
     (["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "p"], "--curve-key FILE"),

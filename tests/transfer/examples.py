@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from core.arrays import pack
-from core.backends import PoolMemory, SharedMemory
+from core.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
 from core.codec import Codec
 from core.geometry import Component, Geometry
 from core.request import FirstToken, TokenLogprob
@@ -168,6 +168,24 @@ EXAMPLES = (
         "peer to desk",
         Hello(
             protocols=(1,), instance="88" * 16, name="decode-2", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("nixl", "zmq"),
+            memory=(PoolMemory(nixl=NixlMemory(version="1.5", bytes=1024, pages=64, strides=(16, 16, 8, 8, 4))),),
+        ),
+        PEER,
+    ),
+    Example(
+        "peer to stage",
+        Attach(
+            session="99" * 16, stage=0, checksum="xxh3_64",
+            nixl=NixlAccess(metadata=b"the agent's, as NIXL serialises it", address=0x7F0000001000),
+        ),
+        ANSWER,
+    ),
+    Example(
+        "peer to desk",
+        Hello(
+            protocols=(1,), instance="aa" * 16, name="decode-3", role="decode", fingerprint="tiny-model",
             geometries=(LATENT_GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
             metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("zmq",),
             components=(ComponentShape("latent", "float16", (1, 1, 1, 3)),),

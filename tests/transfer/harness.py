@@ -1,6 +1,6 @@
 """A loop over ports, and a prefill and a decode side joined by real sockets on loopback."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from core.orders import AdmitPeer, Dial, Expect, Send
 from core.ports import Port
 from core.request import FirstToken
 from transfer.arrays import ArrayPageStore, StridedPool
+from transfer.backends.base import Exposure, Reach
 from transfer.backends.fake import FakeReach
 from transfer.backends.shm import SharedPool, ShmReach
 from transfer.layout import pages_for
@@ -138,10 +139,14 @@ class Pair:
         receiver_context: Any = None,
         server_key: str = "",
         backend: str = ZMQ,
+        reaches: Mapping[str, Reach] | None = None,
+        exposures: Mapping[str, Exposure] | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
         self.shared = SharedPool(destination, pages) if backend == SHM else None
-        self.memory = (PoolMemory(shm=self.shared.memory),) if self.shared is not None else ()
+        shared = PoolMemory(shm=self.shared.memory) if self.shared is not None else None
+        self.memory = (memory,) if memory is not None else (shared,) if shared is not None else ()
         self.session = session
         self.window = config.window_bytes
         self.store = random_store(source, pages, seed=1)
@@ -152,7 +157,7 @@ class Pair:
             geometry=source,
             store=self.store,
             context=context,
-            reaches={SHM: ShmReach(), FAKE: FakeReach()},
+            reaches=reaches or {SHM: ShmReach(), FAKE: FakeReach()},
         )
         self.server_key = server_key
         self.receiver = Receiver(
@@ -161,7 +166,7 @@ class Pair:
             geometry=destination,
             store=self.target,
             context=receiver_context or context,
-            exposures={SHM: self.shared} if self.shared is not None else {},
+            exposures=exposures or ({SHM: self.shared} if self.shared is not None else {}),
         )
         self.loop = Loop(self.sender, self.receiver)
         if admitted:

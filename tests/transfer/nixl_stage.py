@@ -105,6 +105,8 @@ def main(kind: str, setup: Setup) -> None:
     from transfer.receiver import Receiver
     from transfer.sender import Sender
 
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX writes its log to standard output
     store = random_store(setup.geometry, setup.pages, seed=1)
     memory = memoryview(store.memory)
     context: Any = zmq.Context()
@@ -118,8 +120,8 @@ def main(kind: str, setup: Setup) -> None:
         exposure = NixlExposure(setup.geometry, setup.pages, memory, LOOPBACK)
         port = Receiver(setup.config, **common, exposures={NIXL: exposure})
         hello = {"memory": msgspec.to_builtins(exposure.memory)}
-    print(json.dumps(hello), flush=True)
-    serve(port, lambda event: print(msgspec.json.encode(event).decode(), flush=True))
+    print(json.dumps(hello), file=said, flush=True)
+    serve(port, lambda event: print(msgspec.json.encode(event).decode(), file=said, flush=True))
 
 
 def serve(port: Any, tell: Callable[[Any], None]) -> None:
