@@ -25,7 +25,6 @@ from core.orders import Row
 from core.process import keep_freed_memory
 from core.request import SamplingParams
 from engine.attention.base import Attention, AttentionPass, Span
-from engine.model.decoder import linear
 from engine.runner import ModelRunner
 from server.local import LocalServer
 
@@ -80,8 +79,9 @@ class TimedAttention:
 def by_part(runner: ModelRunner, rows: Sequence[Row]) -> tuple[float, float, float]:
     """Seconds of products, attention and everything else."""
     products, attention = Stopwatch(), Stopwatch()
+    arithmetic = runner._decoder._arithmetic
     with (
-        patch("engine.model.decoder.linear", products.timed(linear)),
+        patch.object(arithmetic, "linear", products.timed(arithmetic.linear)),
         patch.object(runner, "_attention", TimedAttention(runner._attention, attention)),
     ):
         started = time.perf_counter()

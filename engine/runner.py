@@ -19,9 +19,9 @@ from engine.device import available_memory, has_matrix_units, resolve_device, re
 from engine.dtypes import TORCH_DTYPES, Precision
 from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
+from engine.model.arithmetic import TorchArithmetic
 from engine.model.checkpoint import open_checkpoint
 from engine.model.decoder import Decoder
-from engine.model.elementwise import TorchElementwise
 from engine.model.fingerprint import fingerprint
 from engine.model.source import load_spec, resolve_source
 from engine.native import load_kernels
@@ -126,7 +126,7 @@ class ModelRunner:
                 held=TORCH_DTYPES[plan.weight_dtype],
                 compute=TORCH_DTYPES[dtype] if native else torch.float32,
             ),
-            elementwise=kernels or TorchElementwise(),
+            arithmetic=kernels or TorchArithmetic(),
             device=device,
         )
         self.fingerprint = fingerprint(spec, checkpoint)

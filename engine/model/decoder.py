@@ -9,9 +9,9 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass
 from engine.dtypes import Precision
+from engine.model.arithmetic import Arithmetic, linear, rms_norm
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
-from engine.model.elementwise import Elementwise, rms_norm
 from engine.model.rope import rotary_tables
 from engine.model.weights import LayerWeights, load_head, load_layer
 
@@ -33,15 +33,15 @@ class Decoder:
         *,
         positions: int,
         precision: Precision,
-        elementwise: Elementwise,
+        arithmetic: Arithmetic,
         device: str,
     ) -> None:
         """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
         self._spec = spec
         self._precision = precision
-        self._elementwise = elementwise
+        self._arithmetic = arithmetic
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            load = partial(load_layer, spec, checkpoint, precision=precision, device=device)
+            load = partial(load_layer, spec, checkpoint, precision=precision, pack=arithmetic.pack, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,
@@ -62,7 +62,7 @@ class Decoder:
         """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = hidden.to(self._precision.compute, copy=True)  # a sum that grows in place
-        add_norm, eps = self._elementwise.add_norm, self._spec.norm_eps
+        add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
         for index, weights in enumerate(self._layers):
             normed = add_norm(hidden, delta, weights.input_norm, eps)
@@ -79,19 +79,17 @@ class Decoder:
         self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
     ) -> Tensor:
         spec = self._spec
-        heads = linear(normed, weights.qkv, weights.qkv_bias).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        heads = self._arithmetic.linear(normed, weights.qkv, weights.qkv_bias).view(
+            -1, spec.heads + 2 * spec.kv_heads, spec.head_dim
+        )
         query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
             query.copy_(rms_norm(query, weights.q_norm, spec.norm_eps))
             keys.copy_(rms_norm(keys, weights.k_norm, spec.norm_eps))
-        self._elementwise.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
+        self._arithmetic.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
         attended = attention.attend(index, query, heads[:, spec.heads :])
-        return linear(attended.flatten(1), weights.output, weights.output_bias)
+        return self._arithmetic.linear(attended.flatten(1), weights.output, weights.output_bias)
 
     def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
-        return linear(self._elementwise.gate(linear(normed, weights.gate_up)), weights.down)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        arithmetic = self._arithmetic
+        return arithmetic.linear(arithmetic.gate(arithmetic.linear(normed, weights.gate_up)), weights.down)

@@ -1,5 +1,6 @@
 """The weights of a stage, fused on the way in: query, key and value in one matrix, gate and up in another."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from engine.model.config import ModelSpec
 
 
 class LayerWeights(NamedTuple):
-    """qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden]."""
+    """qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden]. These and output and down
+    are packed."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -33,8 +35,15 @@ class HeadWeights(NamedTuple):
     head: Tensor
 
 
-def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, precision: Precision, device: str) -> LayerWeights:
-    """Raises ConfigError for a missing or misshapen tensor."""
+def load_layer(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    layer: int,
+    precision: Precision,
+    pack: Callable[[Tensor], Tensor],
+    device: str,
+) -> LayerWeights:
+    """pack: see Arithmetic. Raises ConfigError for a missing or misshapen tensor."""
     prefix = f"model.layers.{layer}"
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -51,15 +60,15 @@ def load_layer(spec: ModelSpec, checkpoint: Checkpoint, layer: int, precision: P
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     return LayerWeights(
         input_norm=fused({"input_layernorm": hidden}, "weight"),
-        qkv=fused(attention, "weight", hidden),
+        qkv=pack(fused(attention, "weight", hidden)),
         qkv_bias=fused(attention, "bias") if spec.qkv_bias else None,
         q_norm=fused({"self_attn.q_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
         k_norm=fused({"self_attn.k_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
-        output=fused({"self_attn.o_proj": hidden}, "weight", query),
+        output=pack(fused({"self_attn.o_proj": hidden}, "weight", query)),
         output_bias=fused({"self_attn.o_proj": hidden}, "bias") if spec.output_bias else None,
         post_norm=fused({"post_attention_layernorm": hidden}, "weight"),
-        gate_up=fused({"mlp.gate_proj": inner, "mlp.up_proj": inner}, "weight", hidden),
-        down=fused({"mlp.down_proj": hidden}, "weight", inner),
+        gate_up=pack(fused({"mlp.gate_proj": inner, "mlp.up_proj": inner}, "weight", hidden)),
+        down=pack(fused({"mlp.down_proj": hidden}, "weight", inner)),
     )
 
 

@@ -1,5 +1,5 @@
-"""kernels.c, built when the package is installed: what lies between the matrix products of a float32 forward pass on
-the CPU, each part in one parallel region. Where it was not built, or the CPU lacks AVX2, torch does the same work."""
+"""kernels.c, built when the package is installed: a float32 forward pass on the CPU, each part in one parallel region.
+Where it was not built, or the CPU lacks AVX2, torch does the same work."""
 
 import ctypes
 from functools import cache
@@ -9,6 +9,9 @@ from sysconfig import get_config_var
 import torch
 from torch import Tensor
 
+from engine.model.arithmetic import linear
+
+LANES = 16  # of kernels.c
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIBRARY = Path(__file__).with_name(f"kernels{get_config_var('EXT_SUFFIX')}")
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -49,8 +52,27 @@ class Kernels:
         self._rotate.argtypes, self._rotate.restype = (_P, _P, _P, _I, _I, _I, _I), None
         self._gate = library.headrace_gate
         self._gate.argtypes, self._gate.restype = (_P, _P, _I, _I), None
+        self._multiply = library.headrace_multiply
+        self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I, _I, _I), None
+        self._multiplies = bool(library.headrace_multiplies())
         self._attend = library.headrace_attend
         self._attend.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _I, _P, _F)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """[out, in] → [out / LANES, in, LANES], where the kernel is to multiply it; else as it is, for torch."""
+        if not self._multiplies or weight.dtype != torch.float32 or weight.shape[0] % LANES:
+            return weight
+        return weight.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [rows, in], a matrix from pack(), bias [out]: [rows, out]."""
+        if weight.dim() == 2:
+            return linear(x, weight, bias)
+        panels, depth, _ = weight.shape
+        _require(x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == depth and weight.is_contiguous())
+        output = x.new_empty(len(x), panels * LANES)
+        self._multiply(x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), panels * LANES, depth)
+        return output if bias is None else output.add_(bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """hidden [rows, width] += delta, in place; returns RMSNorm of it times weight [width]."""

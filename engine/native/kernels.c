@@ -1,5 +1,5 @@
-/* What lies between the matrix products of a float32 forward pass on the CPU, each in one parallel region: attention
- * over the paged pool, RMSNorm with the residual, the rotary embedding, the gated activation.
+/* A float32 forward pass on the CPU, each part of it in one parallel region: matrix products, attention over the paged
+ * pool, RMSNorm with the residual, the rotary embedding, the gated activation.
  *
  * Plain C with GCC's vector extension and OpenMP, called through ctypes (engine/native/__init__.py), which checks
  * shapes, strides and dtypes. Threads are those that torch computes with: both use one OpenMP runtime.
@@ -15,9 +15,16 @@ int headrace_usable(void)
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+/* Math libraries have wider vectors for products, where the CPU has. */
+int headrace_multiplies(void)
+{
+    __builtin_cpu_init();
+    return !__builtin_cpu_supports("avx512f");
+}
 #pragma GCC target("avx2,fma,f16c")
 #else
 int headrace_usable(void) { return 1; }
+int headrace_multiplies(void) { return 0; }
 #endif
 
 #define HOT static inline __attribute__((always_inline))
@@ -150,6 +157,78 @@ void headrace_gate(const float *gate_up, float *activated, int64_t rows, int64_t
     }
 }
 
+/* ---- products --------------------------------------------------------------------------------------------------- */
+
+/* out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n rows i. Rows of
+ * out and start are `apart` elements apart; start NULL is 0. Twelve sums, two vectors and a factor fill the registers. */
+HOT void product(int n, float *out, const float *start, int64_t apart, vec keep0, vec keep1, const float *a, int64_t row,
+                 int64_t step, const float *b, int64_t depth)
+{
+    vec low[6], high[6];
+    for (int i = 0; i < n; i++) {
+        low[i] = high[i] = splat(0);
+        if (start) {
+            low[i] = load(start + i * apart) * keep0;
+            high[i] = load(start + i * apart + 8) * keep1;
+        }
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        vec b0 = load(b + k * LANES), b1 = load(b + k * LANES + 8);
+        for (int i = 0; i < n; i++) {
+            vec factor = splat(a[i * row + k * step]);
+            low[i] += factor * b0;
+            high[i] += factor * b1;
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        store(out + i * apart, low[i]);
+        store(out + i * apart + 8, high[i]);
+    }
+}
+
+/* The same for any number of rows, at most six at a time, and as many every time as can be. */
+HOT void products(int64_t rows, float *out, const float *start, int64_t apart, vec keep0, vec keep1, const float *a,
+                  int64_t row, int64_t step, const float *b, int64_t depth)
+{
+    for (int64_t i = 0, turns = (rows + 5) / 6, n; turns > 0; i += n, turns--) {
+        n = (rows - i + turns - 1) / turns;
+        float *to = out + i * apart;
+        const float *from = start ? start + i * apart : NULL, *factors = a + i * row;
+        switch (n) {
+        case 6: product(6, to, from, apart, keep0, keep1, factors, row, step, b, depth); break;
+        case 5: product(5, to, from, apart, keep0, keep1, factors, row, step, b, depth); break;
+        case 4: product(4, to, from, apart, keep0, keep1, factors, row, step, b, depth); break;
+        case 3: product(3, to, from, apart, keep0, keep1, factors, row, step, b, depth); break;
+        case 2: product(2, to, from, apart, keep0, keep1, factors, row, step, b, depth); break;
+        default: product(1, to, from, apart, keep0, keep1, factors, row, step, b, depth);
+        }
+    }
+}
+
+#define ROWS 128  /* of x that stay in the second cache while a block of the matrix goes by */
+#define DEPTH 576 /* of a panel that is read at a time, little more than the first cache */
+#define PANELS 3  /* per piece of work: small enough for even shares */
+
+/* out [rows, columns] = x [rows, depth] times a matrix packed as [columns / LANES, depth, LANES]. Dense, both. */
+void headrace_multiply(const float *x, const float *packed, float *out, int64_t rows, int64_t columns, int64_t depth)
+{
+    const int64_t panels = columns / LANES, across = (panels + PANELS - 1) / PANELS, down = (rows + ROWS - 1) / ROWS;
+    const int64_t turns = (depth + DEPTH - 1) / DEPTH, at_once = (depth + turns - 1) / turns;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t piece = 0; piece < across * down; piece++) {
+        const int64_t first = piece % across * PANELS, last = first + PANELS < panels ? first + PANELS : panels;
+        const int64_t row = piece / across * ROWS, count = row + ROWS < rows ? ROWS : rows - row;
+        for (int64_t from = 0; from < depth; from += at_once) {
+            const int64_t now = from + at_once < depth ? at_once : depth - from;
+            for (int64_t panel = first; panel < last; panel++) {
+                float *to = out + row * columns + panel * LANES;
+                products(count, to, from ? to : NULL, columns, splat(1), splat(1), x + row * depth + from, depth, 1,
+                         packed + (panel * depth + from) * LANES, now);
+            }
+        }
+    }
+}
+
 /* ---- attention -------------------------------------------------------------------------------------------------- */
 
 /* Rows [row, row + count) of the batch are positions [start, start + count) of one request. */
@@ -227,47 +306,6 @@ static void gather(const struct pass *pass, const struct span *span, int64_t lay
     }
 }
 
-/* out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n rows i. */
-HOT void product(int n, float *out, const float *start, vec keep0, vec keep1, const float *a, int64_t row,
-                 int64_t step, const float *b, int64_t depth)
-{
-    vec low[6], high[6];
-    for (int i = 0; i < n; i++) {
-        low[i] = high[i] = splat(0);
-        if (start) {
-            low[i] = load(start + i * LANES) * keep0;
-            high[i] = load(start + i * LANES + 8) * keep1;
-        }
-    }
-    for (int64_t k = 0; k < depth; k++) {
-        vec b0 = load(b + k * LANES), b1 = load(b + k * LANES + 8);
-        for (int i = 0; i < n; i++) {
-            vec factor = splat(a[i * row + k * step]);
-            low[i] += factor * b0;
-            high[i] += factor * b1;
-        }
-    }
-    for (int i = 0; i < n; i++) {
-        store(out + i * LANES, low[i]);
-        store(out + i * LANES + 8, high[i]);
-    }
-}
-
-/* The same for any number of rows, six at a time: as many sums as registers can hold. */
-HOT void products(int64_t rows, float *out, const float *start, vec keep0, vec keep1, const float *a, int64_t row,
-                  int64_t step, const float *b, int64_t depth)
-{
-    int64_t i = 0;
-#define ROWS(n) product(n, out + i * LANES, start ? start + i * LANES : NULL, keep0, keep1, a + i * row, row, step, b, depth)
-    for (; i + 6 <= rows; i += 6)
-        ROWS(6);
-    for (; i + 4 <= rows; i += 4)
-        ROWS(4);
-    for (; i < rows; i++)
-        ROWS(1);
-#undef ROWS
-}
-
 /* One panel of queries meets the tile's first `count` keys, which stand at positions from `from` on. ends[lane]: one
  * past the last position that the lane's query sees. */
 static void meet(const struct pass *pass, struct scratch *own, int64_t panel, int64_t from, int64_t count, ivec ends0,
@@ -276,7 +314,8 @@ static void meet(const struct pass *pass, struct scratch *own, int64_t panel, in
     const int64_t width = pass->width;
     float *scores = own->scores, *tops = own->tops + panel * LANES, *sums = own->sums + panel * LANES;
     float *outputs = own->outputs + panel * width * LANES;
-    products(count, scores, NULL, splat(0), splat(0), own->keys, width, 1, own->queries + panel * width * LANES, width);
+    products(count, scores, NULL, LANES, splat(0), splat(0), own->keys, width, 1, own->queries + panel * width * LANES,
+             width);
 
     const vec none = splat(-1e30f);
     vec top0 = load(tops), top1 = load(tops + 8), before0 = top0, before1 = top1;
@@ -305,7 +344,7 @@ static void meet(const struct pass *pass, struct scratch *own, int64_t panel, in
     store(tops + 8, top1);
     store(sums, sum0);
     store(sums + 8, sum1);
-    products(width, outputs, outputs, keep0, keep1, own->values, 1, width, scores, count);
+    products(width, outputs, outputs, LANES, keep0, keep1, own->values, 1, width, scores, count);
 }
 
 static void compute(const struct pass *pass, const struct item *item, int64_t layer, const float *query,

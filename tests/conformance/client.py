@@ -24,17 +24,23 @@ class Target(NamedTuple):
     geometry: dict[str, Any]
 
     @property
+    def parts(self) -> list[dict[str, Any]]:
+        """What the one stage of a fitting peer has of each component."""
+        found: list[dict[str, Any]] = self.geometry.get("components", [])
+        return found
+
+    @property
     def components(self) -> list[dict[str, Any]]:
         """As the hello lists them."""
         return [
             {"name": each["name"], "dtype": each["dtype"], "shape": [each[size] for size in SIZES]}
-            for each in self.geometry["components"]
+            for each in self.parts
         ]
 
     @property
     def token_bytes(self) -> int:
         """Of keys, values and components of one token."""
-        tensors = [self.geometry | {"planes": 2}, *self.geometry["components"]]
+        tensors = [self.geometry | {"planes": 2}, *self.parts]
         return sum(prod(each[size] for size in SIZES) * ITEM_BYTES[each["dtype"]] for each in tensors)
 
 

@@ -16,7 +16,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.native import NativeAttention
 from engine.attention.sdpa import SdpaAttention
 from engine.device import has_matrix_units
-from engine.model.elementwise import TorchElementwise
+from engine.model.arithmetic import TorchArithmetic
 from engine.native import Kernels, load_kernels
 from engine.pool import KVPool
 from tests.engine.models import Prompt, make_runner
@@ -42,7 +42,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @given(rows=st.integers(1, 70), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, seed: int) -> None:
     """Widths that are no multiple of a vector, too."""
-    plain = TorchElementwise()
+    plain = TorchArithmetic()
     hidden, delta, weight = normal(rows, width, seed=seed), normal(rows, width, seed=seed + 1), normal(width, seed=2)
     for change in (None, delta):
         one, other = hidden.clone(), hidden.clone()
@@ -57,6 +57,26 @@ def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int
     kernels.rotate(one[:, :2], cos, sin)
     plain.rotate(other[:, :2], cos, sin)
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), panels=st.integers(1, 9), depth=st.integers(1, 1300),
+    bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_equal_torch(kernels: Kernels, rows: int, panels: int, depth: int, bias: bool, seed: int) -> None:
+    """Any number of rows, and depths that take several turns."""
+    x, weight = normal(rows, depth, seed=seed), normal(16 * panels, depth, seed=seed + 1)
+    added = normal(16 * panels, seed=seed + 2) if bias else None
+    expected = TorchArithmetic().linear(x.double(), weight, added).float()
+    torch.testing.assert_close(kernels.linear(x, kernels.pack(weight), added), expected, atol=3e-4, rtol=1e-5)
+
+
+def test_matrices_that_no_kernel_multiplies_are_left_to_torch(kernels: Kernels) -> None:
+    x = normal(5, 32)
+    for weight in (normal(20, 32), normal(32, 32).bfloat16()):
+        assert kernels.pack(weight) is weight
+        torch.testing.assert_close(kernels.linear(x, weight), TorchArithmetic().linear(x, weight), atol=0, rtol=0)
 
 
 spans_of = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 150))), min_size=1, max_size=4)

@@ -1,4 +1,4 @@
-"""What a layer does between its matrix products, apart from attention."""
+"""What a layer computes, apart from attention."""
 
 from typing import Protocol
 
@@ -9,7 +9,15 @@ from torch import Tensor
 from engine.model.rope import rotate
 
 
-class Elementwise(Protocol):
+class Arithmetic(Protocol):
+    def pack(self, weight: Tensor) -> Tensor:
+        """A matrix [out, in] in the form in which linear() likes it best."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [rows, in] @ the matrix transposed + bias [out], in x's dtype. weight: from pack()."""
+        ...
+
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """hidden [rows, width] += delta, in place, unless that is None; returns its RMSNorm, times weight [width]."""
         ...
@@ -23,8 +31,14 @@ class Elementwise(Protocol):
         ...
 
 
-class TorchElementwise:
+class TorchArithmetic:
     """On any device and in any dtype."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, weight, bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(hidden if delta is None else hidden.add_(delta), weight, eps)
@@ -35,6 +49,11 @@ class TorchElementwise:
     def gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
