@@ -15,8 +15,10 @@ from transfer.backends.nixl import LOOPBACK, Agent
 POLL_S = 0.0005
 
 
-def send(memory: memoryview, access: NixlAccess, page_bytes: int, chunk_pages: int, window_bytes: int) -> None:
-    """Say that all is set up, then write all pages once for every line on standard input, and say so, until it ends."""
+def send(
+    memory: memoryview, access: NixlAccess, page_bytes: int, chunk_pages: int, window_bytes: int, repeats: int
+) -> None:
+    """Say that all is set up; then write all pages so many times for every line on standard input, and say so."""
     agent = Agent(memory, LOOPBACK)
     peer = agent.nixl.loadRemoteMD(access.metadata)
     peer = peer.decode() if isinstance(peer, bytes) else peer
@@ -24,7 +26,7 @@ def send(memory: memoryview, access: NixlAccess, page_bytes: int, chunk_pages: i
     print(0, flush=True)
     while sys.stdin.readline():
         posted: list[int] = []
-        for first in range(0, pages, chunk_pages):
+        for first in list(range(0, pages, chunk_pages)) * repeats:
             while len(posted) >= most:
                 posted = _wait(agent, posted)
             posted.append(_post(agent, peer, access, page_bytes, range(first, min(first + chunk_pages, pages))))

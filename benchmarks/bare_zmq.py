@@ -14,8 +14,8 @@ Pages = npt.NDArray[np.uint8]  # [pages, bytes of a page]
 HEADER = bytes(200)
 
 
-def send(pages: Pages, chunk_pages: int, window_bytes: int) -> None:
-    """Print a port, then send all pages once for every line on standard input, until that ends."""
+def send(pages: Pages, chunk_pages: int, window_bytes: int, repeats: int) -> None:
+    """Print a port, then send all pages so many times for every line on standard input, until that ends."""
     context: Any = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
@@ -23,7 +23,7 @@ def send(pages: Pages, chunk_pages: int, window_bytes: int) -> None:
     peer, _ = socket.recv_multipart()
     while sys.stdin.readline():
         unanswered = 0
-        for first in range(0, len(pages), chunk_pages):
+        for first in list(range(0, len(pages), chunk_pages)) * repeats:
             chunk = pages[first : first + chunk_pages]
             while unanswered and unanswered + chunk.nbytes > window_bytes:
                 unanswered -= int(socket.recv_multipart()[1])

@@ -25,14 +25,15 @@ from transfer.sockets import Context
 SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
 NAME = "benchmark"  # of the key pair
 BARE_ZMQ, BARE_NIXL = "bare zmq", "bare nixl"
+REPEATS = 4  # requests that follow each other without a pause
 GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
 CLOCK = SystemClock()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a child is to send, on every line of its standard input. keys: folder with the one pair that both sides
-    have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this pool, and all
-    pages are to go to it, too. access: for the bare way by NIXL."""
+    """What a child is to send, REPEATS times for every line of its standard input. keys: folder with the one pair that
+    both sides have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this
+    pool, and all pages are to go to it, too. access: for the bare way by NIXL."""
 
     way: str
     pages: int
@@ -50,19 +51,19 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def send(job: Job) -> None:
-    """Send all pages once for every line on standard input, until that ends."""
+    """Send all pages for every line on standard input, until that ends."""
     config = job.config()
     store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
     if job.way == BARE_ZMQ:
-        send_bare_zmq(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes)
+        send_bare_zmq(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes, REPEATS)
         return
     memory = store.data.reshape(-1).data
     if job.way == BARE_NIXL:
         from benchmarks.bare_nixl import send as send_bare_nixl
 
         assert job.access is not None
-        send_bare_nixl(memory, job.access, GEOMETRY.page_bytes, job.chunk_pages, config.window_bytes)
+        send_bare_nixl(memory, job.access, GEOMETRY.page_bytes, job.chunk_pages, config.window_bytes, REPEATS)
         return
     reaches: dict[str, Reach] = {SHM: ShmReach()}
     if job.way == NIXL:
@@ -102,10 +103,11 @@ def _serve(sender: Sender, sessions: tuple[str, ...], job: Job) -> None:
         if sys.stdin.fileno() in ready:
             if not sys.stdin.readline():
                 return
-            request += 1
-            for session in sessions:
-                if session == SESSION or request == 1:
-                    _order(sender, session, request, job)
+            for _ in range(REPEATS):
+                request += 1
+                for session in sessions:
+                    if session == SESSION or request == 1:
+                        _order(sender, session, request, job)
 
 
 def _order(sender: Sender, session: str, request: int, job: Job) -> None:
@@ -126,7 +128,7 @@ def _order(sender: Sender, session: str, request: int, job: Job) -> None:
             pages=ids,
             dst_pages=ids,
             row=0,
-            dst_row=0,
+            dst_row=request % REPEATS,
             last=FirstToken(token=0, prompt_tokens=job.pages * GEOMETRY.page_size, cached_tokens=0) if last else None,
         )
         sender.apply(order, CLOCK.now())

@@ -28,7 +28,7 @@ import zmq
 
 from benchmarks.bare_zmq import BareReceiver
 from benchmarks.report import console, print_table
-from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, SESSION, STALLED, Job
+from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEATS, SESSION, STALLED, Job
 from core.arrays import pack
 from core.backends import NIXL, SHM, ZMQ, PoolMemory
 from core.codec import Codec
@@ -46,7 +46,7 @@ CURVE = "zmq, CURVE"
 
 
 class Way(Protocol):
-    """Something that moves all pages once."""
+    """Something that moves all pages, REPEATS times."""
 
     def move(self) -> None: ...
 
@@ -61,7 +61,7 @@ class Copy:
         self._target = np.zeros_like(self._source)
 
     def move(self) -> None:
-        for page in range(len(self._source)):
+        for page in list(range(len(self._source))) * REPEATS:
             self._target[page] = self._source[page]
 
     def close(self) -> None:
@@ -103,7 +103,8 @@ class Bare:
 
     def move(self) -> None:
         self._child.start()
-        self._receiver.take_all()
+        for _ in range(REPEATS):
+            self._receiver.take_all()
 
     def close(self) -> None:
         self._receiver.close()
@@ -176,31 +177,35 @@ class Transfer:
         self._receiver.apply(dial, CLOCK.now())
 
     def move(self) -> None:
-        self._request += 1
-        order = Expect(
-            seq=0,
-            request=self._request,
-            session=SESSION,
-            ticket="benchmark",
-            generation=self._request,
-            start=0,
-            count=self._pages * GEOMETRY.page_size,
-            pages=pack(range(self._pages)),
-            row=0,
-        )
-        self._receiver.apply(order, CLOCK.now())
+        for _ in range(REPEATS):
+            self._request += 1
+            self._expect(self._request)
         self._child.start()
         poller = zmq.Poller()
         for socket in self._receiver.sockets():
             poller.register(socket, zmq.POLLIN)
-        while True:
+        arrived = 0
+        while arrived < REPEATS:
             poller.poll(10)
             now = CLOCK.now()
             for event in [*self._receiver.receive(now), *self._receiver.tick(now)]:
                 if isinstance(event, FetchFailed):
                     raise RuntimeError(event.message)
-                if isinstance(event, Arrived):
-                    return
+                arrived += isinstance(event, Arrived)
+
+    def _expect(self, request: int) -> None:
+        order = Expect(
+            seq=0,
+            request=request,
+            session=SESSION,
+            ticket="benchmark",
+            generation=request,
+            start=0,
+            count=self._pages * GEOMETRY.page_size,
+            pages=pack(range(self._pages)),
+            row=request % REPEATS,
+        )
+        self._receiver.apply(order, CLOCK.now())
 
     def close(self) -> None:
         self._receiver.close()
@@ -245,13 +250,13 @@ def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dic
                 started = time.perf_counter()
                 way.move()
                 if number > 1:  # memory is touched for the first time in the first rounds
-                    speeds[name].append(pages * GEOMETRY.page_bytes / (time.perf_counter() - started) / 1e9)
+                    speeds[name].append(REPEATS * pages * GEOMETRY.page_bytes / (time.perf_counter() - started) / 1e9)
     return speeds
 
 
 def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
-    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--chunk-pages", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(given)
@@ -272,8 +277,8 @@ def main(given: Sequence[str]) -> int:
             rows.append((name, "yes" if checksum else "no", *medians, limit, f"{ratio:.2f}"))
     size = arguments.pages * GEOMETRY.page_bytes / 1e6
     print_table(
-        f"GB/s from pool to pool, {size:.0f} MB in pages of {GEOMETRY.page_bytes >> 10} KiB: medians of "
-        f"{arguments.rounds} rounds",
+        f"GB/s from pool to pool, {REPEATS} times {size:.0f} MB in pages of {GEOMETRY.page_bytes >> 10} KiB: "
+        f"medians of {arguments.rounds} rounds",
         ("backend", "checksums", "GB/s", "beside", "which is", "ratio"),
         rows,
     )

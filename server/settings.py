@@ -306,7 +306,7 @@ SETTINGS: tuple[Setting, ...] = (
         "transfer",
         "checksum_shm",
         "switch",
-        "checksum also KV that is copied within one machine (shm); off by default, since it costs as much as the copy",
+        "checksum also KV that is copied within one machine (shm); takes a quarter or more of its speed",
     ),
     Setting("max-peers", "transfer", "max_peers", "integer", "decode servers that may be connected", low=1),
     Setting(
