@@ -31,6 +31,8 @@ from engine.wire import QUEUE_LIMIT, Outbox, StageWire
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
@@ -51,12 +53,43 @@ def run(config: StageConfig) -> int:
 def _serve(config: StageConfig, sharing: KvSharing) -> int:
     runner = _runner(config, sharing)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = zmq.Context()
     inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
     outbox = Outbox(context)
     clock = SystemClock()
     meter = Meter(config.stage, clock)
     recorder = Recorder(config.stage, meter)
+    sender, receiver = _ends(config, runner, sharing, recorder, context)
+    wire = StageWire(
+        context=context,
+        endpoint=config.endpoint,
+        stage=config.stage,
+        identity=stage_identity(config.stage, config.epoch, config.session),
+        remote=bool(config.session),
+        sender=sender,
+        receiver=receiver,
+        meter=meter,
+        recorder=recorder,
+        inbox=inbox,
+        outbox=outbox,
+        clock=clock,
+    )
+    freeze_loaded()
+    outbox.post(_ready(config, runner, sharing, sender.port))
+    wire.start()
+    # A stage on another machine is told by its membership, which notices an end a heartbeat later than a parent does.
+    patience_s = config.transfer.peer_timeout_s if config.session else LAST_WORDS_S
+    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
+    status = _compute(loop, config.stage, outbox, patience_s)
+    wire.join(timeout=5)
+    outbox.close_writer()
+    return status
+
+
+def _ends(
+    config: StageConfig, runner: Runner, sharing: KvSharing, recorder: Recorder, context: Context
+) -> tuple[Sender, Receiver]:
+    """This stage's ends of data connections, in both directions."""
     sender = Sender(
         config.transfer,
         stage=config.stage,
@@ -74,46 +107,25 @@ def _serve(config: StageConfig, sharing: KvSharing) -> int:
         context=context,
         exposures=sharing.exposures,
     )
-    wire = StageWire(
-        context=context,
-        endpoint=config.endpoint,
+    return sender, receiver
+
+
+def _ready(config: StageConfig, runner: Runner, sharing: KvSharing, data_port: int) -> StageReady:
+    return StageReady(
         stage=config.stage,
-        identity=stage_identity(config.stage, config.epoch, config.session),
-        remote=bool(config.session),
-        sender=sender,
-        receiver=receiver,
-        meter=meter,
-        recorder=recorder,
-        inbox=inbox,
-        outbox=outbox,
-        clock=clock,
+        geometry=runner.geometry,
+        fingerprint=runner.fingerprint,
+        data_host=config.transfer.host,
+        data_port=data_port,
+        kv_pages=runner.pool.pages,
+        vocab_size=runner.vocab_size,
+        epoch=config.epoch,
+        cost=_cost(config, runner),
+        backends=sharing.backends,
+        host=sharing.host,
+        nixl=sharing.nixl,
+        memory=sharing.memory,
     )
-    freeze_loaded()
-    outbox.post(
-        StageReady(
-            stage=config.stage,
-            geometry=runner.geometry,
-            fingerprint=runner.fingerprint,
-            data_host=config.transfer.host,
-            data_port=sender.port,
-            kv_pages=runner.pool.pages,
-            vocab_size=runner.vocab_size,
-            epoch=config.epoch,
-            cost=_cost(config, runner),
-            backends=sharing.backends,
-            host=sharing.host,
-            nixl=sharing.nixl,
-            memory=sharing.memory,
-        )
-    )
-    wire.start()
-    # A stage on another machine is told by its membership, which notices an end a heartbeat later than a parent does.
-    patience_s = config.transfer.peer_timeout_s if config.session else LAST_WORDS_S
-    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
-    status = _compute(loop, config.stage, outbox, patience_s)
-    wire.join(timeout=5)
-    outbox.close_writer()
-    return status
 
 
 def _runner(config: StageConfig, sharing: KvSharing) -> Runner:

@@ -11,6 +11,7 @@ from server.api.middleware import Accounts, ApiKeys
 from server.api.native import handoff_routes, native_routes
 from server.api.openai import openai_routes
 from server.api.operations import operation_routes
+from server.api.tokenization import tokenizer_routes
 from server.service import Service
 
 
@@ -22,6 +23,7 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
         operation_routes(service),
         debug_routes(service),
         discovery_routes(service, config),
+        tokenizer_routes(service, config),
         bootstrap_routes(service),
         handoff_routes(service, config),
         native_routes(service, config),

@@ -97,10 +97,7 @@ def hand_overs(names: Names, jobs: Jobs, minted: str) -> list[HandOver] | None:
         _one_kind(names)
         name = minted if params.transfer_id is None else _name("transfer_id", params.transfer_id)
         return [HandOver(ticket, hold=True) for ticket in numbered(name, jobs.count)]
-    if names.bootstrap_room is None:
-        if names.bootstrap_host is not None:
-            message = "bootstrap_room is required where bootstrap_host is given"
-            raise invalid("bootstrap_room", message, code="missing_field")
+    if not _names_rooms(names):
         return None
     hosts = _spread("bootstrap_host", names.bootstrap_host, jobs)
     return [
@@ -120,10 +117,7 @@ def origins(names: Names, jobs: Jobs, default_port: int) -> list[Origin] | None:
         address = _bootstrap_address(params) if params.remote_host is None else _desk_address(params)
         waits = params.remote_host is None
         return [Origin(address, ticket, wait=waits, held=True) for ticket in _tickets(params, jobs.count)]
-    if names.bootstrap_room is None:
-        if names.bootstrap_host is not None:
-            message = "bootstrap_room is required where bootstrap_host is given"
-            raise invalid("bootstrap_room", message, code="missing_field")
+    if not _names_rooms(names):
         return None
     hosts = _spread("bootstrap_host", names.bootstrap_host, jobs)
     ports = _spread("bootstrap_port", names.bootstrap_port, jobs)
@@ -142,6 +136,14 @@ def _one_kind(names: Names) -> None:
     if names.bootstrap_room is not None:
         message = "kv_transfer_params and bootstrap_room name two different handoffs; send one of them"
         raise invalid("bootstrap_room", message)
+
+
+def _names_rooms(names: Names) -> bool:
+    """Raises HeadraceError (400) for a host without a room."""
+    if names.bootstrap_room is None and names.bootstrap_host is not None:
+        message = "bootstrap_room is required where bootstrap_host is given"
+        raise invalid("bootstrap_room", message, code="missing_field")
+    return names.bootstrap_room is not None
 
 
 def _rooms(names: Names, jobs: Jobs) -> list[str]:

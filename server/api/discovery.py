@@ -3,7 +3,6 @@
 import secrets
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -11,33 +10,15 @@ from core.addresses import url
 from core.config import ServerConfig
 from core.errors import unavailable
 from core.request import SamplingParams
-from core.stats import join
+from core.stats import Stats, join
 from server.api.answers import Answer, json_response
-from server.api.bodies import parse_body, read_body
 from server.api.errors import error_response
 from server.api.handover import reachable_host
-from server.api.prompts import check_model, encode, encode_chat
-from server.api.schema import Message
 from server.generation import Job, ignore
 from server.service import Service
 from server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0
-
-
-class TokenizeBody(msgspec.Struct):
-    """POST /tokenize: a text or a conversation."""
-
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    model: str | None = None
-
-
-class DetokenizeBody(msgspec.Struct):
-    """POST /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
@@ -88,31 +69,7 @@ def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
     @router.get("/get_load")
     async def get_load() -> Response:
         """As SGLang has it, a list with one entry for each data-parallel rank, of which there is one."""
-        stats = join(await service.stats())
-        values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
-        load = {
-            "dp_rank": 0,
-            "num_reqs": service.open_requests,
-            "num_waiting_reqs": values.get(("queue_requests", "waiting"), 0),
-            "num_tokens": sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
-        }
-        return json_response([load])
-
-    @router.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, config.max_body_bytes), TokenizeBody)
-        check_model(service, body.model)
-        if body.messages is not None:
-            tokens = await encode_chat(service, body.messages)
-        else:
-            tokens = await encode(service, body.prompt or "", "prompt")
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
-
-    @router.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, config.max_body_bytes), DetokenizeBody)
-        check_model(service, body.model)
-        return json_response({"prompt": await service.tokens.decode(body.tokens)})
+        return json_response([_load(service, join(await service.stats()))])
 
     return router
 
@@ -131,6 +88,16 @@ def bootstrap_routes(service: Service) -> APIRouter:
         return json_response({"0": worker})
 
     return router
+
+
+def _load(service: Service, stats: Stats) -> dict[str, int]:
+    values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
+    return {
+        "dp_rank": 0,
+        "num_reqs": service.open_requests,
+        "num_waiting_reqs": values.get(("queue_requests", "waiting"), 0),
+        "num_tokens": sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
+    }
 
 
 def _server_info(service: Service, config: ServerConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from server.api.answers import Answer, EventStream, EventWriter
 from server.api.asked import Asked, jobs_to_decode, jobs_to_hand_over, telling_the_other_side
 from server.api.bodies import parse_body, read_body
 from server.api.choices import Choice, collect, run_choices
-from server.api.handover import hand_over, lift_limits, transfer_params
+from server.api.handover import hand_over, held_params, lift_limits
 from server.api.openai_answer import tell_error
 from server.api.prompts import MAX_PROMPTS, Prompt, check_model, encode
 from server.api.sampling import choices, request_fields, sampling_params
@@ -193,11 +193,9 @@ class GenerateAnswer:
     async def _handed_over(self, host: str) -> object:
         found = await hand_over(self._service, self._jobs)
         shown = self._shown(found)
-        if not self._jobs[0].hold or not isinstance(shown, dict):
+        if not isinstance(shown, dict):
             return shown
-        results = [result for _, result in found]
-        params = transfer_params(self._service, host, self._asked.prompts, self._jobs, results)
-        return {**shown, "kv_transfer_params": params}
+        return shown | held_params(self._service, host, self._asked.prompts, self._jobs, found)
 
     def _shown(self, found: Sequence[tuple[Choice, Result]]) -> list[dict[str, Any]] | dict[str, Any]:
         shown = [self._object(job, choice, result) for job, (choice, result) in zip(self._jobs, found, strict=True)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from core.addresses import WILDCARDS
 from core.arrays import pack, prompt_hash
 from core.intake import Tokens
 from server.api.choices import Choice
-from server.api.schema import ChatBody, SamplingBody
+from server.api.schema import SamplingBody
 from server.generation import Delta, Job, Result, ignore
 from server.naming import Names
 from server.service import Service
@@ -20,14 +21,14 @@ async def hand_over(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice,
     """Run the jobs beside each other. The first one that fails takes the others back, held ones too, and its
     HeadraceError is raised."""
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(service.prefill(job, ignore)) for job in jobs]
-    except BaseException as failure:
-        for job in jobs:
-            service.cancel(job.rid)
-        if isinstance(failure, ExceptionGroup):
-            raise failure.exceptions[0] from None
-        raise
+        with ExitStack() as unless_all_succeed:
+            for job in jobs:
+                unless_all_succeed.callback(service.cancel, job.rid)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(service.prefill(job, ignore)) for job in jobs]
+            unless_all_succeed.pop_all()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return [_shown(service, *task.result()) for task in tasks]
 
 
@@ -45,14 +46,25 @@ def lift_limits(body: SamplingBody, names: Names) -> None:
     if names.kv_transfer_params is not None and names.kv_transfer_params.do_remote_decode:
         body.max_tokens = body.min_tokens = body.stop = body.stop_token_ids = None
         body.ignore_eos = True
-        if isinstance(body, ChatBody):
-            body.max_completion_tokens = None
 
 
 def reachable_host(desk_host: str, asked: str) -> str:
     """Where peers find a desk that is bound to desk_host. asked: the host under which a client has reached us, which is
     the answer where that is all addresses."""
     return asked if desk_host in WILDCARDS else desk_host
+
+
+def held_params(
+    service: Service,
+    host: str,
+    prompts: Sequence[tuple[int, ...]],
+    jobs: Sequence[Job],
+    found: Sequence[tuple[Choice, Result]],
+) -> dict[str, Any]:
+    """What an answer says beside its choices where KV is held: its kv_transfer_params. Otherwise nothing."""
+    if not jobs[0].hold:
+        return {}
+    return {"kv_transfer_params": transfer_params(service, host, prompts, jobs, [result for _, result in found])}
 
 
 def transfer_params(

@@ -1,7 +1,9 @@
-"""POST /v1/completions, POST /v1/chat/completions, GET /v1/models."""
+"""POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, GET /v1/models."""
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,16 +13,20 @@ from core.request import SamplingParams
 from server.api.answers import json_response
 from server.api.asked import Asked, jobs_to_decode, jobs_to_hand_over, telling_the_other_side
 from server.api.bodies import parse_body, read_body
-from server.api.forms import ChatForm, CompletionForm, Form
+from server.api.forms import ChatForm, CompletionForm
 from server.api.handover import lift_limits
 from server.api.openai_answer import OpenAIAnswer
 from server.api.prompts import check_model, completion_prompts, encode, encode_chat
+from server.api.responses import ResponsesAnswer, input_messages, refuse_unserved
 from server.api.sampling import chat_logprobs_wanted, choices, refuse_unsupported, request_fields, sampling_params
-from server.api.schema import ChatBody, CompletionBody, OpenAIBody, StreamOptions
+from server.api.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
 from server.generation import Job
 from server.naming import Names, prompt_ids
 from server.service import Service
 
+B = TypeVar("B", bound=OpenAIBody)
+Ask = Callable[[Service, B, Names], Awaitable[Asked]]
+Make = Callable[[Service, Asked, Sequence[Job]], OpenAIAnswer | ResponsesAnswer]
 COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens; chat takes what the model's length leaves
 
 
@@ -42,31 +48,39 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        raw = await read_body(request, config.max_body_bytes)
-        with telling_the_other_side(service, config, raw):
-            names = parse_body(raw, Names)
-            body = parse_body(raw, CompletionBody)
-            asked = await _completions(service, body, names)
-            form = CompletionForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return _respond(request, body, form, asked, names)
+        return await answer(request, CompletionBody, _completions, in_form(CompletionForm))
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        return await answer(request, ChatBody, _chat, in_form(ChatForm))
+
+    @router.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer(request, ResponsesBody, _responses, ResponsesAnswer)
+
+    async def answer(request: Request, kind: type[B], ask: Ask[B], make: Make) -> Response:
+        """ask: what a body of this kind asks for. make: the answer, whichever role gives it."""
         raw = await read_body(request, config.max_body_bytes)
         with telling_the_other_side(service, config, raw):
             names = parse_body(raw, Names)
-            body = parse_body(raw, ChatBody)
-            asked = await _chat(service, body, names)
-            form = ChatForm(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return _respond(request, body, form, asked, names)
-
-    def _respond(request: Request, body: OpenAIBody, form: Form, asked: Asked, names: Names) -> Response:
-        if config.role == "prefill":
-            jobs = jobs_to_hand_over(service, asked, names)
-            return OpenAIAnswer(service, form, asked, jobs).hand_over(request.url.hostname or "")
-        return OpenAIAnswer(service, form, asked, jobs_to_decode(service, asked, names, config)).respond(body)
+            body = parse_body(raw, kind)
+            asked = await ask(service, body, names)
+            if config.role == "prefill":
+                jobs = jobs_to_hand_over(service, asked, names)
+                return make(service, asked, jobs).hand_over(request.url.hostname or "")
+            return make(service, asked, jobs_to_decode(service, asked, names, config)).respond(body)
 
     return router
+
+
+def in_form(form: type[CompletionForm] | type[ChatForm]) -> Make:
+    """Makes answers with choices."""
+
+    def make(service: Service, asked: Asked, jobs: Sequence[Job]) -> OpenAIAnswer:
+        shown = form(service.tokens.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
+        return OpenAIAnswer(service, shown, asked, jobs)
+
+    return make
 
 
 async def _completions(service: Service, body: CompletionBody, names: Names) -> Asked:
@@ -86,9 +100,9 @@ async def _completions(service: Service, body: CompletionBody, names: Names) -> 
 
 async def _chat(service: Service, body: ChatBody, names: Names) -> Asked:
     """Raises HeadraceError (400, 404)."""
-    _check(service, body, names)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
+    _check(service, body, names)
     sampling = sampling_params(
         body,
         logprobs=chat_logprobs_wanted(body),
@@ -98,6 +112,20 @@ async def _chat(service: Service, body: ChatBody, names: Names) -> Asked:
     given = prompt_ids(names, 1)
     tokens = await encode(service, given[0], "prompt") if given else await encode_chat(service, body.messages)
     return Asked(_base_job("chatcmpl", body, sampling), [tokens], choices(body))
+
+
+async def _responses(service: Service, body: ResponsesBody, names: Names) -> Asked:
+    """Raises HeadraceError (400, 404)."""
+    refuse_unserved(body)
+    body.max_tokens = body.max_output_tokens
+    _check(service, body, names)
+    limit = service.max_model_len or COMPLETION_TOKENS
+    sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=service.vocab_size)
+    if given := prompt_ids(names, 1):
+        tokens = await encode(service, given[0], "input")
+    else:
+        tokens = await encode_chat(service, input_messages(body), "input", instructions=body.instructions)
+    return Asked(_base_job("resp", body, sampling), [tokens], 1)
 
 
 def _check(service: Service, body: OpenAIBody, names: Names) -> None:

@@ -13,7 +13,7 @@ from server.api.asked import Asked
 from server.api.choices import Choice, collect, run_choices
 from server.api.errors import error_body
 from server.api.forms import Form
-from server.api.handover import hand_over, transfer_params
+from server.api.handover import hand_over, held_params
 from server.api.reports import headrace_report, usage_report
 from server.api.schema import OpenAIBody, StreamOptions
 from server.generation import Delta, Job, Result
@@ -46,12 +46,7 @@ class OpenAIAnswer:
 
     async def _handed_over(self, host: str) -> dict[str, Any]:
         found = await hand_over(self._service, self._jobs)
-        answer = self._shown(found)
-        if self._jobs[0].hold:
-            results = [result for _, result in found]
-            params = transfer_params(self._service, host, self._asked.prompts, self._jobs, results)
-            answer["kv_transfer_params"] = params
-        return answer
+        return self._shown(found) | held_params(self._service, host, self._asked.prompts, self._jobs, found)
 
     def _shown(self, found: Sequence[tuple[Choice, Result]]) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from server.api.schema import Message, PrefillBody
 from server.service import Service
 
 MAX_PROMPTS = 256
+TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
 Prompt = str | list[int]
 
 
@@ -44,12 +45,17 @@ async def encode(service: Service, prompt: Prompt, field: str) -> tuple[int, ...
     return _checked(service, ids, field)
 
 
-async def encode_chat(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Token ids of a conversation in the model's chat template."""
+async def encode_chat(
+    service: Service, messages: Sequence[Message], field: str = "messages", *, instructions: str | None = None
+) -> tuple[int, ...]:
+    """Token ids of a conversation in the model's chat template. field: where the body has it. instructions: of the
+    system, before all messages."""
     if not messages:
-        raise invalid("messages", "messages is empty", code="empty_prompt")
-    plain = [_plain(message, index) for index, message in enumerate(messages)]
-    return _checked(service, await service.tokens.encode_chat(plain), "messages")
+        raise invalid(field, f"{field} is empty", code="empty_prompt")
+    plain = [_plain(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    if instructions:
+        plain.insert(0, {"role": "system", "content": instructions})
+    return _checked(service, await service.tokens.encode_chat(plain), field)
 
 
 async def encode_any(service: Service, body: PrefillBody) -> tuple[int, ...]:
@@ -85,13 +91,13 @@ def _checked(service: Service, ids: Sequence[int], field: str) -> tuple[int, ...
     return tuple(ids)
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
+def _plain(message: Message, place: str) -> dict[str, Any]:
     """A message as chat templates expect it, its text parts joined."""
     content = message.content
     if isinstance(content, list):
         for number, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                field = f"messages[{index}].content[{number}]"
+            if part.type not in TEXT_PARTS or part.text is None:
+                field = f"{place}.content[{number}]"
                 raise invalid(field, f"{field} is of type {part.type!r}; only text is supported", code="unsupported")
         content = "".join(part.text or "" for part in content)
     named = {} if message.name is None else {"name": message.name}

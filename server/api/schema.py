@@ -6,7 +6,7 @@ import msgspec
 
 
 class Part(msgspec.Struct):
-    """A part of a message's content; only text parts can be served."""
+    """A part of a message's content; only texts can be served."""
 
     type: str
     text: str | None = None
@@ -91,6 +91,26 @@ class ChatBody(OpenAIBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+
+
+class InputItem(Message, kw_only=True):
+    """One item of the input of POST /v1/responses; only messages can be served."""
+
+    role: str = ""
+    type: str = "message"
+
+
+class ResponsesBody(OpenAIBody, kw_only=True):
+    """POST /v1/responses. instructions: a system message before the input."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True):

@@ -44,6 +44,10 @@ class Target(NamedTuple):
         return sum(prod(each[size] for size in SIZES) * ITEM_BYTES[each["dtype"]] for each in tensors)
 
 
+class NoAnswer(AssertionError):
+    """The server has said nothing for WAIT_MS."""
+
+
 class Client:
     """One control connection, and data connections as asked for."""
 
@@ -87,7 +91,7 @@ class Client:
                 header, *frames = socket.recv_multipart()
                 return msgspec.msgpack.decode(header), frames
             self.say({"type": "Ping", "number": 0})
-        raise AssertionError("no answer")
+        raise NoAnswer("no answer")
 
     def silent(self) -> bool:
         """Whether the desk says nothing but the answer to a ping that is sent now."""

@@ -2,12 +2,11 @@
 
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.model.source import resolve_source
+from tests.engine.models import smollm2 as model
 from tests.engine.models import transformers_tokenizer
 
 SMOLLM2 = "smollm2"
@@ -23,20 +22,6 @@ def story_ids() -> tuple[int, ...]:
     """Token ids of the demo's real text."""
     text = (files("server") / "data" / "adventure.txt").read_text(encoding="utf-8")
     return tuple(tokenizer()(text)["input_ids"])
-
-
-@cache
-def model() -> Any:
-    """SmolLM2 in transformers, fp32."""
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    path = Path(resolve_source(SMOLLM2).path)
-    return AutoModelForCausalLM.from_pretrained(
-        str(path.parent),
-        gguf_file=path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    ).eval()
 
 
 @cache

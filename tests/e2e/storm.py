@@ -15,13 +15,8 @@ from typing import Any, Literal
 
 import httpx
 
-from core.arrays import pack
-from core.config import EngineConfig, ModelConfig
-from core.orders import Row
-from core.request import SamplingParams
-from engine.standin import StandInRunner
-from server.text import TextStream
 from server.tokenizer import Tokenizer
+from tests.e2e.models import StandInOracle, spoken
 
 Way = Literal["whole", "streamed", "prefill"]
 Taking = Literal["leave", "delete", "late"]
@@ -29,7 +24,6 @@ WAYS: tuple[Way, ...] = ("whole", "streamed", "prefill")
 MOST_TOKENS = 6
 TIMEOUT_S = 120.0  # far above any deadline of the servers: whoever waits so long has been forgotten
 FIRST_GUESS_S = 0.5
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +37,16 @@ class Prompt:
 def make_prompts(sizes: str, count: int, longest: int, seed: int) -> list[Prompt]:
     """Prompts of 1 to `longest` tokens, some with a common beginning, and their continuations by one runner alone.
     sizes: of a stand-in, without the time that it takes."""
-    room = longest + MOST_TOKENS
-    settings = ModelConfig(model=f"{sizes},us_per_token=0", dtype="float32", device="cpu", max_model_len=room)
-    runner = StandInRunner(settings, EngineConfig(page_size=room, kv_pages=1))
+    oracle = StandInOracle(sizes, longest + MOST_TOKENS)
     generator = random.Random(seed)
-    common = [generator.randrange(runner.vocab_size) for _ in range(longest)]
+    common = [generator.randrange(oracle.vocab_size) for _ in range(longest)]
     made = []
-    for number in range(count):
+    for _ in range(count):
         length = generator.choice((1, generator.randint(1, 40), generator.randint(1, longest)))
         own = generator.randint(0, length)
-        ids = common[: length - own] + [generator.randrange(runner.vocab_size) for _ in range(own)]
-        made.append(Prompt(tuple(ids), _continuation(runner, number, ids)))
+        ids = common[: length - own] + [generator.randrange(oracle.vocab_size) for _ in range(own)]
+        made.append(Prompt(tuple(ids), oracle.greedy(ids, MOST_TOKENS)))
     return made
-
-
-def _continuation(runner: StandInRunner, request: int, ids: Sequence[int]) -> tuple[int, ...]:
-    row = Row(request, 0, len(ids), pack([0]), pack(ids), sample=GREEDY)
-    tokens = [runner.execute([row])[0][0].token]
-    while len(tokens) < MOST_TOKENS:
-        row = Row(request, len(ids) + len(tokens) - 1, 1, pack([0]), sample=GREEDY)
-        tokens.append(runner.execute([row])[0][0].token)
-    runner.release(request)
-    return tuple(tokens)
 
 
 @dataclass(slots=True)
@@ -173,8 +155,7 @@ class Storm:
     def _expected(self, errand: Errand) -> str:
         if errand.way == "prefill":
             return str(errand.prompt.tokens[0])
-        stream = TextStream(self._tokenizer, errand.prompt.ids)
-        return "".join(stream.push(token) for token in errand.prompt.tokens[: errand.tokens]) + stream.flush()
+        return spoken(self._tokenizer, errand.prompt.ids, errand.prompt.tokens[: errand.tokens])
 
     async def _delete(self, http: httpx.AsyncClient, url: str, errand: Errand) -> bool:
         """Whether the request was open there."""

@@ -3,9 +3,11 @@
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from server.keys import write_pair
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
-from tests.e2e.test_gold import check
+from tests.e2e.models import Model, both
 
 
 def keys(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -16,14 +18,16 @@ def keys(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return prefill, ("--curve-key", str(peer_secret), "--curve-server-key", str(public))
 
 
-def test_encrypted_texts_equal_transformers(tmp_path: Path) -> None:
-    common = ("--dtype", "float32", "--transfer-backends", "zmq")
+@pytest.mark.parametrize("model", both(us_per_token=50))
+def test_encrypted_texts_are_the_models_own(tmp_path: Path, model: Model) -> None:
+    common = (*model.flags, "--transfer-backends", "zmq")
     theirs, ours = keys(tmp_path)
     with pair((*common, *theirs), (*common, *ours, "--threads", "1")) as (prefill, decode):
-        check(decode, (1, 16, 65, 300))
+        model.check(decode, (1, 16, 65, 300), tokens=8)
         for server in (prefill, decode):
             wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages back")
-        assert prefill.metrics()['headrace_bytes_sent_total{backend="zmq"}'] > 0
+        sent = 'headrace_bytes_sent_total{backend="zmq"}'
+        wait_until(lambda: prefill.metrics().get(sent, 0) > 0, 10, "stages tell what they have sent with heartbeats")
         assert not any("handshakes_refused" in name for name in prefill.metrics())
 
 

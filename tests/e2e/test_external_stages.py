@@ -12,27 +12,16 @@ import psutil
 import pytest
 
 from server.ports import free_port
-from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import SUBNET, Stages, Tree, machines
+from tests.e2e.models import NAME, SMOLLM2, Model, both, stand_in
 
-MODEL = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
-STAND_IN = ("--model", "stand-in:layers=4", "--dtype", "float32", "--kv-pages", "1024", "--max-model-len", "2048")
+ROOM = ("--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
+STAND_IN = (*stand_in(us_per_token=1000).flags, *ROOM)
 FLAGS = ("--pp", "2", "--threads", "1", "--peer-timeout", "2", "--stages", "external")
+LENGTHS = (1, 17, 300)
 TOKENS = 8
 KEY = "a key of these tests"
-
-
-def body(prompt: tuple[int, ...]) -> dict[str, Any]:
-    return {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
-
-
-def check_texts(server: Server) -> None:
-    for length in (1, 17, 300):
-        prompt = gold.story_ids()[:length]
-        answer = server.post("/v1/completions", body(prompt))
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["text"] == gold.greedy_text(prompt, TOKENS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +58,12 @@ def not_ready(server: Server) -> str:
     return str(answer.json()["error"]["message"])
 
 
-def strike(server: Server, victim: Tree, number: int, name: str) -> None:
+def strike(server: Server, story: tuple[int, ...], victim: Tree, number: int, name: str) -> None:
     """A signal to a stage under load: everything in flight fails within seconds, and names it."""
-    story = gold.story_ids()
+
+    def body(prompt: tuple[int, ...]) -> dict[str, Any]:
+        return {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
+
     with ThreadPoolExecutor(4) as pool:
         load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(4)]
         wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
@@ -85,29 +77,30 @@ def strike(server: Server, victim: Tree, number: int, name: str) -> None:
     assert "waiting for stages 0 and 1 of 2 to join" in not_ready(server)
 
 
-def test_stages_on_two_machines_die_and_come_back() -> None:
-    with waiting_server("--role", "colocated", *MODEL) as (server, stages):
+@pytest.mark.parametrize("model", both(us_per_token=1000))
+def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
+    with waiting_server("--role", "colocated", *model.flags, *ROOM) as (server, stages):
         assert "waiting for stages 0 and 1 of 2 to join" in not_ready(server)
         first = stages.start(0)
         wait_until(lambda: "waiting for stage 1 of 2" in not_ready(server), 60, "one has joined")
         second = stages.start(1)
         server.started()
-        check_texts(server)
+        model.check(server, LENGTHS, TOKENS)
 
-        strike(server, second, signal.SIGKILL, "stage 1")
+        strike(server, model.story(), second, signal.SIGKILL, "stage 1")
         assert first.ended(10) == 1, "it ends, so that whoever started it starts it again"
         first, second = stages.start_all()
         server.started()
-        check_texts(server)
+        model.check(server, LENGTHS, TOKENS)
 
-        strike(server, first, signal.SIGSTOP, "stage 0")
+        strike(server, model.story(), first, signal.SIGSTOP, "stage 0")
         assert second.ended(10) == 1
         late = stages.start(1)
         first.signal(signal.SIGCONT)
         assert first.ended(10) == 1, "it has been given up, and is told when it wakes"
         stages.start(0)
         server.started()
-        check_texts(server)
+        model.check(server, LENGTHS, TOKENS)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         assert late.process.poll() is None
 
@@ -127,14 +120,14 @@ def test_an_orderly_end_is_that_of_the_stages_too() -> None:
 
 @pytest.mark.full
 def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
-    with waiting_server("--role", "prefill", *MODEL) as (prefill, stages):
+    with waiting_server("--role", "prefill", *SMOLLM2.flags, *ROOM) as (prefill, stages):
         stages.start_all()
         allowed = ("--allow-prefill", f"{SUBNET}.0/24", "--allow-prefill", "127.0.0.0/8")
-        decode = Server("--role", "decode", "--prefill", prefill.url, *allowed, "--threads", "1", *MODEL)
+        decode = Server("--role", "decode", "--prefill", prefill.url, *allowed, "--threads", "1", *SMOLLM2.flags, *ROOM)
         with running(prefill), running(decode):
             hosts = re.findall(r"data   tcp://(\S+):\d+  \(stage", prefill.log)
             assert len(set(hosts)) == 2, "each stage has an address of its own"
-            check_texts(decode)
+            SMOLLM2.check(decode, LENGTHS, TOKENS)
             assert decode.total("headrace_bytes_received_total") > 0
 
 
@@ -170,13 +163,13 @@ def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
 )
 def test_torchrun_starts_the_stages_and_starts_them_again(rendezvous: tuple[str, ...]) -> None:
     """The agent hosts the store at which the stages meet, and keeps it over restarts."""
-    with waiting_server("--role", "colocated", *MODEL) as (server, stages):
+    with waiting_server("--role", "colocated", *SMOLLM2.flags, *ROOM) as (server, stages):
         where = f"127.0.0.1:{free_port()}" if "c10d" in rendezvous else str(free_port())
         launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "5"]
         stage = ["-m", "server.cli", "stage", "--scheduler", stages.scheduler(0)]
         agent = stages.run(0, [*launcher, *rendezvous, where, *stage])
         server.started()
-        check_texts(server)
+        SMOLLM2.check(server, LENGTHS, TOKENS)
 
         for rank in (0, 1):
             old = workers(agent)
@@ -185,7 +178,7 @@ def test_torchrun_starts_the_stages_and_starts_them_again(rendezvous: tuple[str,
             server.started()
             assert not [worker for worker in old if worker.is_running()], "all of them start again"
             assert len(workers(agent)) == 2
-            check_texts(server)
+            SMOLLM2.check(server, LENGTHS, TOKENS)
 
         orphans = workers(agent)
         agent.process.kill()

@@ -12,7 +12,8 @@ import pytest
 from server.ports import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
-MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024")
+WAIT_S = 4.0
+MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024", "--bootstrap-timeout", str(WAIT_S))
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
@@ -22,6 +23,7 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["first", "second one " * 9], "n": 2},
     ],
     "/v1/chat/completions": [{"messages": [{"role": "user", "content": "hello"}]}],
+    "/v1/responses": [{"input": "hello", "instructions": "be brief", "max_output_tokens": 8}],
     "/generate": [{"text": "one"}, {"text": ["first", "second"], "sampling_params": {"n": 2, "temperature": 0}}],
 }
 CASES = [(path, body) for path, bodies in PROMPTS.items() for body in bodies]
@@ -74,7 +76,9 @@ def ok(response: httpx.Response) -> Any:
 
 
 def texts(answer: Any) -> list[str]:
-    """The texts of an answer in any of the three forms."""
+    """The texts of an answer in any of the forms."""
+    if "output" in answer:
+        return [item["content"][0]["text"] for item in answer["output"]]
     if isinstance(answer, list):
         return [one["text"] for one in answer]
     if "choices" not in answer:
@@ -175,6 +179,18 @@ def test_an_unknown_ticket_is_answered_at_once(servers: Pair) -> None:
         response = servers.decode.post("/v1/completions", again)
         assert (response.status_code, response.json()["error"]["code"]) == (502, "unknown_ticket"), response.text
     assert time.monotonic() - started < 1
+
+
+def test_a_wait_for_the_other_half_ends(servers: Pair) -> None:
+    started = time.monotonic()
+    body = {"prompt": "x", "max_tokens": 4}
+    decoding = servers.pool.submit(servers.decode.post, "/v1/completions", {**body, **servers.room()})
+    computing = servers.prefill.post("/v1/completions", {**body, **servers.room()})
+    answers = (computing, decoding.result())
+    assert WAIT_S <= time.monotonic() - started < 3 * WAIT_S
+    assert [answer.status_code for answer in answers] == [504, 502]
+    assert [answer.json()["error"]["code"] for answer in answers] == ["no_peer", "no_request"]
+    servers.quiet()
 
 
 def test_kv_of_another_prompt_is_refused(servers: Pair) -> None:

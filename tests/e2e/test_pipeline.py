@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+from tests.e2e.models import Model, both
 
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 TOKENS = 8
@@ -56,13 +57,17 @@ def test_texts_are_those_of_one_stage(stages: str) -> None:
             assert (passed_on > 0) == (stage < int(stages) - 1)
 
 
+@pytest.mark.parametrize("model", both(us_per_token=50))
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [pytest.param("2", "2", marks=pytest.mark.full), pytest.param("2", "1", marks=pytest.mark.full), ("1", "3")],
 )
-def test_prefill_at_one_degree_and_decode_at_another(prefill: str, decode: str) -> None:
-    with pair((*FLAGS, "--pp", prefill), (*FLAGS, "--pp", decode)) as (_, server):
-        check_texts(server)
+def test_prefill_at_one_degree_and_decode_at_another(model: Model, prefill: str, decode: str) -> None:
+    flags = (*FLAGS, *model.flags)
+    with pair((*flags, "--pp", prefill), (*flags, "--pp", decode)) as (_, server):
+        for length in LENGTHS:
+            model.check(server, (length,), TOKENS)
+        model.check(server, LENGTHS, TOKENS)
 
 
 @pytest.mark.full
@@ -103,7 +108,7 @@ def test_death_and_silence_of_every_stage() -> None:
         server.started()
 
 
-@pytest.mark.parametrize("turns", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("turns", [2, pytest.param(50, marks=pytest.mark.full)])
 def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
     """A pair with two stages each: whichever dies or stops, whenever, all in flight end within seconds at both ends,
     nothing leaks, and the pair works again."""

@@ -1,6 +1,7 @@
 """Two servers on one machine, with KV written straight into the decode server's pool: whoever dies, stops or cancels.
 
-The stand-in model's texts show every wrong page (engine/standin.py); they are compared with those of one server alone.
+The stand-in model's texts show every wrong page (engine/standin.py); they are compared with those of one runner alone,
+or with those before something went wrong.
 """
 
 import signal
@@ -14,14 +15,16 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
+from tests.e2e.models import SIZES, StandInOracle
 
-MODEL = "stand-in:layers=4,us_per_token=400,vocab=1000,max_len=8192"
+MODEL = f"{SIZES},us_per_token=400"
+TOKENS = 8
 FLAGS = ("--model", MODEL, "--chunk-tokens", "128", "--kv-pages", "1024", "--threads", "1", "--peer-timeout", "1")
 TEXT = "a long prompt of which a part is on its way when something goes wrong " * 60
 
 
 def ask(server: Server, prompt: str = TEXT, timeout_s: float = 60.0) -> httpx.Response:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout_s)
 
 
@@ -66,18 +69,18 @@ def stopped(server: Server) -> Iterator[None]:
                 process.send_signal(signal.SIGCONT)
 
 
-def test_texts_are_those_of_one_server_alone_by_either_way() -> None:
+@pytest.mark.parametrize(("backend", "other"), [("shm", "zmq"), pytest.param("zmq", "shm", marks=pytest.mark.full)])
+def test_texts_are_those_of_one_runner_alone_by_either_way(backend: str, other: str) -> None:
     prompts = [TEXT[:length] for length in (1, 15, 16, 17, 300, 1700)]
-    with serving(*FLAGS, "--role", "colocated") as alone:
-        expected = [text_of(ask(alone, prompt)) for prompt in prompts]
-    for backend, other in (("shm", "zmq"), ("zmq", "shm")):
-        with pair(FLAGS, (*FLAGS, "--page-size", "64", "--transfer-backends", backend)) as (prefill, decode):
-            pool = pool_of(decode) if backend == "shm" else None
-            assert [text_of(ask(decode, prompt)) for prompt in prompts] == expected
-            assert written(prefill, backend) > 0
-            assert written(prefill, other) == 0
-            assert f"by {backend}: " in prefill.log
-        assert pool is None or not pool.exists(), "an orderly end leaves nothing behind"
+    oracle = StandInOracle(SIZES, 2000)
+    with pair(FLAGS, (*FLAGS, "--page-size", "64", "--transfer-backends", backend)) as (prefill, decode):
+        pool = pool_of(decode) if backend == "shm" else None
+        expected = [oracle.greedy_text(list(prompt.encode()), TOKENS) for prompt in prompts]
+        assert [text_of(ask(decode, prompt)) for prompt in prompts] == expected
+        wait_until(lambda: written(prefill, backend) > 0, 10, "stages tell what they have sent with heartbeats")
+        assert written(prefill, other) == 0
+        assert f"by {backend}: " in prefill.log
+    assert pool is None or not pool.exists(), "an orderly end leaves nothing behind"
 
 
 def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> None:

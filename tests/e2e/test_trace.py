@@ -111,7 +111,7 @@ def test_a_prefill_server_with_three_stages_and_its_peer() -> None:
         load(decode) as answers,
         ThreadPoolExecutor(2) as pool,
     ):
-        of_prefill, of_decode = pool.map(traced, (prefill, decode), (3.0, 3.0))
+        of_prefill, of_decode = pool.map(traced, (prefill, decode), (2.0, 2.0))
     check_plans(of_prefill, STAGES)
     answered = {answer["id"]: answer for answer in answers}
     whole = begun_and_done(of_prefill)
@@ -152,7 +152,7 @@ def check_request(trace: dict[str, Any], rid: str, answer: dict[str, Any]) -> No
 
 def test_decoding_through_three_stages() -> None:
     with serving("--role", "colocated", "--pp", str(STAGES), *FLAGS) as server, load(server):
-        trace = traced(server, 2.0)
+        trace = traced(server, 1.5)
         second = httpx.get(f"{server.url}/debug/trace?seconds=0.2", timeout=30)
         check(second.json())
     check_plans(trace, STAGES)

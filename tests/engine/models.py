@@ -1,5 +1,6 @@
 """Small random models of every family, and transformers' own results for them."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -62,6 +64,16 @@ def transformers_tokenizer(model: str) -> Any:
     if path.suffix == ".gguf":
         return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     return AutoTokenizer.from_pretrained(path)
+
+
+@cache
+def smollm2() -> PreTrainedModel:
+    """The bundled model in transformers, float32; reading it takes seconds."""
+    path = resolve_source("smollm2").path
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    ).eval()
+    return model
 
 
 class Saved(NamedTuple):

@@ -20,6 +20,7 @@ from tests.engine.models import (
     reference,
     reported_logprobs,
     run_chunks,
+    smollm2,
     transformers_tokenizer,
 )
 
@@ -29,11 +30,7 @@ LOGPROBS = SamplingParams(temperature=0.0, logprobs=20)
 
 @pytest.fixture(scope="module")
 def oracle() -> PreTrainedModel:
-    path = resolve_source("smollm2").path
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
-    return model
+    return smollm2()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from tests.e2e.harness import pair
 from tests.routers.fleet import KINDS, Router, Site, routed
 
 STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "2048", "--served-model-name", "tested")
-SMOLLM2 = ("--dtype", "float32", "--max-model-len", "512", "--kv-pages", "128", "--served-model-name", "tested")
+SMOLLM2 = ("--dtype", "float32", "--max-model-len", "512", "--kv-pages", "128", "--served-model-name", "tested",
+           "--threads", "1")  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 WITH_A_REAL_MODEL: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": ["The capital of France is", "Two and two are"]}),
-    (COMPLETION, {"prompt": "Stop at the end of the sentence", "stop": [".", "\n"]}),
+    (COMPLETION, {"prompt": "Stop at the end of the sentence", "stop": [" is", "!"]}),
     (COMPLETION, {"prompt": "Sampled, with a seed:", "temperature": 0.8, "seed": 7}),
     (CHAT, {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}),
 ]
@@ -82,6 +82,19 @@ def compare(router: Router, site: Site, path: str, body: dict[str, Any]) -> None
     assert texts(router.post(path, body)) == own
     assert streamed(router.post(path, {**body, "stream": True})) == own
     assert posted(site) == before, "the KV went under the router's name"
+    site.quiet()
+
+
+def test_responses_where_the_router_knows_them(router: Router, site: Site) -> None:
+    body = {"model": site.model, "input": "The capital of France is", "max_output_tokens": 8, "temperature": 0}
+    own = site.decode.post("/v1/responses", body).json()["output"][0]["content"][0]["text"]
+    before = posted(site)
+    response = router.post("/v1/responses", body)
+    if router.name in ("vllm-nixl", "vllm-mooncake"):
+        assert response.json()["output"][0]["content"][0]["text"] == own
+        assert posted(site) == before, "the KV went under the router's name"
+    else:
+        assert response.status_code in (404, 501)
     site.quiet()
 
 

@@ -1,6 +1,8 @@
 """Peers and prefill servers that keep to the form of messages and to nothing else: what it costs, and whom."""
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,20 +15,22 @@ from core.arrays import pack
 from core.codec import Codec, DecodeError
 from core.config import TransferConfig
 from core.geometry import Geometry
+from core.orders import AdmitPeer
 from core.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled
 from core.stats import LABELS, Counters
 from tests.fuzz.mutations import VALID, Mutator
-from tests.transfer.harness import Loop, random_store, value, zmq_context
-from tests.transfer.raw import RawStage
+from tests.transfer.harness import Loop, random_store, zmq_context
+from tests.transfer.raw import SESSION, RawStage
 from tests.transfer.test_sessions import CONFIG, OFFER, hello, joined, reserve
 from transfer.desk import Desk
 from transfer.link import DeskLink
-from transfer.messages import Cancel, DeskMessage, Failed, Finished, Goodbye, Nack, Ping, Pong, Welcome
+from transfer.messages import Attach, Cancel, DeskMessage, Failed, Finished, Goodbye, Nack, Ping, Pong, Welcome
 from transfer.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, Rate, page_limit
 from transfer.sender import Sender
 from transfer.sessions import PeerBook
 
 MANY = TransferConfig(max_tickets_per_peer=1000)
+PING, PONG = (msgspec.msgpack.encode({"type": kind, "number": 1 << 40}) for kind in ("Ping", "Pong"))
 
 
 def test_a_peer_that_never_stops_talking_loses_its_session_and_others_do_not() -> None:
@@ -151,42 +155,66 @@ def test_chunks_cannot_go_on_for_ever() -> None:
         stage.close()
 
 
-class Watched(zmq.Socket[bytes]):
-    """A socket that notes where it is connected to."""
+@contextmanager
+def watched_context() -> Iterator[tuple[Any, list[str]]]:
+    """A context, and the addresses that sockets of it are connected to."""
+    dialled: list[str] = []
 
-    dialled: ClassVar[list[str]] = []
+    class Watched(zmq.Socket[bytes]):
+        def connect(self, addr: str) -> Any:
+            dialled.append(addr)
+            return super().connect(addr)
 
-    def connect(self, addr: str) -> Any:
-        self.dialled.append(addr)
-        return super().connect(addr)
+    class Context(zmq.Context[Watched]):
+        _socket_class = Watched
+
+    context: Any = Context()
+    try:
+        yield context, dialled
+    finally:
+        context.destroy(linger=0)
+
+
+def answers(loop: Loop, peer: Any, *greeting: bytes) -> None:
+    """Turn until the port answers the greeting and a ping: then it has read what the peer said before. They are sent
+    again and again, since a connection that sent too large a frame is closed and made anew."""
+
+    def answered() -> bool:
+        for message in (*greeting, PING):
+            peer.send(message)
+        return any(PONG in peer.recv_multipart() for _ in iter(lambda: peer.poll(0), 0))
+
+    loop.until(answered, timeout_s=20)
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_desk_and_stage_dial_nobody_whatever_they_are_told(seed: int) -> None:
     """Their sockets are bound, and connected to none but the inside of their process."""
-    Watched.dialled.clear()
     mutator = Mutator(seed)
-    with zmq_context() as context, zmq_context() as outside:
-        context._socket_class = Watched
+    geometry = OFFER.geometries[0]
+    with watched_context() as (context, dialled), zmq_context() as outside:
         desk = Desk(CONFIG, context)
-        sender = Sender(CONFIG, stage=0, geometry=OFFER.geometries[0], store=random_store(OFFER.geometries[0], 4),
-                        context=context)  # fmt: skip
+        sender = Sender(CONFIG, stage=0, geometry=geometry, store=random_store(geometry, 4), context=context)
         loop = Loop(desk, sender)
         desk.ready(OFFER)
-        for port in (desk.port, sender.port):
+        loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometry=geometry, window_bytes=1 << 20))
+        address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
+        attach = Attach(session=SESSION, stage=0, checksum="xxh3_64")
+        for port, greeting in ((desk.port, hello(name=address["endpoint"])), (sender.port, attach)):
             peer = outside.socket(zmq.DEALER)
             loop.raw.append(peer)
             peer.connect(f"tcp://127.0.0.1:{port}")
-            address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
-            peer.send(msgspec.msgpack.encode(msgspec.to_builtins(hello()) | {"type": "Hello"} | address))
-            loop.until(lambda: value(desk.statistics(), "desk_sessions") == 1)
+            told = msgspec.msgpack.encode(msgspec.to_builtins(greeting) | address)
+            answers(loop, peer, told)
             for _ in range(40):
                 peer.send(mutator.any(VALID))
-        for _ in range(10):
-            loop.turn(0.01)
+            answers(loop, peer, told)
         loop.close()
-    assert [address for address in Watched.dialled if not address.startswith("inproc:")] == []
+        assert [to for to in dialled if not to.startswith("inproc:")] == []
+        with context.socket(zmq.DEALER) as control:
+            control.connect("tcp://127.0.0.1:9")
+        assert "tcp://127.0.0.1:9" in dialled, "it would have been seen"
 
 
 GEOMETRIES = st.builds(
