@@ -10,15 +10,15 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere a no-op).
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere a no-op). parent: its
+    process id, as it has told it: who asks for it here may ask too late.
 
     Also leaves SIGINT to the parent, which ends its children in order.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "linux":
         return
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request was in place
         os._exit(1)

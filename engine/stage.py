@@ -1,4 +1,4 @@
-"""A stage process: `python -m engine.stage`, configuration as JSON on standard input.
+"""A stage process: `python -m engine.stage PARENT`, configuration as JSON on standard input.
 
 The main thread computes (engine/loop.py); the I/O thread (engine/wire.py) owns the sockets.
 """
@@ -164,7 +164,7 @@ def _compute(loop: StageLoop, stage: int, outbox: Outbox, patience_s: float) -> 
 
 
 def main() -> int:
-    die_with_parent()
+    die_with_parent(int(sys.argv[1]))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s stage {config.stage}: %(message)s"

@@ -1,4 +1,4 @@
-"""The scheduler process: `python -m server.scheduler_process`, configuration as JSON on standard input.
+"""The scheduler process: `python -m server.scheduler_process PARENT`, configuration as JSON on standard input.
 
 Joins the pure scheduler with its ports: the front end, the stages, the desk where decode peers call, the dialer that
 calls prefill servers' desks, and the publisher of KV events.
@@ -157,7 +157,7 @@ def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> t
 
 
 def main() -> int:
-    die_with_parent()
+    die_with_parent(int(sys.argv[1]))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
     try:

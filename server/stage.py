@@ -38,7 +38,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     place = find_place(vars(given), environ)
     endpoint = _endpoint(given.scheduler)
     if place.launched:
-        die_with_parent()
+        die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once: there is nothing to save
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s stage {place.rank}: %(message)s")
     member = Member(endpoint, _join(given, environ, place), given.join_timeout, SystemClock())

@@ -33,7 +33,7 @@ OnStageLost = Callable[[int, str], Awaitable[None]]
 
 
 class Child:
-    """One child process of ours."""
+    """One child process of ours: `python -m module PARENT`, its configuration on standard input."""
 
     def __init__(
         self, module: str, config: msgspec.Struct, *, threads: int, environment: Mapping[str, str] | None = None
@@ -52,6 +52,7 @@ class Child:
             sys.executable,
             "-m",
             self._module,
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             env=self._environment,

@@ -93,7 +93,7 @@ def _read(path: Path) -> TokenizerRecord | None:
 
 def _convert_in_child(source: ModelSource, path: Path) -> None:
     """Raises ConfigError with what the child says."""
-    command = [sys.executable, "-m", "server.tokenizer_store", str(source.path), str(path)]
+    command = [sys.executable, "-m", "server.tokenizer_store", str(os.getpid()), str(source.path), str(path)]
     child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if child.returncode:
         said = child.stderr.strip()
@@ -128,9 +128,9 @@ def convert(source: ModelSource) -> TokenizerRecord:
     )
 
 
-def main(model: str, path: str) -> int:
+def main(parent: str, model: str, path: str) -> int:
     """Convert one tokenizer. The file appears whole or not at all, whoever else writes it at the same time."""
-    die_with_parent()
+    die_with_parent(int(parent))
     try:
         record = convert(resolve_source(model))
     except ConfigError as error:
