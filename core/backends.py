@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
-from core.geometry import Geometry
+from core.geometry import MAX_COMPONENTS, Word
 
 ZMQ = "zmq"  # in frames of the data connection
 SHM = "shm"  # the sending stage writes into the peer's pool, which both have mapped
@@ -21,32 +21,47 @@ FileName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z._-]{0,127}\Z")]
 Strides = tuple[Size, Size, Size, Size, Size]
 
 
-class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool in a file of /dev/shm that others on the host may map.
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a component's part of a pool begins, and bytes from one page, layer, plane, head and slot to the next."""
 
-    host: equal for all processes that see the same /dev/shm. name: of the file; bytes: its size. offset: where the
-    first page begins; strides: bytes from one page, layer, K or V, head and slot to the next. A slot is contiguous.
+    name: Word
+    offset: Size
+    strides: Strides
+
+
+class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the pages of a pool lie in a memory of so many bytes, for those who write into it.
+
+    offset: where keys and values of the first page begin; strides: bytes from one page, layer, K or V, head and slot
+    to the next. components: the same of each component. A slot of a head is contiguous; nothing else has to be, and a
+    page may be scattered.
     """
 
-    host: HostToken
-    name: FileName
     bytes: Size
     pages: Size
     strides: Strides
-    offset: Size = 0
+    offset: Size = field(default_factory=int)  # a factory has msgspec write it even when it is 0
+    components: Annotated[tuple[Placement, ...], Meta(max_length=MAX_COMPONENTS)] = ()
 
 
-class NixlMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool that NIXL of this version can write into. strides: as in SharedMemory."""
+class SharedMemory(PoolLayout, frozen=True):
+    """A pool in a file of /dev/shm that others on the host may map: the memory of its layout. host: equal for all
+    processes that see the same /dev/shm. name: of the file."""
+
+    host: HostToken
+    name: FileName
+
+
+class NixlMemory(PoolLayout, frozen=True):
+    """A pool that NIXL of this version can write into: the memory of its layout, which begins at an address that
+    NixlAccess tells."""
 
     version: Version
-    pages: Size
-    strides: Strides
 
 
 class NixlAccess(msgspec.Struct, frozen=True, kw_only=True):
     """What gives a stage the right to write into a NixlMemory during one session. metadata: of the NIXL agent that the
-    pool is registered with; address: where the first page begins."""
+    pool is registered with; address: where its memory begins."""
 
     metadata: AgentMetadata
     address: Size
@@ -62,11 +77,3 @@ class PoolMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def writes_directly(backend: str) -> bool:
     """Whether the sending side writes into the peer's pages itself, so that the peer cannot refuse a write."""
     return backend in (SHM, NIXL)
-
-
-def page_strides(geometry: Geometry) -> Strides:
-    """Of a pool in C order."""
-    slot = geometry.head_dim * geometry.item_bytes
-    head = geometry.page_size * slot
-    kind = geometry.kv_heads * head
-    return geometry.layers * 2 * kind, 2 * kind, kind, head, slot

@@ -145,7 +145,7 @@ class Peer:
         """Check what has to be equal (G6), and attach to every stage."""
         ours, layer = self.geometry, 0
         agreed = {"protocol": 1, "fingerprint": self.hello["fingerprint"], "checksum": CHECKSUM, "backend": "zmq"}
-        if any(welcome[name] != here for name, here in agreed.items()):
+        if any(welcome[name] != here for name, here in agreed.items()) or welcome.get("components"):
             raise Failure(f"mismatch: {agreed} here, {welcome} there")
         for number, info in enumerate(welcome["stages"]):
             theirs = {"layer_start": 0, "head_start": 0, **info["geometry"]}

@@ -15,7 +15,7 @@ from core.geometry import Geometry
 from core.orders import Expect
 from core.request import FirstToken
 from transfer import messages, metadata
-from transfer.layout import Copy, copies, frames_of, pages_for
+from transfer.layout import Copy, carried, copies, pages_for
 from transfer.messages import Chunk
 
 Key = tuple[str, str, int]  # session, ticket, generation
@@ -127,7 +127,7 @@ class InboundTable:
         if problem:
             return Reject(messages.BAD_CHUNK, problem, inbound)
         plan = copies(source.geometry, self._geometry, header.start, header.count)
-        problem = _size_problem(source, header, plan, frames)
+        problem = _size_problem(header, plan, frames)
         return Reject(messages.BAD_CHUNK, problem, inbound) if problem else Accept(inbound, source, plan)
 
     def written(self, accepted: Accept, header: Chunk, first: FirstToken | None) -> str:
@@ -169,9 +169,9 @@ class InboundTable:
         return ""
 
 
-def _size_problem(source: Source, header: Chunk, plan: list[Copy], frames: list[int]) -> str:
+def _size_problem(header: Chunk, plan: list[Copy], frames: list[int]) -> str:
     """Where the frames of a chunk are not those of its plan; "" when they are."""
-    payload = [frame.count * source.geometry.token_bytes for frame in frames_of(plan)]
+    payload = [frame.bytes for frame, _ in carried(plan)]
     expected = [metadata.ROW_BYTES] if header.total else []
     if header.payload_bytes != sum(payload):
         return f"a payload of {header.payload_bytes} bytes; expected {sum(payload)}"

@@ -8,16 +8,17 @@ from itertools import combinations
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from core.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import KV, Component, Geometry
 from transfer import checksum, messages, metadata
-from transfer.layout import overlap
-from transfer.messages import Component, Hello, Refuse, StageInfo, Welcome
+from transfer.layout import common
+from transfer.messages import ComponentShape, Hello, Refuse, StageInfo, Welcome
 
 MAX_PAGE_SIZE = 1 << 16
+Part = tuple[int, Component]  # a stage, and what it has of a tensor
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ def make_hello(
         window_bytes=config.window_bytes,
         checksums=checksum.kinds(config.checksum),
         backends=backends,
-        components=messages.COMPONENTS,
+        components=components_of(geometries),
         memory=memory,
     )
 
@@ -101,8 +102,8 @@ def check_hello(offer: Offer, checksums: tuple[str, ...], hello: Hello) -> Refus
     choice = choose_backend(offer, hello)
     if not choice.backend:
         return _refuse("backend", f"{', '.join(offer.backends)} ({choice.reason})", ", ".join(hello.backends))
-    if hello.components != messages.COMPONENTS:
-        return _refuse("components", _named(messages.COMPONENTS), _named(hello.components))
+    if sorted(hello.components) != sorted(components_of(offer.geometries)):
+        return _refuse("components", _named(components_of(offer.geometries)), _named(hello.components))
     return check_geometries(offer.geometries, hello.geometries, replicas=True)
 
 
@@ -118,64 +119,95 @@ def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
         return _refuse("backend", hello.backends, welcome.backend)
     if welcome.heartbeat_s >= welcome.timeout_s:
         return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
-    if welcome.components != hello.components:
+    if sorted(welcome.components) != sorted(hello.components):
         return _refuse("components", _named(hello.components), _named(welcome.components))
     return check_geometries(hello.geometries, tuple(stage.geometry for stage in welcome.stages))
+
+
+def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...]:
+    """The components of our own stages, each as a whole, by name."""
+    parts = _by_name(geometries)
+    parts.pop(KV, None)
+    return tuple(_shape([part for _, part in parts[name]]) for name in sorted(parts))
 
 
 def check_geometries(
     ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...], *, replicas: bool = False
 ) -> Refuse | None:
-    """dtype, head size, and the layers and KV heads of the model as a whole must be equal; page sizes and the split
-    over ranks may differ. Ours are taken to be right; theirs must have each head of each layer once. replicas: ranks
-    of exactly the same layers and heads count as one (more ranks than heads)."""
-    our = ours[0]
+    """dtype, head size, and the layers and heads of the model and of each component as a whole must be equal; page
+    sizes and the split over ranks may differ. Ours are taken to be right; theirs must have each head of each layer
+    once. replicas: ranks of exactly the same layers and heads count as one (more ranks than heads)."""
     for rank, their in enumerate(theirs):
-        where = f" of stage {rank}"
-        for field in ("dtype", "head_dim"):
-            here, there = asdict(our)[field], asdict(their)[field]
-            if here != there:
-                return _refuse(field, here, there, where)
-        if their.layers < 1:
-            return _refuse("layers", "1 or more", their.layers, where)
-        if their.kv_heads < 1:
-            return _refuse("kv_heads", "1 or more", their.kv_heads, where)
+        names = [tensor.name for tensor in their.tensors]
+        if not names:
+            return _refuse("layers", "1 or more", their.layers, f" of stage {rank}")
+        if len(set(names)) != len(names):
+            return _refuse("components", "each name once", ", ".join(names), f" of stage {rank}")
         if not 1 <= their.page_size <= MAX_PAGE_SIZE:
-            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, where)
+            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, f" of stage {rank}")
     if len({their.page_size for their in theirs}) != 1:
         return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
-    whole, their_whole = _span(ours), _span(theirs)
+    parts, their_parts = _by_name(ours), _by_name(theirs)
+    if parts.keys() != their_parts.keys():
+        return _refuse("components", ", ".join(sorted(parts)), ", ".join(sorted(their_parts)), " of all stages")
+    refusals = (_check_tensor(name, parts[name], their_parts[name], replicas) for name in parts)
+    return next((refuse for refuse in refusals if refuse is not None), None)
+
+
+def _check_tensor(name: str, ours: list[Part], theirs: list[Part], replicas: bool) -> Refuse | None:
+    """As check_geometries, for one of the tensors. The lists have the parts of the stages that have some of it."""
+    our = asdict(ours[0][1])
+    for rank, part in theirs:
+        their, where = asdict(part), f" of stage {rank}"
+        for field in ("dtype", "head_dim", "planes"):
+            if our[field] != their[field]:
+                return _refuse(field, our[field], their[field], where, name)
+        for field in ("layers", "kv_heads"):
+            if their[field] < 1:
+                return _refuse(field, "1 or more", their[field], where, name)
+    whole, their_whole = (asdict(_whole([part for _, part in parts])) for parts in (ours, theirs))
     for field in ("layer_start", "layers", "head_start", "kv_heads"):
         if whole[field] != their_whole[field]:
-            return _refuse(field, whole[field], their_whole[field])
-    return _check_split(whole["layers"] * whole["kv_heads"], theirs, replicas)
+            return _refuse(field, whole[field], their_whole[field], component=name)
+    return _check_split(name, whole["layers"] * whole["kv_heads"], theirs, replicas)
 
 
-def _span(ranks: tuple[Geometry, ...]) -> dict[str, int]:
-    """The layers and heads of a side, as the fields of the one geometry that would have them all."""
-    layer, head = min(rank.layer_start for rank in ranks), min(rank.head_start for rank in ranks)
-    return {
-        "layer_start": layer,
-        "layers": max(rank.layer_end for rank in ranks) - layer,
-        "head_start": head,
-        "kv_heads": max(rank.head_end for rank in ranks) - head,
-    }
-
-
-def _check_split(expected: int, ranks: tuple[Geometry, ...], replicas: bool) -> Refuse | None:
-    """Whether ranks that together span the model have each head of each layer once. expected: heads over all layers."""
-    for (first, one), (second, other) in combinations(enumerate(ranks), 2):
-        if overlap(one, other) is not None and not (replicas and one == other):
-            return _refuse("split", "each head of each layer once", f"{_own(first, one)}; {_own(second, other)}")
-    found = sum(rank.layers * rank.kv_heads for rank in (set(ranks) if replicas else ranks))
+def _check_split(name: str, expected: int, parts: list[Part], replicas: bool) -> Refuse | None:
+    """Whether parts that together span a tensor have each head of each layer once. expected: heads over all layers."""
+    for one, other in combinations(parts, 2):
+        if common(one[1], other[1]) is not None and not (replicas and one[1] == other[1]):
+            return _refuse("split", "each head of each layer once", f"{_own(*one)}; {_own(*other)}", component=name)
+    owned = [part for _, part in parts]
+    found = sum(part.layers * part.kv_heads for part in (set(owned) if replicas else owned))
     if found != expected:
-        owned = "; ".join(_own(number, rank) for number, rank in enumerate(ranks))
-        return _refuse("split", f"{expected} heads over all layers", f"{found}: {owned}")
+        there = f"{found}: {'; '.join(_own(*part) for part in parts)}"
+        return _refuse("split", f"{expected} heads over all layers", there, component=name)
     return None
 
 
-def _own(number: int, rank: Geometry) -> str:
-    layers, heads = f"{rank.layer_start} to {rank.layer_end - 1}", f"{rank.head_start} to {rank.head_end - 1}"
+def _by_name(ranks: tuple[Geometry, ...]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for rank, geometry in enumerate(ranks):
+        for tensor in geometry.tensors:
+            found.setdefault(tensor.name, []).append((rank, tensor))
+    return found
+
+
+def _whole(parts: list[Component]) -> Component:
+    """The one rank that would have all layers and heads of these."""
+    layer, head = min(part.layer_start for part in parts), min(part.head_start for part in parts)
+    layers = max(part.layer_end for part in parts) - layer
+    heads = max(part.head_end for part in parts) - head
+    return replace(parts[0], layer_start=layer, layers=layers, head_start=head, kv_heads=heads)
+
+
+def _shape(parts: list[Component]) -> ComponentShape:
+    whole = _whole(parts)
+    return ComponentShape(whole.name, whole.dtype, (whole.layers, whole.planes, whole.kv_heads, whole.head_dim))
+
+
+def _own(number: int, part: Component) -> str:
+    layers, heads = f"{part.layer_start} to {part.layer_end - 1}", f"{part.head_start} to {part.head_end - 1}"
     return f"layers {layers} and heads {heads} in stage {number}"
 
 
@@ -220,13 +252,14 @@ def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
     return next(kind for kind in accepted if kind in offered)
 
 
-def _refuse(field: str, ours: object, theirs: object, where: str = "") -> Refuse:
-    return Refuse(
-        code=f"{field}_mismatch", message=messages.text(f"{field}{where}: {_show(ours)} here, {_show(theirs)} there")
-    )
+def _refuse(field: str, ours: object, theirs: object, where: str = "", component: str = KV) -> Refuse:
+    """A refusal for a field of the hello, or of one of its components."""
+    about = f"{field}{where}" if component == KV else f"components: {field} of {component}{where}"
+    code = field if component == KV else "components"
+    return Refuse(code=f"{code}_mismatch", message=messages.text(f"{about}: {_show(ours)} here, {_show(theirs)} there"))
 
 
-def _named(components: tuple[Component, ...]) -> str:
+def _named(components: tuple[ComponentShape, ...]) -> str:
     return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in components) or "none"
 
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from core.arrays import ITEM_BYTES
 from core.backends import NixlAccess, PoolMemory
-from core.geometry import Geometry
+from core.geometry import MAX_COMPONENTS, Geometry
 
 VERSION = 1
 
@@ -58,16 +58,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     """Base of all messages. Fields added later carry defaults; a reader skips keys that it does not know."""
 
 
-class Component(msgspec.Struct, frozen=True):
-    """KV beside plain keys and values (of a draft model, an MLA latent): shape elements of dtype for each token."""
+class ComponentShape(msgspec.Struct, frozen=True, order=True):
+    """KV beside keys and values (of a draft model, an MLA latent), over all stages of a side: for each token elements
+    of dtype in the shape [layers, planes, kv_heads, head_dim]. The stages' geometries say who has what of it."""
 
     name: Code
     dtype: Code
     shape: Shape
 
 
-Components = Annotated[tuple[Component, ...], Meta(max_length=16)]
-COMPONENTS: tuple[Component, ...] = ()  # those of this version of the program
+Components = Annotated[tuple[ComponentShape, ...], Meta(max_length=MAX_COMPONENTS)]
 
 
 class Hello(Message, frozen=True, kw_only=True):

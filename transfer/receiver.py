@@ -289,7 +289,7 @@ class Receiver:
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
         if not header.written:
             buffers = [frame.buffer for frame in frames]
-            payload.write_frames(self._store, line.source, accept.copies, unpack(header.pages), buffers)
+            payload.write_frames(self._store, accept.copies, unpack(header.pages), buffers)
         problem = self._table.written(accept, header, first)
         if problem:
             return self._reject(line, Reject(messages.BAD_CHUNK, problem, inbound), header)

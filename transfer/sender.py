@@ -34,7 +34,7 @@ from core.stats import Counters, Sample, Stats
 from core.trace import Buffer, Outcome, TransferTrace
 from transfer import checksum, curve, messages, metadata, payload, sockets
 from transfer.backends.base import Reach, RemotePages
-from transfer.layout import Bytes, PageStore, box_in, copies, pages_for
+from transfer.layout import Bytes, PageStore, copies, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
 from transfer.outbound import Lane, Outbound, OutPart
 from transfer.sockets import Context, Socket
@@ -250,7 +250,7 @@ class Sender:
     def _send_frames(self, lane: Lane, part: OutPart) -> None:
         order = part.chunk.order
         plan = copies(self._geometry, lane.destination, order.start, order.count)
-        frames = payload.frames(self._store, plan, unpack(order.pages), box_in(self._geometry, lane.part))
+        frames = payload.frames(self._store, plan, unpack(order.pages))
         digest = checksum.of_frames([part.chunk.row, *frames]) if lane.checksum else None
         self._transmit(lane, part, digest, frames)
 

@@ -202,6 +202,7 @@ class PeerBook:
             backend=backend,
             heartbeat_s=self._config.peer_timeout_s / 3,
             timeout_s=self._config.peer_timeout_s,
+            components=matching.components_of(offer.geometries),
         )
 
     def _reserve(self, peer: Peer, reserve: Reserve) -> Outcome:

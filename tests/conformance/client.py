@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from math import prod
 from typing import Any, NamedTuple
 
 import httpx
@@ -9,6 +10,8 @@ import msgspec
 import zmq
 
 WAIT_MS = 20_000
+SIZES = ("layers", "planes", "kv_heads", "head_dim")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 class Target(NamedTuple):
@@ -19,6 +22,26 @@ class Target(NamedTuple):
     host: str
     fingerprint: str
     geometry: dict[str, Any]
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """What the one stage of a fitting peer has of each component."""
+        found: list[dict[str, Any]] = self.geometry.get("components", [])
+        return found
+
+    @property
+    def components(self) -> list[dict[str, Any]]:
+        """As the hello lists them."""
+        return [
+            {"name": each["name"], "dtype": each["dtype"], "shape": [each[size] for size in SIZES]}
+            for each in self.parts
+        ]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys, values and components of one token."""
+        tensors = [self.geometry | {"planes": 2}, *self.parts]
+        return sum(prod(each[size] for size in SIZES) * ITEM_BYTES[each["dtype"]] for each in tensors)
 
 
 class NoAnswer(AssertionError):
@@ -41,6 +64,7 @@ class Client:
             "fingerprint": self.target.fingerprint, "geometries": [self.target.geometry], "kv_pages": 64,
             "max_model_len": 1024, "metadata_version": 1, "metadata_bytes": 256, "metadata_rows": 4,
             "window_bytes": 1 << 20, "checksums": ["xxh3_64"], "backends": ["zmq"],
+            "components": self.target.components,
         }  # fmt: skip
         answer = self.ask(fields | changes)
         if answer["type"] == "Welcome":

@@ -1,5 +1,6 @@
 """The prefill server under test: HEADRACE_URL names one of any make; by default it is ours, with the stand-in model."""
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ STAND_IN = ("--role", "prefill", "--model", "stand-in:layers=4,hidden=32", "--ch
 
 @pytest.fixture(scope="session")
 def target() -> Iterator[Target]:
-    """HEADRACE_LAYERS, _KV_HEADS, _HEAD_DIM and _DTYPE describe the KV of another server than ours."""
+    """HEADRACE_LAYERS, _KV_HEADS, _HEAD_DIM and _DTYPE describe the KV of another server than ours, HEADRACE_COMPONENTS
+    (a list of their maps, in JSON) what it has beside that."""
     url = os.environ.get("HEADRACE_URL")
     if url is None:
         with serving(*STAND_IN) as server:
@@ -32,6 +34,7 @@ def _target(url: str) -> Target:
         key: int(os.environ.get(f"HEADRACE_{key.upper()}", size)) for key, size in sizes.items()
     }
     geometry |= {"dtype": os.environ.get("HEADRACE_DTYPE", "float32"), "page_size": 16}
+    geometry["components"] = json.loads(os.environ.get("HEADRACE_COMPONENTS", "[]"))
     host = httpx.URL(url).host
     return Target(url, f"tcp://{host}:{handoff['desk_port']}", host, handoff["fingerprint"], geometry)
 

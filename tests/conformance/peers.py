@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+from msgspec.structs import replace
 
 from core.arrays import pack
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.orders import Arrived, Dial, Expect, FetchFailed
 from core.peers import AskDial, AskReserve, PrefillDown, PrefillUp, TicketFailed, TicketFinished
 from core.request import FirstToken
 from examples import minimal_peer
-from tests.conformance.scripted import HEAD_DIM, HEADS, LAYERS, PAGE, TICKET, TOKENS
+from tests.conformance.scripted import HEAD_DIM, HEADS, LATENT, LAYERS, PAGE, TICKET, TOKENS
 from tests.transfer.harness import Loop, gather, random_store, zmq_context
+from transfer.arrays import StridedPool
 from transfer.dialer import Dialer
 from transfer.matching import make_hello
 from transfer.receiver import Receiver
@@ -28,8 +30,11 @@ from transfer.receiver import Receiver
 GEOMETRY = Geometry("float32", LAYERS, HEADS, HEAD_DIM, PAGE)
 
 
+WITH_LATENT = replace(GEOMETRY, components=(Component(**LATENT),))
+
+
 class Result(NamedTuple):
-    """What the peer got: first token and SHA-256 of the KV (None: no KV), or why it failed."""
+    """What the peer got: first token and SHA-256 of the KV (None: no KV), components after it, or why it failed."""
 
     token: int | None = None
     sha256: str | None = None
@@ -53,12 +58,15 @@ class Running:
         return self._results[0]
 
 
-def command(line: str) -> Peer:
-    """A program with the flags of examples/minimal_peer.py, which prints what that prints."""
+def command(line: str, latent: bool = False) -> Peer:
+    """A program with the flags of examples/minimal_peer.py, which prints what that prints. latent: it is told of the
+    component, as its map in JSON, by --component."""
 
     def run(url: str) -> Result:
         sizes = {"tokens": TOKENS, "layers": LAYERS, "kv-heads": HEADS, "head-dim": HEAD_DIM}
         flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+        if latent:
+            flags += ["--component", json.dumps(LATENT)]
         done = subprocess.run(
             [*shlex.split(line), url, "--ticket", TICKET, *flags], capture_output=True, text=True, timeout=60
         )
@@ -84,26 +92,33 @@ def minimal(url: str) -> Result:
     return Result(first, None if kv is None else hashlib.sha256(kv).hexdigest())
 
 
-def ours(url: str) -> Result:
+def ours(url: str, geometry: Geometry = GEOMETRY) -> Result:
     """Dialer and Receiver. Like every user of them it takes a request for failed by the first event that says so."""
     about = httpx.get(f"{url}/v1/handoff").json()
     config = TransferConfig(peer_timeout_s=5.0)
     with zmq_context() as context:
-        store = random_store(GEOMETRY, 16)
+        store = random_store(geometry, 16)
         dialer = Dialer(config, context)
-        receiver = Receiver(config, stage=0, geometry=GEOMETRY, store=store, context=context)
+        receiver = Receiver(config, stage=0, geometry=geometry, store=store, context=context)
         loop = Loop(dialer, receiver)
         try:
-            return _fetch(loop, dialer, receiver, store, about)
+            return _fetch(loop, dialer, receiver, store, geometry, about)
         finally:
             loop.close()
 
 
-def _fetch(loop: Loop, dialer: Dialer, receiver: Receiver, store: Any, about: dict[str, Any]) -> Result:
+def ours_with_a_latent(url: str) -> Result:
+    """The same with a component in its pool."""
+    return ours(url, WITH_LATENT)
+
+
+def _fetch(
+    loop: Loop, dialer: Dialer, receiver: Receiver, store: StridedPool, geometry: Geometry, about: dict[str, Any]
+) -> Result:
     dialer.ready(
         make_hello(
             TransferConfig(peer_timeout_s=5.0), instance=secrets.token_hex(16), name="ours", role="decode",
-            fingerprint=about["fingerprint"], geometries=(GEOMETRY,), kv_pages=16, max_model_len=256, metadata_rows=4,
+            fingerprint=about["fingerprint"], geometries=(geometry,), kv_pages=16, max_model_len=256, metadata_rows=4,
         )
     )  # fmt: skip
     loop.apply(dialer, AskDial(name="p", endpoint=f"tcp://127.0.0.1:{about['desk_port']}"))
@@ -129,8 +144,10 @@ def _fetch(loop: Loop, dialer: Dialer, receiver: Receiver, store: Any, about: di
     for _ in range(5):
         loop.turn(0.01)  # what is on its way out
     if arrived := loop.of(receiver, Arrived):
-        kv = np.ascontiguousarray(np.moveaxis(gather(store, GEOMETRY, pages, 0, TOKENS), 0, 3))
-        return Result(arrived[0].first.token, hashlib.sha256(kv).hexdigest())
+        found = hashlib.sha256()
+        for name in store.tensors:
+            found.update(np.ascontiguousarray(np.moveaxis(gather(store, geometry, pages, 0, TOKENS, name), 0, 3)))
+        return Result(arrived[0].first.token, found.hexdigest())
     if finished := loop.of(dialer, TicketFinished):
         first: FirstToken = finished[0].first
         return Result(first.token)

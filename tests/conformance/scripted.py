@@ -16,6 +16,7 @@ import zmq
 FINGERPRINT = "scripted-model"
 LAYERS, HEADS, HEAD_DIM, PAGE = 2, 1, 4, 16
 TOKENS = 40
+LATENT = {"name": "latent", "dtype": "float32", "layers": 2, "kv_heads": 1, "head_dim": 3, "planes": 1}
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 TICKET = "ticket-of-40"
 TOKEN = 7
@@ -23,10 +24,16 @@ WAIT_S = 20.0
 
 
 class Scripted:
-    """A desk, one stage with all layers, and GET /v1/handoff, on loopback."""
+    """A desk, one stage with all layers, and GET /v1/handoff, on loopback. latent: its pool has LATENT, too."""
 
-    def __init__(self, context: Any, *, timeout_s: float = 2.0) -> None:
+    def __init__(self, context: Any, *, timeout_s: float = 2.0, latent: bool = False) -> None:
         self.timeout_s = timeout_s
+        self.latent = latent
+        self.geometry: dict[str, Any] = {
+            "dtype": "float32", "layers": LAYERS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "page_size": PAGE,
+        }  # fmt: skip
+        if latent:
+            self.geometry["components"] = [LATENT]
         self.desk, self.stage = (context.socket(zmq.ROUTER) for _ in range(2))
         self.desk_port, self.data_port = (
             socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self.desk, self.stage)
@@ -53,13 +60,14 @@ class Scripted:
         return self.hello
 
     def welcome(self, **changes: Any) -> None:
-        geometry = {"dtype": "float32", "layers": LAYERS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "page_size": PAGE}
         fields = {
             "type": "Welcome", "protocol": 1, "session": self.session, "instance": "1" * 32,
-            "fingerprint": FINGERPRINT, "stages": [{"rank": 0, "data_port": self.data_port, "geometry": geometry}],
+            "fingerprint": FINGERPRINT, "stages": [{"rank": 0, "data_port": self.data_port, "geometry": self.geometry}],
             "max_model_len": 1024, "max_tickets": 8, "window_bytes": 1 << 20, "checksum": self.hello["checksums"][0],
             "backend": "zmq", "heartbeat_s": self.timeout_s / 4, "timeout_s": self.timeout_s, "a_later_field": [1],
         }  # fmt: skip
+        if self.latent:
+            fields["components"] = [{"name": "latent", "dtype": "float32", "shape": [2, 1, 1, 3]}]
         self.say(fields | changes)
 
     def open(self) -> dict[str, Any]:
@@ -104,11 +112,14 @@ class Scripted:
         return False
 
     def kv(self, start: int = 0, count: int = TOKENS) -> list[bytes]:
-        """Payload frames of positions [start, start + count): token p has bytes of its own in every layer."""
+        """Payload frames of positions [start, start + count): token p has bytes of its own in every layer. Those of the
+        component follow the others."""
         cuts = [start, *range((start // PAGE + 1) * PAGE, start + count, PAGE), start + count]
-        rows = range(LAYERS * 2 * HEADS)
         pieces = [range(first, last) for first, last in pairwise(cuts)]
-        return [b"".join(token(row, position) for row in rows for position in piece) for piece in pieces]
+        tensors = [KV_ROWS, *([LATENT_ROWS] if self.latent else [])]
+        return [
+            b"".join(token(row, position) for row in rows for position in piece) for rows in tensors for piece in pieces
+        ]
 
     def chunk(
         self, number: int, start: int, count: int, /, *, last: bool = False, **changes: Any
@@ -188,14 +199,20 @@ class Scripted:
         return Handler
 
 
+KV_ROWS = range(LAYERS * 2 * HEADS)
+LATENT_ROWS = range(100, 102)  # one for each of its layers
+
+
 def token(row: int, position: int) -> bytes:
-    """The elements of one position in one layer, of keys or values."""
-    return struct.pack(f"<{HEAD_DIM}f", *(1000 * row + position + index / 8 for index in range(HEAD_DIM)))
+    """The elements of one position in one layer, of keys or values, or of the component."""
+    size = HEAD_DIM if row in KV_ROWS else 3
+    return struct.pack(f"<{size}f", *(1000 * row + position + index / 8 for index in range(size)))
 
 
-def whole() -> bytes:
-    """All KV of the prompt, [layers, 2, kv_heads, tokens, head_dim]."""
-    return b"".join(token(row, position) for row in range(LAYERS * 2 * HEADS) for position in range(TOKENS))
+def whole(latent: bool = False) -> bytes:
+    """All KV of the prompt, [layers, 2, kv_heads, tokens, head_dim], and the component's, [layers, 1, 1, tokens, 3]."""
+    rows = [*KV_ROWS, *(LATENT_ROWS if latent else ())]
+    return b"".join(token(row, position) for row in rows for position in range(TOKENS))
 
 
 def row(ticket: str, generation: int, token: int = TOKEN, finish: int = 0, version: int = 1) -> bytes:

@@ -1,47 +1,72 @@
 """docs/protocol.md from the prefill server's side, against any decode side.
 
 HEADRACE_PEER names the command of another one, with the flags and the output of examples/minimal_peer.py; by default it
-is that file, and the dialer and receiver of a decode server.
+is that file, and the dialer and receiver of a decode server. HEADRACE_PEER_COMPONENTS=1 says that the other can have
+components: then all tests are run a second time, with the flag --component and a digest that covers its KV as well.
 """
 
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conformance.peers import Peer, Running, command, minimal, ours
-from tests.conformance.scripted import PAGE, TICKET, TOKEN, TOKEN_BYTES, TOKENS, Scripted, row, whole
+from tests.conformance.peers import Peer, Running, command, minimal, ours, ours_with_a_latent
+from tests.conformance.scripted import TICKET, TOKEN, TOKEN_BYTES, TOKENS, Scripted, row, whole
 from tests.transfer.harness import zmq_context
 
 OTHER = os.environ.get("HEADRACE_PEER")
-PEERS: list[Peer] = [command(OTHER)] if OTHER else [ours, minimal]
-SHA256 = hashlib.sha256(whole()).hexdigest()
+
+
+class Case(NamedTuple):
+    """A peer, and whether it and the server have a component."""
+
+    peer: Peer
+    latent: bool = False
+
+
+CASES = [Case(ours), Case(minimal), Case(ours_with_a_latent, latent=True)]
+if OTHER:
+    CASES = [Case(command(OTHER))]
+    if os.environ.get("HEADRACE_PEER_COMPONENTS"):
+        CASES.append(Case(command(OTHER, latent=True), latent=True))
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.peer.__name__)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
 
 
 @pytest.fixture
-def server() -> Iterator[Scripted]:
+def server(case: Case) -> Iterator[Scripted]:
     with zmq_context() as context:
-        made = Scripted(context)
+        made = Scripted(context, latent=case.latent)
         yield made
         made.close()
 
 
-@pytest.fixture(params=PEERS, ids=lambda peer: peer.__name__)
-def peer(request: pytest.FixtureRequest, server: Scripted) -> Iterator[Running]:
+class Fetching(Running):
     """The peer, told of the server and under way."""
-    made = Running(request.param, server.url)
+
+    def __init__(self, case: Case, server: Scripted) -> None:
+        super().__init__(case.peer, server.url)
+        self._sha256 = hashlib.sha256(whole(case.latent)).hexdigest()
+
+    def arrived(self) -> bool:
+        found = self.result()
+        return (found.token, found.sha256, found.failure) == (TOKEN, self._sha256, "")
+
+
+@pytest.fixture
+def peer(case: Case, server: Scripted) -> Iterator[Fetching]:
+    made = Fetching(case, server)
     yield made
     made.result()
 
 
-def arrived(peer: Running) -> bool:
-    found = peer.result()
-    return (found.token, found.sha256, found.failure) == (TOKEN, SHA256, "")
-
-
-def test_a_ticket_from_hello_to_finished(server: Scripted, peer: Running) -> None:
+def test_a_ticket_from_hello_to_finished(server: Scripted, peer: Fetching) -> None:
     hello = server.greet()
     assert 1 in hello["protocols"]
     assert (hello["metadata_version"], hello["metadata_bytes"]) == (1, 256)
@@ -60,34 +85,34 @@ def test_a_ticket_from_hello_to_finished(server: Scripted, peer: Running) -> Non
     for number, (start, count) in enumerate(((0, 10), (10, 20), (30, 10))):
         assert server.deliver(number, start, count, last=number == 2)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_chunks_in_any_order_and_more_than_once(server: Scripted, peer: Running) -> None:
+def test_chunks_in_any_order_and_more_than_once(server: Scripted, peer: Fetching) -> None:
     server.open()
     for number in (2, 0, 0, 2, 1):
         start, count = ((0, 16), (16, 16), (32, 8))[number]
         assert server.deliver(number, start, count, last=number == 2)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_a_last_chunk_may_bring_no_positions(server: Scripted, peer: Running) -> None:
+def test_a_last_chunk_may_bring_no_positions(server: Scripted, peer: Fetching) -> None:
     server.open()
     assert server.deliver(0, 0, TOKENS)["type"] == "Ack"
     assert server.deliver(1, TOKENS, 0, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_what_was_not_reserved_is_refused_and_does_no_harm(server: Scripted, peer: Running) -> None:
+def test_what_was_not_reserved_is_refused_and_does_no_harm(server: Scripted, peer: Fetching) -> None:
     reserve = server.open()
     wrong = [b"\xee" * len(frame) for frame in server.kv()]
     assert server.deliver(0, 0, TOKENS, frames=wrong, generation=reserve["generation"] + 1)["type"] == "Nack"
     assert server.deliver(0, 0, TOKENS, frames=wrong, ticket="another")["type"] == "Nack"
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
 FOREIGN_PAGE = (1 << 20).to_bytes(4, "little")
@@ -110,7 +135,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_a_bad_chunk_fails_the_ticket(server: Scripted, peer: Running, changes: dict[str, Any], code: str) -> None:
+def test_a_bad_chunk_fails_the_ticket(server: Scripted, peer: Fetching, changes: dict[str, Any], code: str) -> None:
     reserve = server.open()
     if changes.get("metadata") == row(TICKET, 1, version=2):
         changes = {"metadata": row(TICKET, reserve["generation"], version=2)}
@@ -121,14 +146,14 @@ def test_a_bad_chunk_fails_the_ticket(server: Scripted, peer: Running, changes: 
     assert code in peer.result().failure
 
 
-def test_chunks_that_leave_a_gap_fail_the_ticket(server: Scripted, peer: Running) -> None:
+def test_chunks_that_leave_a_gap_fail_the_ticket(server: Scripted, peer: Fetching) -> None:
     server.open()
     assert server.deliver(0, 0, 16)["type"] == "Ack"
     assert server.deliver(1, 32, 8, last=True)["type"] == "Nack"
     assert "bad_chunk" in peer.result().failure
 
 
-def test_a_failed_ticket_fails_with_the_servers_reason(server: Scripted, peer: Running) -> None:
+def test_a_failed_ticket_fails_with_the_servers_reason(server: Scripted, peer: Fetching) -> None:
     reserve = server.open()
     names = {"ticket": TICKET, "generation": reserve["generation"]}
     server.say({"type": "Failed", **names, "code": "stage_failed", "message": "stage 0 ended", "status": 503})
@@ -137,7 +162,7 @@ def test_a_failed_ticket_fails_with_the_servers_reason(server: Scripted, peer: R
     assert "stage 0 ended" in found
 
 
-def test_a_first_token_that_ended_the_request_brings_no_kv(server: Scripted, peer: Running) -> None:
+def test_a_first_token_that_ended_the_request_brings_no_kv(server: Scripted, peer: Fetching) -> None:
     generation = server.open()["generation"]
     data = row(TICKET, generation, token=11, finish=1)
     server.say({"type": "Finished", "ticket": TICKET, "generation": generation, "metadata": data})
@@ -146,7 +171,7 @@ def test_a_first_token_that_ended_the_request_brings_no_kv(server: Scripted, pee
 
 
 @pytest.mark.parametrize("ticket", ["another", ""])
-def test_metadata_of_another_ticket_ends_nothing_well(server: Scripted, peer: Running, ticket: str) -> None:
+def test_metadata_of_another_ticket_ends_nothing_well(server: Scripted, peer: Fetching, ticket: str) -> None:
     generation = server.open()["generation"]
     data = row(ticket, generation) if ticket else b"rubbish"
     server.say({"type": "Finished", "ticket": TICKET, "generation": generation, "metadata": data})
@@ -158,11 +183,12 @@ UNFIT: list[dict[str, Any]] = [
     {"fingerprint": "another-model"},
     {"checksum": "crc32"},
     {"backend": "pigeon"},
+    {"components": [{"name": "draft", "dtype": "float32", "shape": [1, 2, 1, 4]}]},
 ]
 
 
 @pytest.mark.parametrize("changes", UNFIT, ids=lambda changes: next(iter(changes)))
-def test_a_welcome_that_does_not_fit_is_left_alone(server: Scripted, peer: Running, changes: dict[str, Any]) -> None:
+def test_a_welcome_that_does_not_fit_is_left_alone(server: Scripted, peer: Fetching, changes: dict[str, Any]) -> None:
     server.greet()
     server.welcome(**changes)
     assert server.quiet("Reserve", 0.3)
@@ -170,15 +196,15 @@ def test_a_welcome_that_does_not_fit_is_left_alone(server: Scripted, peer: Runni
 
 
 @pytest.mark.parametrize("changes", [{"layers": 3}, {"head_dim": 8}, {"dtype": "float16"}, {"page_size": 0}])
-def test_a_stage_that_does_not_fit_is_left_alone(server: Scripted, peer: Running, changes: dict[str, Any]) -> None:
+def test_a_stage_that_does_not_fit_is_left_alone(server: Scripted, peer: Fetching, changes: dict[str, Any]) -> None:
     server.greet()
-    geometry = {"dtype": "float32", "layers": 2, "kv_heads": 1, "head_dim": 4, "page_size": PAGE} | changes
+    geometry = server.geometry | changes
     server.welcome(stages=[{"rank": 0, "data_port": server.data_port, "geometry": geometry}])
     assert server.quiet("Reserve", 0.3)
     assert "mismatch" in peer.result().failure
 
 
-def test_a_server_that_is_not_ready_is_asked_again_on_a_fresh_connection(server: Scripted, peer: Running) -> None:
+def test_a_server_that_is_not_ready_is_asked_again_on_a_fresh_connection(server: Scripted, peer: Fetching) -> None:
     server.greet()
     first = server.desk_route
     server.say({"type": "Refuse", "code": "not_ready", "message": "loading"})
@@ -186,10 +212,10 @@ def test_a_server_that_is_not_ready_is_asked_again_on_a_fresh_connection(server:
     assert server.desk_route != first
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_a_refused_attach_is_tried_again(server: Scripted, peer: Running) -> None:
+def test_a_refused_attach_is_tried_again(server: Scripted, peer: Fetching) -> None:
     server.greet()
     server.welcome()
     server.came("Attach")
@@ -199,10 +225,10 @@ def test_a_refused_attach_is_tried_again(server: Scripted, peer: Running) -> Non
     server.reserved()
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_rubbish_and_unknown_messages_are_skipped(server: Scripted, peer: Running) -> None:
+def test_rubbish_and_unknown_messages_are_skipped(server: Scripted, peer: Fetching) -> None:
     server.open()
     for data in (b"", b"\xc1", b"\x81\xa4type\xa5Wrong", b"\x82\xa4type\xa4Pong\xa1x" + b"\x91" * 5000 + b"\xc0"):
         server.desk.send_multipart((server.desk_route, data))
@@ -210,25 +236,25 @@ def test_rubbish_and_unknown_messages_are_skipped(server: Scripted, peer: Runnin
     server.say({"type": "ALaterMessage", "field": 1})
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_a_peer_that_waits_says_that_it_is_alive(server: Scripted, peer: Running) -> None:
+def test_a_peer_that_waits_says_that_it_is_alive(server: Scripted, peer: Fetching) -> None:
     server.open()
     before = server.pings
     assert server.quiet("Goodbye", 1.5 * server.timeout_s)
     assert server.pings >= before + 4, "of two connections, every quarter of the timeout"
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
-    assert arrived(peer)
+    assert peer.arrived()
 
 
-def test_a_goodbye_ends_the_ticket(server: Scripted, peer: Running) -> None:
+def test_a_goodbye_ends_the_ticket(server: Scripted, peer: Fetching) -> None:
     server.open()
     server.say({"type": "Goodbye", "reason": "the server ends"})
     assert "the server ends" in peer.result().failure
 
 
-def test_a_desk_that_falls_silent_is_gone(server: Scripted, peer: Running) -> None:
+def test_a_desk_that_falls_silent_is_gone(server: Scripted, peer: Fetching) -> None:
     server.open()
     assert "silent" in peer.result().failure

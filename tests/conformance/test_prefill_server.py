@@ -15,6 +15,7 @@ MISMATCHES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"metadata_bytes": 128}, "metadata_bytes", ["256", "128"]),
     ({"checksums": ["crc32"]}, "checksum", ["xxh3_64", "crc32"]),
     ({"backends": ["pigeon"]}, "backend", ["zmq", "pigeon"]),
+    ({"components": [{"name": "x", "dtype": "int3", "shape": [1, 2, 3, 4]}]}, "components", ["x int3 [1, 2, 3, 4]"]),
 ]
 GEOMETRIES = [
     ("dtype", "float8"),
@@ -140,6 +141,8 @@ def test_a_ticket_is_delivered_whichever_comes_first(client: Client, first: str)
         chunk, frames = client.take(data)
         assert (chunk["type"], chunk["ticket"], chunk["start"], chunk["row"]) == ("Chunk", ticket, position, 1)
         assert chunk["checksum"] == xxhash.xxh3_64_intdigest(b"".join(frames))
+        payload = frames[1:] if chunk.get("total") else frames
+        assert chunk["payload_bytes"] == sum(map(len, payload)) == chunk["count"] * client.target.token_bytes
         assert chunk.get("total", 0) == (chunk["chunk"] + 1 if len(frames[0]) == 256 else 0)
         answer(data, chunk)
         position += chunk["count"]

@@ -30,7 +30,7 @@ from core.peers import (
     TicketFailed,
 )
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content
+from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, poison, slots_of
 from transfer.arrays import ArrayPageStore
 from transfer.dialer import Dialer
 from transfer.layout import pages_for
@@ -61,7 +61,7 @@ class DecodeSide(Side):
         super().__init__(world)
         self.geometry = geometry
         self.store = ArrayPageStore(geometry, PAGES)
-        self.store.data[:] = POISON
+        poison(self.store, slice(None))
         self.free = list(range(PAGES))
         self.direct = writes_directly(world.backend)
         self.session = ""
@@ -145,9 +145,10 @@ class DecodeSide(Side):
         """The bytes have to be those of this use (G4); the pages go back."""
         size = self.geometry.page_size
         for position in range(one.cached, one.tokens):
-            slot = self.store.data[one.pages[position // size - one.cached // size], ..., position % size, :]
-            wanted = content(one.ticket, one.generation, position, slot.size)
-            assert np.array_equal(slot.reshape(-1), wanted), f"foreign bytes at {position} of {one} (G3, G4)"
+            page = one.pages[position // size - one.cached // size]
+            for data, place in slots_of(self.store, page, position % size, position):
+                wanted = content(one.ticket, one.generation, place, data.size)
+                assert np.array_equal(data.reshape(-1), wanted), f"foreign bytes at {place} of {one} (G3, G4)"
         one.end = "arrived"
         self.give_back(one)
         self.finish(one)
@@ -168,7 +169,7 @@ class DecodeSide(Side):
 
     def give_back(self, one: Incoming) -> None:
         """From here on a byte that is written is found by check()."""
-        self.store.data[one.pages] = POISON
+        poison(self.store, one.pages)
         self.free += one.pages
 
     def finish(self, one: Incoming) -> None:
@@ -186,7 +187,8 @@ class DecodeSide(Side):
 
     def check(self) -> None:
         """G2: nobody has written to a page that nobody waits for."""
-        assert (self.store.data[self.free] == POISON).all(), "a page was written after it was given back (G2)"
+        for data in self.store.tensors.values():
+            assert (data[self.free] == POISON).all(), "a page was written after it was given back (G2)"
 
     def deadlines(self) -> list[float]:
         return [one.deadline for one in self.open.values()]

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from core.arrays import pack
 from core.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
 from core.codec import Codec
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.request import FirstToken, TokenLogprob
 from transfer import checksum, metadata
 from transfer.messages import (
@@ -17,6 +19,7 @@ from transfer.messages import (
     Cancel,
     Cancelled,
     Chunk,
+    ComponentShape,
     DeskMessage,
     Failed,
     Finished,
@@ -38,6 +41,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- examples: begin -->\n", "<!-- examples: end -->\n"
 GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2)
 SECOND_GEOMETRY = Geometry("float16", layers=1, kv_heads=1, head_dim=2, page_size=2, layer_start=1)
+LATENT = Component("latent", "float16", layers=1, kv_heads=1, head_dim=3, planes=1)
+LATENT_GEOMETRY = replace(GEOMETRY, components=(LATENT,))
 SHARED = SharedMemory(
     host="0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0.1a", name="headrace-kv-" + "77" * 16, bytes=1024, pages=64,
     strides=(16, 16, 8, 8, 4),
@@ -47,6 +52,7 @@ FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogp
 ROW = metadata.encode(TICKET, 1, FIRST)
 PAGE_0 = bytes(range(16))  # [1, 2, 1, 2, 2 * 2]: two tokens
 PAGE_1 = bytes(range(0xA0, 0xA8))  # [1, 2, 1, 1, 2 * 2]: one token
+LATENT_0 = bytes(range(0xC0, 0xCC))  # [1, 1, 1, 2, 3 * 2]: two tokens
 
 PEER: Codec[PeerMessage] = Codec(PeerMessage)
 DESK: Codec[DeskMessage] = Codec(DeskMessage)
@@ -164,7 +170,7 @@ EXAMPLES = (
             protocols=(1,), instance="88" * 16, name="decode-2", role="decode", fingerprint="tiny-model",
             geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
             metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("nixl", "zmq"),
-            memory=(PoolMemory(nixl=NixlMemory(version="1.5", pages=64, strides=(16, 16, 8, 8, 4))),),
+            memory=(PoolMemory(nixl=NixlMemory(version="1.5", bytes=1024, pages=64, strides=(16, 16, 8, 8, 4))),),
         ),
         PEER,
     ),
@@ -175,6 +181,25 @@ EXAMPLES = (
             nixl=NixlAccess(metadata=b"the agent's, as NIXL serialises it", address=0x7F0000001000),
         ),
         ANSWER,
+    ),
+    Example(
+        "peer to desk",
+        Hello(
+            protocols=(1,), instance="aa" * 16, name="decode-3", role="decode", fingerprint="tiny-model",
+            geometries=(LATENT_GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("zmq",),
+            components=(ComponentShape("latent", "float16", (1, 1, 1, 3)),),
+        ),
+        PEER,
+    ),
+    Example(
+        "stage to peer",
+        Chunk(
+            ticket="ticket-8", generation=1, chunk=0, start=0, count=2, pages=pack([8]), row=5, payload_bytes=28,
+            checksum=checksum.of_frames((PAGE_0, LATENT_0)),
+        ),
+        STAGE,
+        (PAGE_0, LATENT_0),
     ),
 )  # fmt: skip
 

@@ -11,11 +11,11 @@ from core.arrays import pack
 from core.backends import FAKE, SHM, ZMQ, PoolMemory
 from core.clock import SystemClock
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import KV, Geometry
 from core.orders import AdmitPeer, Dial, Expect, Send
 from core.ports import Port
 from core.request import FirstToken
-from transfer.arrays import ArrayPageStore
+from transfer.arrays import ArrayPageStore, StridedPool
 from transfer.backends.base import Exposure, Reach
 from transfer.backends.fake import FakeReach
 from transfer.backends.shm import SharedPool, ShmReach
@@ -97,16 +97,25 @@ def value(stats: Any, name: str, labels: tuple[str, ...] = ()) -> float:
 
 def random_store(geometry: Geometry, pages: int, seed: int = 0, memory: memoryview | None = None) -> ArrayPageStore:
     store = ArrayPageStore(geometry, pages, memory)
-    store.data[:] = np.random.default_rng(seed).integers(0, 256, store.data.shape, np.uint8)
+    scramble(store, seed)
     return store
 
 
-def gather(store: ArrayPageStore, geometry: Geometry, pages: Sequence[int], start: int, count: int) -> np.ndarray:
+def scramble(store: StridedPool, seed: int) -> None:
+    """Fill a pool with bytes that follow from the seed."""
+    random = np.random.default_rng(seed)
+    for data in store.tensors.values():
+        data[:] = random.integers(0, 256, data.shape, np.uint8)
+
+
+def gather(
+    store: StridedPool, geometry: Geometry, pages: Sequence[int], start: int, count: int, tensor: str = KV
+) -> np.ndarray:
     """Token by token: bytes of positions [start, start + count) when pages[0] holds position start. The twin of
     what layout.py does with pages."""
     first = start // geometry.page_size
     tokens = [
-        store.data[pages[p // geometry.page_size - first], :, :, :, p % geometry.page_size]
+        store.tensors[tensor][pages[p // geometry.page_size - first], :, :, :, p % geometry.page_size]
         for p in range(start, start + count)
     ]
     return np.stack(tokens) if tokens else np.zeros(0, np.uint8)

@@ -51,7 +51,7 @@ class AgentExposure:
     def __init__(self, agents: MemoryAgents, name: str, pages: int) -> None:
         self._agents = agents
         self._name = name
-        self.memory = PoolMemory(nixl=NixlMemory(version=VERSION, pages=pages, strides=(0, 0, 0, 0, 0)))
+        self.memory = PoolMemory(nixl=NixlMemory(version=VERSION, bytes=1, pages=pages, strides=(0, 0, 0, 0, 0)))
 
     def grant(self, session: str) -> NixlAccess:
         assert session not in self._agents.revoked

@@ -108,7 +108,7 @@ def main(kind: str, setup: Setup) -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX writes its log to standard output
     store = random_store(setup.geometry, setup.pages, seed=1)
-    memory = memoryview(store.data.reshape(-1))
+    memory = memoryview(store.memory)
     context: Any = zmq.Context()
     common: dict[str, Any] = {"stage": 0, "geometry": setup.geometry, "store": store, "context": context}
     port: Any

@@ -37,7 +37,7 @@ from tests.transfer.harness import random_store
 from tests.transfer.memory_agents import VERSION, AgentReach
 from tests.transfer.memory_pools import HOST, MemoryReach
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, POISON, TIMEOUT, Side, World, content
+from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, poison, slots_of
 from transfer.desk import Desk
 from transfer.layout import pages_for
 from transfer.matching import Offer
@@ -151,10 +151,9 @@ class PrefillSide(Side):
             return
         one.pages, self.free = self.free[:needed], self.free[needed:]
         for position in range(tokens):
-            slot = self.store.data[
-                one.pages[position // self.geometry.page_size], ..., position % self.geometry.page_size, :
-            ]
-            slot[...] = content(reserved.ticket, reserved.generation, position, slot.size).reshape(slot.shape)
+            page, slot = one.pages[position // self.geometry.page_size], position % self.geometry.page_size
+            for data, place in slots_of(self.store, page, slot, position):
+                data[...] = content(reserved.ticket, reserved.generation, place, data.size).reshape(data.shape)
         for number, (start, end) in enumerate(pairwise(edges)):
             delay = random.uniform(0, 0.5)
             world.network.after(delay * number, lambda n=number, s=start, e=end: self.send(one, n, s, e))  # type: ignore[misc]
@@ -186,8 +185,7 @@ class PrefillSide(Side):
 
     def tell(self, one: Outgoing, kind: Any, **fields: Any) -> None:
         del self.open[one.serial]
-        for page in one.pages:
-            self.store.data[page] = POISON
+        poison(self.store, one.pages)
         self.free += one.pages
         reserved = one.reserved
         self.apply(self.sender, Release(seq=0, request=one.serial))

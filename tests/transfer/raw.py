@@ -7,7 +7,7 @@ import zmq
 from core.arrays import pack
 from core.codec import Codec
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.orders import Dial, Expect
 from tests.transfer.harness import CONFIG, FIRST, Loop, random_store
 from transfer import checksum, metadata
@@ -48,12 +48,15 @@ class RawPeer:
 class RawStage:
     """A ROUTER that a real receiver attaches to. Expects request 1, tokens [0, 32), in pages 4 and 5 of 16."""
 
-    def __init__(self, context: Any, *, config: TransferConfig = CONFIG) -> None:
-        self.geometry = Geometry("float32", layers=2, kv_heads=1, head_dim=4, page_size=16)
+    def __init__(
+        self, context: Any, *, config: TransferConfig = CONFIG, components: tuple[Component, ...] = ()
+    ) -> None:
+        self.geometry = Geometry("float32", layers=2, kv_heads=1, head_dim=4, page_size=16, components=components)
         self.socket = context.socket(zmq.ROUTER)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.target = random_store(self.geometry, 16, seed=3)
         self.untouched = self.target.data.copy()
+        self.untouched_components = {name: data.copy() for name, data in self.target.tensors.items()}
         self.receiver = Receiver(config, stage=0, geometry=self.geometry, store=self.target, context=context)
         self.loop = Loop(self.receiver)
         self.loop.raw.append(self.socket)
@@ -79,10 +82,11 @@ class RawStage:
         self.socket.send_multipart([self.route, STAGE.encode(message), *frames])
 
     def page(self, fill: int, tokens: int = 16) -> bytes:
-        return bytes([fill]) * (tokens * self.geometry.token_bytes)
+        return bytes([fill]) * (tokens * self.geometry.tensors[0].token_bytes)
 
     def chunk(self, number: int, frames: list[bytes] | None = None, **changes: Any) -> tuple[Chunk, list[bytes]]:
-        """Chunk 0 brings page 4 filled with 1, chunk 1 (the last) page 5 filled with 2; changes spoil the header."""
+        """Chunk 0 brings page 4 filled with 1, chunk 1 (the last) page 5 filled with 2, of keys and values; changes
+        spoil the header."""
         last = number == 1
         row = [metadata.encode("t", changes.get("generation", 1), FIRST)] if last else []
         sent = [*row, self.page(number + 1)] if frames is None else frames

@@ -1,7 +1,10 @@
-"""One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs."""
+"""One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs.
+
+Every other pair of seeds has components beside keys and values, and every third seed another backend.
+"""
 
 from core.backends import NIXL, SHM, ZMQ
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
 from tests.transfer.memory_agents import MemoryAgents
@@ -9,6 +12,11 @@ from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
 from tests.transfer.world import PAGES, World
+
+COMPONENTS = (
+    Component("draft", "float16", layers=1, kv_heads=2, head_dim=2),
+    Component("latent", "float32", layers=2, kv_heads=1, head_dim=3, planes=1),
+)
 
 
 def run_schedule(seed: int) -> dict[str, int]:
@@ -21,7 +29,10 @@ def run_schedule(seed: int) -> dict[str, int]:
 
     network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
-    source, destination = (Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size) for size in sizes)
+    components = COMPONENTS if seed % 4 >= 2 else ()
+    source, destination = (
+        Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size, components=components) for size in sizes
+    )
     world = World(
         network, sizes[1], MemoryPools(network, seed), MemoryAgents(network, seed), (ZMQ, SHM, NIXL)[seed % 3]
     )

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
-from tests.transfer.ranks import sides
-from tests.transfer.test_sessions import GEOMETRY, book, hello, joined
-from transfer.matching import check_geometries, check_welcome
-from transfer.messages import Component, Refuse, StageInfo, Welcome
+from core.geometry import Component, Geometry
+from tests.transfer.ranks import sides, with_components
+from tests.transfer.test_sessions import GEOMETRY, OFFER, book, hello, joined
+from transfer.matching import check_geometries, check_welcome, components_of
+from transfer.messages import ComponentShape, Refuse, StageInfo, Welcome
+from transfer.sessions import PeerBook
 
 HALF = replace(GEOMETRY, layers=2)
-DRAFT = Component("draft_kv", "float16", (2, 64))
+DRAFT = ComponentShape("draft_kv", "float16", (1, 2, 2, 64))
 
 MISMATCHES = [
     ({"protocols": (2, 3)}, "protocol_mismatch", "1", "(2, 3)"),
@@ -25,7 +27,7 @@ MISMATCHES = [
     ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
     ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
     ({"backends": ("mooncake",)}, "backend_mismatch", "zmq", "mooncake"),
-    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [2, 64] there"),
+    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [1, 2, 2, 64] there"),
     ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5 there"),
     (
         {"geometries": (replace(HALF, layers=1), replace(HALF, layer_start=2))},
@@ -87,8 +89,9 @@ def test_ranks_that_leave_a_gap_or_overlap_are_refused(data: st.DataObject, laye
         owned = Counter(
             (layer, head)
             for rank in ranks
-            for layer in range(rank.layer_start, rank.layer_end)
-            for head in range(rank.head_start, rank.head_end)
+            for part in rank.tensors
+            for layer in range(part.layer_start, part.layer_end)
+            for head in range(part.head_start, part.head_end)
         )
         assert owned != Counter(dict.fromkeys(product(range(layers), range(heads)), 1))
         if ranks:
@@ -109,15 +112,107 @@ def test_a_peer_may_repeat_heads_in_more_ranks_than_there_are_heads_and_a_prefil
     assert refuse.code == "split_mismatch"
 
 
-def test_a_welcome_that_names_components_is_refused() -> None:
-    [(_, welcome)] = book().receive(b"a", hello(), 0.0).replies
-    assert isinstance(welcome, Welcome)
-    refuse = check_welcome(hello(), replace(welcome, components=(DRAFT,)))
-    assert refuse is not None
-    assert (refuse.code, refuse.message) == (
-        "components_mismatch",
-        "components: none here, draft_kv float16 [2, 64] there",
+PLAIN = (GEOMETRY,)
+LATENT = Component("latent", "bfloat16", layers=4, kv_heads=1, head_dim=6, planes=1)
+BOTH = (replace(GEOMETRY, components=(Component("draft", "float32", 1, 2, 8), LATENT)),)
+UNLIKE: list[tuple[dict[str, Any], str, str]] = [
+    ({"dtype": "float16"}, "dtype of latent of stage 0: bfloat16", "float16"),
+    ({"head_dim": 5}, "head_dim of latent of stage 0: 6", "5"),
+    ({"planes": 2}, "planes of latent of stage 0: 1", "2"),
+    ({"layers": 0}, "layers of latent of stage 0: 1 or more", "0"),
+    ({"kv_heads": -1}, "kv_heads of latent of stage 0: 1 or more", "-1"),
+    ({"layers": 3}, "layers of latent: 4", "3"),
+    ({"kv_heads": 2}, "kv_heads of latent: 1", "2"),
+    ({"layer_start": 1}, "layer_start of latent: 0", "1"),
+    ({"head_start": 1}, "head_start of latent: 0", "1"),
+]
+
+
+def offering(geometries: tuple[Geometry, ...]) -> PeerBook:
+    """A desk whose stages have these pools."""
+    return book(offer=replace(OFFER, geometries=geometries, data_ports=tuple(range(7001, 7001 + len(geometries)))))
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 16))
+def test_components_may_be_split_in_any_way_and_named_in_any_order(
+    data: st.DataObject, layers: int, heads: int
+) -> None:
+    wholes = [Component("draft", "float16", data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)), 2), LATENT]
+    ours = tuple(data.draw(with_components(data.draw(sides(layers, heads, 16)), wholes)))
+    theirs = tuple(data.draw(with_components(data.draw(sides(layers, heads, 5)), wholes[::-1], replicas=True)))
+    assert components_of(ours) == components_of(theirs)
+    assert check_geometries(ours, theirs, replicas=True) is None
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(PLAIN, BOTH), (BOTH, PLAIN)])
+def test_components_that_one_side_lacks_are_refused_by_either_side(
+    ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...]
+) -> None:
+    """Where the list names them, and where the geometries alone do."""
+    here, there = (
+        ", ".join(f"{one.name} {one.dtype} {list(one.shape)}" for one in components_of(side)) or "none"
+        for side in (ours, theirs)
     )
+    [(_, refuse)] = (
+        offering(ours).receive(b"a", hello(geometries=theirs, components=components_of(theirs)), 0.0).replies
+    )
+    assert refuse == Refuse(code="components_mismatch", message=f"components: {here} here, {there} there")
+    [(_, refuse)] = offering(ours).receive(b"a", hello(geometries=theirs, components=components_of(ours)), 0.0).replies
+    assert isinstance(refuse, Refuse)
+    assert refuse.code == "components_mismatch"
+    assert refuse.message.startswith("components of all stages: ")
+    said = hello(geometries=ours, components=components_of(ours))
+    [(_, welcome)] = offering(ours).receive(b"a", said, 0.0).replies
+    assert isinstance(welcome, Welcome)
+    assert check_welcome(said, welcome) is None
+    assert check_welcome(said, replace(welcome, components=components_of(theirs))) == Refuse(
+        code="components_mismatch", message=f"components: {here} here, {there} there"
+    )
+
+
+@pytest.mark.parametrize(("changes", "ours", "theirs"), UNLIKE)
+def test_a_component_that_is_not_the_same_is_refused_naming_both_values(
+    changes: dict[str, Any], ours: str, theirs: str
+) -> None:
+    """The list says what the stages' geometries do not keep."""
+    [geometry] = BOTH
+    other = replace(geometry, components=(geometry.components[0], replace(LATENT, **changes)))
+    refuse = check_geometries(BOTH, (other,), replicas=True)
+    assert refuse == Refuse(code="components_mismatch", message=f"components: {ours} here, {theirs} there")
+    [(_, refused)] = (
+        offering(BOTH).receive(b"a", hello(geometries=(other,), components=components_of(BOTH)), 0.0).replies
+    )
+    assert refused == refuse
+
+
+def test_a_component_has_each_head_of_each_layer_once_and_its_name_too() -> None:
+    [geometry] = BOTH
+    draft, latent = geometry.components
+    halves = tuple(replace(geometry, kv_heads=1, head_start=head) for head in (0, 1))
+    assert check_geometries(BOTH, halves) is not None
+    assert check_geometries(BOTH, halves, replicas=True) is None
+    once = halves[0], replace(halves[1], components=())
+    assert check_geometries(BOTH, once) is None
+    gap = halves[0], replace(halves[1], components=(replace(latent, layers=1),))
+    for ranks in (halves, gap):
+        refuse = check_geometries(BOTH, ranks)
+        assert refuse is not None
+        assert refuse.code == "components_mismatch"
+        assert refuse.message.startswith("components: split of ")
+    for components in ((draft, latent, latent), (draft, latent, replace(latent, name="kv"))):
+        refuse = check_geometries(BOTH, (replace(geometry, components=components),))
+        assert refuse is not None
+        assert refuse.code == "components_mismatch"
+        assert "each name once here, " in refuse.message
+
+
+def test_a_pool_may_have_components_alone_if_both_sides_say_so() -> None:
+    bare = (replace(GEOMETRY, layers=0, kv_heads=0, components=(LATENT,)),)
+    whole = (replace(GEOMETRY, components=(LATENT,)),)
+    assert check_geometries(bare, bare) is None
+    refuse = check_geometries(whole, bare)
+    assert refuse is not None
+    assert refuse.message == "components of all stages: kv, latent here, latent there"
 
 
 @pytest.mark.parametrize(("changes", "code", "ours", "theirs"), MISMATCHES)

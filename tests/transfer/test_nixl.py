@@ -16,7 +16,7 @@ import pytest
 from core.arrays import pack
 from core.backends import NIXL, NixlAccess, NixlMemory, PoolMemory
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.orders import (
     Acked,
     AdmitPeer,
@@ -56,7 +56,7 @@ class Handoff:
         self.source, self.destination = source, destination
         self.store = random_store(source, pages, seed=1)  # the twin of what the other process has
         self.target = random_store(destination, pages, seed=2)
-        self.exposure = NixlExposure(destination, pages, memoryview(self.target.data.reshape(-1)), LOOPBACK)
+        self.exposure = NixlExposure(destination, pages, memoryview(self.target.memory), LOOPBACK)
         self.receiver = Receiver(
             CONFIG,
             stage=0,
@@ -181,11 +181,13 @@ def big(make: Any) -> Handoff:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bytes_are_right_for_random_geometries(make: Any, seed: int) -> None:
-    """Other page sizes, and other layers and heads of which a part is shared."""
+    """Other page sizes, and other layers and heads of which a part is shared; with components and without."""
     draw = random.Random(seed)
+    latent = Component("latent", "float32", layers=2, kv_heads=1, head_dim=3, planes=1)
+    components = (latent, Component("draft", "float16", layers=1, kv_heads=2, head_dim=5)) if seed % 2 else ()
     layers, heads = draw.randint(1, 5), draw.randint(1, 4)
     first, head = draw.randrange(layers), draw.randrange(heads)
-    source = Geometry("float16", layers, heads, draw.randint(1, 9), draw.randint(1, 40))
+    source = Geometry("float16", layers, heads, draw.randint(1, 9), draw.randint(1, 40), components=components)
     destination = Geometry(
         "float16",
         draw.randint(1, layers - first),
@@ -194,6 +196,7 @@ def test_bytes_are_right_for_random_geometries(make: Any, seed: int) -> None:
         draw.randint(1, 40),
         first,
         head,
+        components[::-1],
     )
     handoff = make(source, destination, 64)
     handoff.join("s" * 32)
@@ -201,14 +204,18 @@ def test_bytes_are_right_for_random_geometries(make: Any, seed: int) -> None:
         start, count = draw.randint(0, 30), draw.randint(1, 60)
         pages = draw.sample(range(64), pages_for(source.page_size, start, count))
         dst_pages = draw.sample(range(64), pages_for(destination.page_size, start, count))
-        before = handoff.target.data.copy()
+        before = {name: data.copy() for name, data in handoff.target.tensors.items()}
         handoff.fetch(request, "s" * 32, pages, dst_pages, start, count)
         handoff.loop.wait_for(handoff.receiver, Arrived, request, 20.0)
         wanted = gather(handoff.store, source, pages, start, count)
         wanted = wanted[:, first : first + destination.layers, :, head : head + destination.kv_heads]
         assert np.array_equal(gather(handoff.target, destination, dst_pages, start, count), wanted)
+        for part in components:
+            wanted = gather(handoff.store, source, pages, start, count, part.name)
+            assert np.array_equal(gather(handoff.target, destination, dst_pages, start, count, part.name), wanted)
         others = sorted(set(range(64)) - set(dst_pages))
-        assert np.array_equal(handoff.target.data[others], before[others])
+        for name, data in handoff.target.tensors.items():
+            assert np.array_equal(data[others], before[name][others])
     statistics = handoff.receiver.statistics()
     assert value(statistics, "bytes_received_total", ("nixl",)) > 0
     assert value(statistics, "bytes_received_total", ("zmq",)) == 0

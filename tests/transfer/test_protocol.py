@@ -4,14 +4,17 @@ import msgspec
 import pytest
 from msgspec.structs import fields
 
-from core.arrays import pack
+from core.arrays import pack, unpack
 from core.codec import DecodeError
 from core.orders import Expect
 from tests.transfer import examples
 from tests.transfer.examples import EXAMPLES, GEOMETRY, PAGE, Example
 from transfer import checksum, messages, metadata
+from transfer.arrays import ArrayPageStore
 from transfer.inbound import Accept, InboundTable
-from transfer.messages import Chunk, Message, Reserve
+from transfer.matching import components_of
+from transfer.messages import Chunk, Hello, Message, Reserve
+from transfer.payload import write_frames
 
 SHOWN = examples.shown()
 TEXT = PAGE.read_text()
@@ -36,7 +39,7 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
     assert table.expect(expect, {0: GEOMETRY}) == ""
     for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True):
         header = example.message
-        if isinstance(header, Chunk) and not header.written:
+        if isinstance(header, Chunk) and header.ticket == examples.TICKET:
             verdict = table.check("s", 0, header, [len(frame) for frame in frames])
             assert isinstance(verdict, Accept)
             assert checksum.of_frames(frames) == header.checksum
@@ -45,6 +48,30 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
             inbound = verdict.inbound
     assert inbound.complete
     assert inbound.first == examples.FIRST
+
+
+def test_the_hello_and_the_chunk_with_a_component_on_the_page_are_accepted_by_the_code() -> None:
+    geometry = examples.LATENT_GEOMETRY
+    table = InboundTable(geometry)
+    expect = Expect(
+        seq=0, request=1, session="s", ticket="ticket-8", generation=1, start=0, count=2, pages=pack([8]), row=5
+    )
+    assert table.expect(expect, {0: geometry}) == ""
+    [(header, frames)] = [
+        (example.message, frames)
+        for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True)
+        if isinstance(example.message, Chunk) and example.message.ticket == "ticket-8"
+    ]
+    assert isinstance(header, Chunk)
+    verdict = table.check("s", 0, header, [len(frame) for frame in frames])
+    assert isinstance(verdict, Accept)
+    assert checksum.of_frames(frames) == header.checksum
+    store = ArrayPageStore(geometry, 9)
+    write_frames(store, verdict.copies, unpack(header.pages), [memoryview(frame) for frame in frames])
+    assert store.data[8].tobytes() == examples.PAGE_0
+    assert store.tensors["latent"][8].tobytes() == examples.LATENT_0
+    hellos = [example.message for example in EXAMPLES if isinstance(example.message, Hello)]
+    assert hellos[-1].components == components_of(hellos[-1].geometries) != ()
 
 
 @pytest.mark.parametrize("kind", KINDS)

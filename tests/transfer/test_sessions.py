@@ -65,10 +65,10 @@ def hello(**changes: Any) -> Hello:
     return replace(made, **changes)
 
 
-def book(config: TransferConfig = CONFIG) -> PeerBook:
+def book(config: TransferConfig = CONFIG, offer: Offer = OFFER) -> PeerBook:
     sessions = iter(range(100))
     made = PeerBook(config, lambda: f"{next(sessions):032x}")
-    made.ready(OFFER)
+    made.ready(offer)
     return made
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,14 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from core.backends import FAKE, SHM, PoolMemory, SharedMemory
 from core.config import TransferConfig
-from core.geometry import Geometry
+from core.geometry import Component, Geometry
 from core.orders import Acked, Arrived, Cancel, DropPeer, HangUp, HungUp, Quiet, SendFailed
 from tests.transfer.harness import FIRST, Pair, random_store, value, zmq_context
-from transfer.arrays import ArrayPageStore
+from tests.transfer.layouts import random_layout
+from transfer.arrays import ArrayPageStore, StridedPool, c_order
 from transfer.backends import locks
 from transfer.backends.shm import FOLDER, SharedPool, ShmPages, ShmReach, host_token, sweep
 from transfer.layout import Box
@@ -71,29 +73,29 @@ def test_the_file_is_for_its_user_alone_all_there_and_gone_when_its_owner_ends()
 
 
 @settings(deadline=None, max_examples=50)
-@given(data=st.data())
-def test_writes_land_where_a_pool_of_the_geometry_has_them(data: st.DataObject) -> None:
-    geometry = Geometry(
-        data.draw(st.sampled_from(["float16", "float32"])),
-        layers=data.draw(st.integers(1, 4)),
-        kv_heads=data.draw(st.integers(1, 4)),
-        head_dim=data.draw(st.integers(1, 5)),
-        page_size=data.draw(st.integers(1, 9)),
-    )
-    pool = SharedPool(geometry, PAGES)
+@given(st.data(), st.randoms(use_true_random=False))
+def test_writes_land_where_the_pool_has_its_slots(data: st.DataObject, random: Random) -> None:
+    """In C order, or with K and V, heads, slots, layers, pages and components in any order, with gaps."""
+    dtype, *sizes = (data.draw(st.sampled_from(["float16", "float32"])), *(data.draw(st.integers(1, 4)) for _ in "lhd"))
+    components = data.draw(st.sampled_from([(), (Component("latent", "float32", 2, 1, 3, planes=1),)]))
+    geometry = Geometry(dtype, *sizes, page_size=data.draw(st.integers(1, 9)), components=components)
+    layout = data.draw(st.sampled_from([c_order(geometry, PAGES), random_layout(geometry, PAGES, random)]))
+    pool = SharedPool(geometry, -(-layout.bytes // geometry.page_bytes))
     try:
-        shared, twin = ArrayPageStore(geometry, PAGES, pool.buffer), ArrayPageStore(geometry, PAGES)
-        pages = ShmReach().open(SESSION, 0, geometry, PoolMemory(shm=pool.memory))
+        memory = replace(pool.memory, **(asdict(layout) | {"bytes": pool.memory.bytes}))
+        shared, twin = StridedPool(geometry, layout, pool.buffer), ArrayPageStore(geometry, PAGES)
+        pages = ShmReach().open(SESSION, 0, geometry, PoolMemory(shm=memory))
         source = random_store(geometry, PAGES)
-        for _ in range(5):
+        for tensor in geometry.tensors * 3:
             page, slot = data.draw(st.integers(0, PAGES - 1)), data.draw(st.integers(0, geometry.page_size - 1))
             count = data.draw(st.integers(1, geometry.page_size - slot))
-            box = Box(_range(data, geometry.layers), _range(data, geometry.kv_heads))
+            box = Box(_range(data, tensor.layers), _range(data, tensor.kv_heads), tensor.name)
             piece = source.view(page, slot, count, box)
             twin.write(page, slot, count, piece, box)
             pages.write(page, slot, count, piece, box)
         assert pages.flush().done
-        assert np.array_equal(shared.data, twin.data)
+        for name, expected in twin.tensors.items():
+            assert np.array_equal(shared.tensors[name], expected)
         pages.close()
     finally:
         pool.close()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from core.orders import Acked
+from tests.transfer.group import Group
 from tests.transfer.harness import value, zmq_context
 from tests.transfer.ranks import grid
 from tests.transfer.raw import RawPeer
-from tests.transfer.test_split_layers import Group
 from transfer.messages import Attached, Chunk, Refuse
 
 Split = tuple[tuple[int, ...], tuple[int, ...]]  # layers of each pipeline rank, KV heads of each tensor rank
@@ -54,7 +54,7 @@ def test_every_rank_gets_its_own_layers_and_heads_and_no_byte_more(
             page, slot = dst[position // destination_size], position % destination_size
             store.data[page, :, :, :, slot] = before[page, :, :, :, slot]
         assert np.array_equal(store.data, before)
-    group.loop.close()
+    group.close()
 
 
 def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
@@ -68,7 +68,7 @@ def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
     for pair in ((0, 2), (1, 3)):
         targets, owners = [group.targets[rank] for rank in pair], [ranks[rank] for rank in pair]
         assert np.array_equal(group.positions(targets, owners, range(5, 8), 0, 40), sent)
-    group.loop.close()
+    group.close()
 
 
 def test_the_payload_of_two_ranks_is_the_heads_of_the_layers_that_both_own(context: Any) -> None:
@@ -82,7 +82,7 @@ def test_the_payload_of_two_ranks_is_the_heads_of_the_layers_that_both_own(conte
     data = group.stores[0].data
     assert payload == [data[2, 1:, :, 1:, 4:].tobytes(), data[3, 1:, :, 1:, :8].tobytes()]
     assert header.payload_bytes == 20 * group.destinations[3].token_bytes
-    group.loop.close()
+    group.close()
 
 
 def test_a_rank_without_heads_in_common_is_refused(context: Any) -> None:
@@ -92,4 +92,4 @@ def test_a_rank_without_heads_in_common_is_refused(context: Any) -> None:
     assert isinstance(refused, Refuse)
     assert refused.code == "wrong_stage"
     assert refused.message == "stage 1 shares no layers and heads with stage 0 of the peer"
-    group.loop.close()
+    group.close()

@@ -1,23 +1,18 @@
 """Prefill and decode with different pipeline degrees, over real sockets."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from core.arrays import pack
 from core.geometry import Geometry
-from core.orders import Acked, AdmitPeer, Arrived, Cancel, Dial, DropPeer, Expect, Quiet, Send
-from tests.transfer.harness import CONFIG, FIRST, Loop, part, random_store, value, zmq_context
-from tests.transfer.ranks import assemble, grid
+from core.orders import Acked, Cancel, DropPeer, Quiet
+from tests.transfer.group import Group
+from tests.transfer.harness import value, zmq_context
+from tests.transfer.ranks import grid
 from tests.transfer.raw import SESSION, RawPeer
 from transfer.messages import Ack, Attached, Chunk, Refuse
-from transfer.receiver import Receiver
-from transfer.sender import Sender
-
-PAGES = 64
 
 
 def stages(page_size: int, layers: Sequence[int]) -> list[Geometry]:
@@ -28,77 +23,6 @@ def stages(page_size: int, layers: Sequence[int]) -> list[Geometry]:
 def context() -> Iterator[Any]:
     with zmq_context() as made:
         yield made
-
-
-class Group:
-    """All stages of a prefill server and of a decode peer, in one loop."""
-
-    def __init__(self, context: Any, sources: list[Geometry], destinations: list[Geometry]) -> None:
-        self.sources, self.destinations = sources, destinations
-        self.stores = [random_store(geometry, PAGES, seed=i) for i, geometry in enumerate(sources)]
-        self.targets = [random_store(geometry, PAGES, seed=50 + i) for i, geometry in enumerate(destinations)]
-        self.senders = [
-            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context)
-            for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
-        ]
-        self.receivers = [
-            Receiver(CONFIG, stage=i, geometry=geometry, store=store, context=context)
-            for i, (geometry, store) in enumerate(zip(destinations, self.targets, strict=True))
-        ]
-        self.loop = Loop(*self.senders, *self.receivers)
-        for sender in self.senders:
-            self.loop.apply(
-                sender,
-                AdmitPeer(
-                    seq=0, session=SESSION, geometry=destinations[0], window_bytes=4096, geometries=tuple(destinations)
-                ),
-            )
-
-    def dial(self, receiver: Receiver) -> None:
-        endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
-        order = Dial(
-            seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096
-        )  # fmt: skip
-        self.loop.apply(receiver, order)
-
-    def expect(self, pages: Sequence[int], start: int, count: int) -> None:
-        for receiver in self.receivers:
-            self.loop.apply(
-                receiver,
-                Expect(
-                    seq=0, request=1, session=SESSION, ticket="t", generation=1, start=start, count=count,
-                    pages=pack(pages), row=0,
-                ),
-            )  # fmt: skip
-
-    def send(self, sender: Sender, chunk: int, start: int, count: int, *, last: bool, pages: range, dst: range) -> None:
-        self.loop.apply(
-            sender,
-            Send(
-                seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=chunk, start=start,
-                count=count, pages=pack(part(self.sources[0].page_size, pages, 0, start, count)),
-                dst_pages=pack(part(self.destinations[0].page_size, dst, 0, start, count)), row=0, dst_row=0,
-                last=FIRST if last else None,
-            ),
-        )  # fmt: skip
-
-    def hand_over(self, start: int, end: int, cuts: Sequence[int], pages: range, dst: range) -> None:
-        """Send [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
-        self.expect(part(self.destinations[0].page_size, dst, 0, start, end - start), start, end - start)
-        for chunk, (left, right) in enumerate(pairwise(cuts)):
-            for sender in reversed(self.senders):
-                self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
-        for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
-            arrived = self.loop.wait_for(receiver, Arrived)
-            assert arrived.bytes == (end - start) * geometry.token_bytes
-        for sender in self.senders:
-            self.loop.wait_for(sender, Acked, len(cuts) - 1)
-
-    def positions(
-        self, stores: Sequence[Any], ranks: Sequence[Geometry], pages: range, start: int, count: int
-    ) -> np.ndarray:
-        whole, size = assemble(stores, ranks), ranks[0].page_size
-        return np.stack([whole[pages[p // size], :, :, :, p % size] for p in range(start, start + count)])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +46,7 @@ def test_every_stage_gets_its_own_layers_and_no_byte_more(
         assert value(sender.statistics(), "bytes_sent_total", ("zmq",)) == (end - start) * geometry.token_bytes
     sent = group.positions(group.stores, group.sources, pages, start, end - start)
     assert np.array_equal(group.positions(group.targets, group.destinations, dst, start, end - start), sent)
-    group.loop.close()
+    group.close()
 
 
 def test_a_chunk_is_acknowledged_only_when_the_stage_that_attached_last_has_it(context: Any) -> None:
@@ -143,7 +67,7 @@ def test_a_chunk_is_acknowledged_only_when_the_stage_that_attached_last_has_it(c
     assert not group.loop.of(sender, Acked)
     second.say(Ack(ticket="t", generation=1, chunk=0))
     assert group.loop.wait_for(sender, Acked).bytes == 2 * len(payload)
-    group.loop.close()
+    group.close()
 
 
 def test_a_stage_that_never_attached_keeps_the_chunk_and_a_cancel_still_gets_quiet(context: Any) -> None:
@@ -165,7 +89,7 @@ def test_a_stage_that_never_attached_keeps_the_chunk_and_a_cancel_still_gets_qui
     refused = peer.take()[0]
     assert isinstance(refused, Refuse)
     assert refused.code == "no_session"
-    group.loop.close()
+    group.close()
 
 
 def test_a_stage_without_layers_in_common_is_refused(context: Any) -> None:
@@ -176,4 +100,4 @@ def test_a_stage_without_layers_in_common_is_refused(context: Any) -> None:
         assert isinstance(refused, Refuse)
         assert refused.code == "wrong_stage"
         assert refused.message == f"stage {stage} shares no layers and heads with stage {peer_stage} of the peer"
-    group.loop.close()
+    group.close()

@@ -18,7 +18,7 @@ from transfer.backends.runs import runs
 from transfer.layout import WHOLE, Box, Bytes
 
 GEOMETRY = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
-MEMORY = PoolMemory(nixl=NixlMemory(version="1.5", pages=64, strides=(0, 0, 0, 0, 0)))
+MEMORY = PoolMemory(nixl=NixlMemory(version="1.5", bytes=1, pages=64, strides=(0, 0, 0, 0, 0)))
 
 
 class SlowWrite:

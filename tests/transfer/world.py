@@ -1,5 +1,6 @@
 """Programs on a bad network in virtual time: what the sides of a schedule have in common."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.transfer.harness import AnyPort
 from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Network
+from transfer.arrays import ArrayPageStore
 
 PAGES = 32
 PATIENCE_S = 3.0  # of either side, for progress of one ticket
@@ -24,6 +26,17 @@ def content(ticket: str, generation: int, position: int, size: int) -> np.ndarra
     """The KV of a position: other bytes for every use of every ticket."""
     number = (hash((int(ticket[1:]), generation, position)) * 0x9E3779B97F4A7C15) % (1 << 64)
     return np.resize(np.frombuffer(number.to_bytes(8, "little"), np.uint8), size)
+
+
+def slots_of(store: ArrayPageStore, page: int, slot: int, position: int) -> Iterator[tuple[np.ndarray, int]]:
+    """A slot in each tensor of a pool, and a number for what is there: other bytes for every tensor of a position."""
+    for number, data in enumerate(store.tensors.values()):
+        yield data[page, ..., slot, :], position + 1000 * number
+
+
+def poison(store: ArrayPageStore, pages: int | list[int] | slice) -> None:
+    for data in store.tensors.values():
+        data[pages] = POISON
 
 
 class Side:

@@ -14,13 +14,15 @@ those are switched off: on one host there is backends/shm.py.
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
-from core.backends import NixlAccess, NixlMemory, PoolMemory, page_strides
+from core.backends import NixlAccess, NixlMemory, Placement, PoolMemory
 from core.geometry import Geometry
+from transfer.arrays import c_order, placed
 from transfer.backends.runs import Offsets, runs
 from transfer.layout import WHOLE, Box, Bytes
 
@@ -80,7 +82,7 @@ class NixlExposure:
 
     def __init__(self, geometry: Geometry, pages: int, memory: memoryview, devices: str = "") -> None:
         """Raises OSError when there is no transport."""
-        self.memory = NixlMemory(version=VERSION, pages=pages, strides=page_strides(geometry))
+        self.memory = NixlMemory(version=VERSION, **asdict(c_order(geometry, pages)))
         self._pool = memory
         self._devices = devices
         self._agents: dict[str, Agent] = {}
@@ -121,13 +123,14 @@ class NixlReach:
     ) -> "NixlPages":
         if memory.nixl is None or access is None:
             raise ValueError("the peer granted no access")
+        places = {tensor.name: place for tensor, place in placed(geometry, memory.nixl)}
         with _os_errors("the peer's NIXL agent"):
             name = self._agent.nixl.loadRemoteMD(access.metadata)
         name = name.decode() if isinstance(name, bytes) else str(name)
         if name in self._open:
             raise ValueError("the peer's NIXL agent has the name of another one")
         self._open.add(name)
-        return NixlPages(self._agent, name, geometry, memory.nixl, access.address, self._open)
+        return NixlPages(self._agent, name, geometry, memory.nixl, places, access.address, self._open)
 
     def close(self) -> None:
         self._agent.destroy()
@@ -172,12 +175,19 @@ class NixlPages:
     """A peer's pool, as NIXL writes into it. RemotePages."""
 
     def __init__(
-        self, agent: Agent, peer: str, geometry: Geometry, memory: NixlMemory, address: int, names: set[str]
+        self,
+        agent: Agent,
+        peer: str,
+        geometry: Geometry,
+        memory: NixlMemory,
+        places: Mapping[str, Placement],
+        address: int,
+        names: set[str],
     ) -> None:
         self._agent = agent
         self._peer = peer
         self._address = address
-        self._strides = memory.strides
+        self._places = places
         self._pages, self._slots = memory.pages, geometry.page_size
         self._names = names
         self._batch: list[tuple[Offsets, Offsets, int]] = []
@@ -189,9 +199,10 @@ class NixlPages:
                 f"slots {first_slot} to {first_slot + count} of page {page}: {self._pages} pages of {self._slots}"
             )
         layer, head = box.layers.start or 0, box.heads.start or 0
-        page_bytes, layer_bytes, _, head_bytes, slot_bytes = self._strides
-        start = page * page_bytes + layer * layer_bytes + head * head_bytes + first_slot * slot_bytes
-        here, there, length = runs(data.shape, data.strides[:-1], self._strides[1:])
+        place = self._places[box.tensor]
+        page_bytes, layer_bytes, _, head_bytes, slot_bytes = place.strides
+        start = place.offset + page * page_bytes + layer * layer_bytes + head * head_bytes + first_slot * slot_bytes
+        here, there, length = runs(data.shape, data.strides[:-1], place.strides[1:])
         self._batch.append((here + data.ctypes.data, there + (self._address + start), length))
 
     def flush(self) -> NixlWrite:

@@ -17,13 +17,14 @@ import secrets
 import stat
 from pathlib import Path
 
-import numpy as np
+from msgspec.structs import asdict
 
-from core.backends import NixlAccess, PoolMemory, SharedMemory, page_strides
+from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
+from transfer.arrays import StridedPool, c_order
 from transfer.backends import locks
 from transfer.backends.fake import Done
-from transfer.layout import WHOLE, Box, Bytes, frame_shape
+from transfer.layout import WHOLE, Box, Bytes
 
 FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -60,7 +61,8 @@ class SharedPool:
     def __init__(self, geometry: Geometry, pages: int) -> None:
         """Raises OSError when /dev/shm cannot give that much."""
         sweep()
-        size = pages * geometry.page_bytes
+        layout = c_order(geometry, pages)
+        size = layout.bytes
         self._file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(self._file, 0, size)  # a file with holes would kill whoever writes when memory is short
@@ -75,9 +77,7 @@ class SharedPool:
         except OSError:
             os.close(self._file)
             raise
-        self.memory = SharedMemory(
-            host=host_token(), name=self._path.name, bytes=size, pages=pages, strides=page_strides(geometry)
-        )
+        self.memory = SharedMemory(host=host_token(), name=self._path.name, **asdict(layout))
 
     @property
     def buffer(self) -> memoryview:
@@ -120,27 +120,23 @@ class ShmPages:
         except (OSError, ValueError):
             os.close(self._file)
             raise
-        shape = (memory.pages, *frame_shape(geometry, geometry.page_size))
-        self._pages: Bytes | None = None
-        try:  # numpy sees to it that shape and strides lie within the mapping
-            self._pages = np.ndarray(shape, np.uint8, self._map, memory.offset, (*memory.strides, 1))
-        except (ValueError, TypeError) as error:
+        self._pool: StridedPool | None = None
+        try:
+            self._pool = StridedPool(geometry, memory, self._map)
+        except ValueError:
             self.close()
-            raise ValueError(f"its pages do not lie within its {memory.bytes} bytes: {error}") from error
+            raise
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        assert self._pages is not None, "closed"
-        pages, slots = self._pages.shape[0], self._pages.shape[4]
-        if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
-            raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
-        self._pages[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
+        assert self._pool is not None, "closed"
+        self._pool.write(page, first_slot, count, data, box)
 
     def flush(self) -> Done:
         return Done()
 
     def close(self) -> None:
         """Unmap, and let go of the lock. Removes what an owner that has ended left behind."""
-        self._pages = None
+        self._pool = None
         self._map.close()  # it has a descriptor of its own
         os.close(self._file)
         sweep()

@@ -1,0 +1,141 @@
+"""A prefill server and a decode peer of several stages each, joined by real sockets on loopback."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec.structs import asdict, replace
+
+from core.arrays import pack
+from core.backends import SHM, ZMQ, PoolLayout, PoolMemory
+from core.geometry import KV, Geometry
+from core.orders import Acked, AdmitPeer, Arrived, Dial, Expect, Send
+from tests.transfer.harness import CONFIG, FIRST, Loop, part, random_store, scramble
+from tests.transfer.ranks import assemble
+from tests.transfer.raw import SESSION
+from transfer.arrays import StridedPool, c_order
+from transfer.backends.shm import SharedPool, ShmReach
+from transfer.receiver import Receiver
+from transfer.sender import Sender
+
+PAGES = 64
+
+
+class Group:
+    """All stages of a prefill server and of a decode peer, in one loop. layouts: of the peer's pools; C order
+    unless given."""
+
+    def __init__(
+        self,
+        context: Any,
+        sources: list[Geometry],
+        destinations: list[Geometry],
+        *,
+        backend: str = ZMQ,
+        layouts: Sequence[PoolLayout] = (),
+    ) -> None:
+        self.sources, self.destinations, self.backend = sources, destinations, backend
+        self.stores = [random_store(geometry, PAGES, seed=i) for i, geometry in enumerate(sources)]
+        layouts = layouts or [c_order(geometry, PAGES) for geometry in destinations]
+        self.pools: list[SharedPool] = []
+        memories: list[Any] = [np.zeros(layout.bytes, np.uint8) for layout in layouts]
+        if backend == SHM:
+            sizes = zip(destinations, layouts, strict=True)
+            self.pools = [SharedPool(rank, -(-layout.bytes // rank.page_bytes)) for rank, layout in sizes]
+            memories = [pool.buffer for pool in self.pools]
+        shared = zip(self.pools, layouts, strict=bool(self.pools))
+        self.memory = tuple(
+            PoolMemory(shm=replace(pool.memory, **(asdict(layout) | {"bytes": pool.memory.bytes})))
+            for pool, layout in shared
+        )
+        self.targets = [StridedPool(*pool) for pool in zip(destinations, layouts, memories, strict=True)]
+        for i, target in enumerate(self.targets):
+            scramble(target, 50 + i)
+        self.senders = [
+            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, reaches={SHM: ShmReach()})
+            for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
+        ]
+        self.receivers = [
+            Receiver(
+                CONFIG,
+                stage=i,
+                geometry=geometry,
+                store=store,
+                context=context,
+                exposures={SHM: self.pools[i]} if self.pools else {},
+            )
+            for i, (geometry, store) in enumerate(zip(destinations, self.targets, strict=True))
+        ]
+        self.loop = Loop(*self.senders, *self.receivers)
+        for sender in self.senders:
+            self.loop.apply(
+                sender,
+                AdmitPeer(
+                    seq=0,
+                    session=SESSION,
+                    geometry=destinations[0],
+                    window_bytes=4096,
+                    geometries=tuple(destinations),
+                    backend=backend,
+                    memory=self.memory,
+                ),
+            )
+
+    def dial(self, receiver: Receiver) -> None:
+        endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
+        order = Dial(
+            seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096,
+            backend=self.backend,
+        )  # fmt: skip
+        self.loop.apply(receiver, order)
+
+    def expect(self, pages: Sequence[int], start: int, count: int) -> None:
+        for receiver in self.receivers:
+            self.loop.apply(
+                receiver,
+                Expect(
+                    seq=0, request=1, session=SESSION, ticket="t", generation=1, start=start, count=count,
+                    pages=pack(pages), row=0,
+                ),
+            )  # fmt: skip
+
+    def send(self, sender: Sender, chunk: int, start: int, count: int, *, last: bool, pages: range, dst: range) -> None:
+        self.loop.apply(
+            sender,
+            Send(
+                seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=chunk, start=start,
+                count=count, pages=pack(part(self.sources[0].page_size, pages, 0, start, count)),
+                dst_pages=pack(part(self.destinations[0].page_size, dst, 0, start, count)), row=0, dst_row=0,
+                last=FIRST if last else None,
+            ),
+        )  # fmt: skip
+
+    def hand_over(self, start: int, end: int, cuts: Sequence[int], pages: range, dst: range) -> None:
+        """Send [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
+        self.expect(part(self.destinations[0].page_size, dst, 0, start, end - start), start, end - start)
+        for chunk, (left, right) in enumerate(pairwise(cuts)):
+            for sender in reversed(self.senders):
+                self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
+        for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
+            arrived = self.loop.wait_for(receiver, Arrived)
+            assert arrived.bytes == (end - start) * geometry.token_bytes
+        for sender in self.senders:
+            self.loop.wait_for(sender, Acked, len(cuts) - 1)
+
+    def positions(
+        self,
+        stores: Sequence[StridedPool],
+        ranks: Sequence[Geometry],
+        pages: range,
+        start: int,
+        count: int,
+        tensor: str = KV,
+    ) -> np.ndarray:
+        whole, size = assemble(stores, ranks, tensor), ranks[0].page_size
+        return np.stack([whole[pages[p // size], :, :, :, p % size] for p in range(start, start + count)])
+
+    def close(self) -> None:
+        self.loop.close()
+        for pool in self.pools:
+            pool.close()
