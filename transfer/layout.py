@@ -8,7 +8,9 @@ ranks of the same layers and heads a frame of a full page is the page itself.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
+from math import lcm
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -103,6 +105,12 @@ def copies(source: Geometry, destination: Geometry, start: int, count: int) -> l
     """What moves of positions [start, start + count) between two ranks: one tensor after the other as the source names
     them, each in the order of positions. Nothing when they have no layer or no head in common. The pairs of all ranks
     together move every byte once to every owner."""
+    period = lcm(source.page_size, destination.page_size)  # where pages begin together, plans begin anew
+    return list(_copies(source, destination, start % period, count))
+
+
+@lru_cache(maxsize=256)
+def _copies(source: Geometry, destination: Geometry, start: int, count: int) -> tuple[Copy, ...]:
     position, end = start, start + count
     moves: list[tuple[int, int, int, int, int]] = []
     while position < end:
@@ -113,11 +121,12 @@ def copies(source: Geometry, destination: Geometry, start: int, count: int) -> l
         page -= start // destination.page_size
         moves.append((source_page, source_slot, page, slot, moved))
         position += moved
-    return [
-        Copy(part, source_page, source_slot, box_in(ours, part), page, slot, box_in(theirs, part), moved)
-        for ours, theirs, part in _shared(source, destination)
+    parts = [(part, box_in(ours, part), box_in(theirs, part)) for ours, theirs, part in _shared(source, destination)]
+    return tuple(
+        Copy(part, source_page, source_slot, taken, page, slot, put, moved)
+        for part, taken, put in parts
         for source_page, source_slot, page, slot, moved in moves
-    ]
+    )
 
 
 def carried(plan: list[Copy]) -> Iterator[Carried]:

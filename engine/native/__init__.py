@@ -4,16 +4,15 @@ Where it was not built, or the CPU lacks AVX2, torch does the same work."""
 import ctypes
 from functools import cache
 from pathlib import Path
-from sysconfig import get_config_var
 
 import torch
 from torch import Tensor
 
+from core.native import load_library
 from engine.model.arithmetic import linear
 
 LANES = 16  # of kernels.c
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LIBRARY = Path(__file__).with_name(f"kernels{get_config_var('EXT_SUFFIX')}")
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
@@ -117,10 +116,8 @@ class Kernels:
 @cache
 def load_kernels() -> Kernels | None:
     """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared."""
-    if not _LIBRARY.is_file():
-        return None
-    library = ctypes.CDLL(str(_LIBRARY))
-    return Kernels(library) if library.headrace_usable() else None
+    library = load_library(Path(__file__).with_name("kernels.c"))
+    return Kernels(library) if library is not None and library.headrace_usable() else None
 
 
 def _require(condition: bool) -> None:

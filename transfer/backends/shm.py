@@ -23,6 +23,7 @@ from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
 from transfer.arrays import StridedPool, c_order
 from transfer.backends import locks
+from transfer.backends.copying import copy
 from transfer.backends.fake import Done
 from transfer.layout import WHOLE, Box, Bytes
 
@@ -129,7 +130,7 @@ class ShmPages:
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         assert self._pool is not None, "closed"
-        self._pool.write(page, first_slot, count, data, box)
+        copy(self._pool.view(page, first_slot, count, box), data)
 
     def flush(self) -> Done:
         return Done()
