@@ -13,6 +13,9 @@ NIXL_STAMP := $(NIXL)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 
+# What pip compiles.
+COMPILED := engine/native/kernels.c transfer/backends/streaming.c
+
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
@@ -25,7 +28,7 @@ help: ## Show this list.
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
-$(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+$(STAMP): requirements.txt requirements-dev.txt pyproject.toml $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headrace needs Python 3.11 or newer; name one with: make venv PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
