@@ -19,16 +19,16 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
     """The ASGI application over a service, which the caller starts and stops."""
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    for routes in (
+    for routes in (  # looked through in this order: those of prompts first
+        native_routes(service, config),
+        openai_routes(service, config),
+        generate_routes(service, config),
         operation_routes(service),
         debug_routes(service),
         discovery_routes(service, config),
         tokenizer_routes(service, config),
         bootstrap_routes(service),
         handoff_routes(service, config),
-        native_routes(service, config),
-        openai_routes(service, config),
-        generate_routes(service, config),
     ):
         app.include_router(routes)
     return _guarded(app, service, config)

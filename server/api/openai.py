@@ -16,6 +16,7 @@ from server.api.bodies import parse_body, read_body
 from server.api.forms import ChatForm, CompletionForm
 from server.api.handover import lift_limits
 from server.api.openai_answer import OpenAIAnswer
+from server.api.plain import post
 from server.api.prompts import check_model, completion_prompts, encode, encode_chat
 from server.api.responses import ResponsesAnswer, input_messages, refuse_unserved
 from server.api.sampling import chat_logprobs_wanted, choices, refuse_unsupported, request_fields, sampling_params
@@ -46,15 +47,15 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
         }
         return json_response({"object": "list", "data": [model]})
 
-    @router.post("/v1/completions")
+    @post(router, "/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionBody, _completions, in_form(CompletionForm))
 
-    @router.post("/v1/chat/completions")
+    @post(router, "/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(request, ChatBody, _chat, in_form(ChatForm))
 
-    @router.post("/v1/responses")
+    @post(router, "/v1/responses")
     async def responses(request: Request) -> Response:
         return await answer(request, ResponsesBody, _responses, ResponsesAnswer)
 
