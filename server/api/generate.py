@@ -20,7 +20,6 @@ from server.api.bodies import parse_body, read_body
 from server.api.choices import Choice, collect, run_choices
 from server.api.handover import hand_over, held_params, lift_limits
 from server.api.openai_answer import tell_error
-from server.api.plain import post
 from server.api.prompts import MAX_PROMPTS, Prompt, check_model, encode
 from server.api.sampling import choices, request_fields, sampling_params
 from server.api.schema import GenerateBody, GenerateSampling, OpenAIBody
@@ -46,7 +45,7 @@ def generate_routes(service: Service, config: ServerConfig) -> APIRouter:
     """Routes of SGLang's API."""
     router = APIRouter()
 
-    @post(router, "/generate")
+    @router.post("/generate")
     async def generate(request: Request) -> Response:
         raw = await read_body(request, config.max_body_bytes)
         with telling_the_other_side(service, config, raw):

@@ -15,7 +15,6 @@ from server.api.answers import Answer, EventStream, EventWriter, json_response
 from server.api.asked import telling_the_other_side
 from server.api.bodies import parse_body, read_body
 from server.api.errors import error_body
-from server.api.plain import post
 from server.api.prompts import check_model, encode_any
 from server.api.reports import handoff_report, timing_report
 from server.api.sampling import request_fields, sampling_params
@@ -33,7 +32,7 @@ def native_routes(service: Service, config: ServerConfig) -> APIRouter:
     """Routes of Headrace's own API."""
     router = APIRouter()
 
-    @post(router, "/v1/prefill")
+    @router.post("/v1/prefill")
     async def prefill(request: Request) -> Response:
         raw = await read_body(request, config.max_body_bytes)
         with telling_the_other_side(service, config, raw):

@@ -16,7 +16,6 @@ from server.api.bodies import parse_body, read_body
 from server.api.forms import ChatForm, CompletionForm
 from server.api.handover import lift_limits
 from server.api.openai_answer import OpenAIAnswer
-from server.api.plain import post
 from server.api.prompts import check_model, completion_prompts, encode, encode_chat
 from server.api.responses import ResponsesAnswer, input_messages, refuse_unserved
 from server.api.sampling import chat_logprobs_wanted, choices, refuse_unsupported, request_fields, sampling_params
@@ -47,15 +46,15 @@ def openai_routes(service: Service, config: ServerConfig) -> APIRouter:
         }
         return json_response({"object": "list", "data": [model]})
 
-    @post(router, "/v1/completions")
+    @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionBody, _completions, in_form(CompletionForm))
 
-    @post(router, "/v1/chat/completions")
+    @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await answer(request, ChatBody, _chat, in_form(ChatForm))
 
-    @post(router, "/v1/responses")
+    @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await answer(request, ResponsesBody, _responses, ResponsesAnswer)
 

@@ -7,7 +7,6 @@ from starlette.responses import Response
 from core.config import ServerConfig
 from server.api.answers import json_response
 from server.api.bodies import parse_body, read_body
-from server.api.plain import post
 from server.api.prompts import check_model, encode, encode_chat
 from server.api.schema import Message
 from server.service import Service
@@ -32,7 +31,7 @@ def tokenizer_routes(service: Service, config: ServerConfig) -> APIRouter:
     """Prompts as token ids, and token ids as texts; every server has them, whatever its role."""
     router = APIRouter()
 
-    @post(router, "/tokenize")
+    @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, config.max_body_bytes), TokenizeBody)
         check_model(service, body.model)
@@ -42,7 +41,7 @@ def tokenizer_routes(service: Service, config: ServerConfig) -> APIRouter:
             tokens = await encode(service, body.prompt or "", "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
 
-    @post(router, "/detokenize")
+    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, config.max_body_bytes), DetokenizeBody)
         check_model(service, body.model)
