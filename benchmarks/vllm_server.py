@@ -28,14 +28,20 @@ THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "OMP_W
 
 def export_smollm2(folder: Path, dtype: str = "float32") -> Path:
     """SmolLM2 as a folder that vLLM reads: the weights of the GGUF file that the prefill server reads."""
-    from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     path = Path(resolve_source(NAME).path)
-    file = {"gguf_file": path.name}
-    options = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
-    AutoModelForCausalLM.from_pretrained(str(path.parent), **file, **options).save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(path.parent, **file).save_pretrained(folder)
+    export(path, folder, dtype)
+    PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     return folder
+
+
+def export(path: Path, folder: Path, dtype: str = "float32") -> None:
+    """The weights of a GGUF file as an ordinary Hugging Face folder, for engines that read no such file."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    options = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
+    AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options).save_pretrained(folder)
 
 
 def takes_from_headrace(connector: str = CONNECTOR, policy: str = "recompute", **extra: Any) -> dict[str, Any]:

@@ -212,6 +212,8 @@ class StageChannel:
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
+        slept = now - self._next_beat if self._next_beat is not None else 0.0  # this loop heard nobody in that time
+        self._heard = {stage: min(now, heard + slept) for stage, heard in self._heard.items()}
         frame = self._out.encode(Beat(seq=0, orders=self._log.count, digest=self._log.digest))
         for stage, heard in list(self._heard.items()):
             if now - heard > self._silence_s:

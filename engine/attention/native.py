@@ -22,7 +22,7 @@ ITEM_ROWS = 192  # more reuse of a tile, against more even shares of the threads
 
 
 class NativeAttention:
-    """heads: of queries."""
+    """For pools on the CPU, in any dtype; queries, keys and values of a pass are float32."""
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
         self._pool = pool
@@ -44,7 +44,7 @@ class NativePass:
         for record, span in zip(self._records, spans, strict=True):
             record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.data_ptr()
             row += span.count
-        self._pass: PassRecord | None = None
+        self._pass: PassRecord | None = None  # made when the number of query heads is seen
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         self._writer.write(layer, keys_values)

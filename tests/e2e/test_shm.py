@@ -128,7 +128,7 @@ def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
             assert answer.result().status_code in (502, 503)
             assert decode.metrics()["headrace_quarantined_pages"] > 0
         wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 20, f"it lets go\n{prefill.log}")
-        wait_until(lambda: decode.get("/ready").status_code == 200, 60, "they meet again")
+        wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, f"they meet again\n{decode.log}")
         assert text_of(ask(decode, TEXT[:900])) == expected
 
 

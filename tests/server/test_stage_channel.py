@@ -81,9 +81,23 @@ def test_a_silent_stage_is_named(context: "zmq.Context[Socket]") -> None:
     channel.receive(0.0)
     say(sockets[0], PlanDone(stage=0, seq=1, duration_s=1.0))
     channel.receive(2.0)
-    assert [event.stage for event in channel.tick(3.5)] == [1]
+    events = [event for second in (1, 2, 3, 4) for event in channel.tick(float(second))]
+    assert [event.stage for event in events] == [1]
     for socket in sockets:
         socket.close()
+    channel.close()
+
+
+def test_who_slept_itself_calls_nobody_silent(context: "zmq.Context[Socket]") -> None:
+    """A machine that was suspended, a process that was stopped."""
+    channel = StageChannel(order_socket(context, ENDPOINT), 1, beat_s=1, silence_s=3)
+    socket = stage_socket(context, 0, 0)
+    say(socket, ready(0, 0))
+    channel.receive(0.0)
+    assert not channel.tick(1.0)
+    assert not channel.tick(60.0)
+    assert [len(channel.tick(second)) for second in (61.0, 62.0)] == [0, 1], "silence counts while it is awake"
+    socket.close()
     channel.close()
 
 

@@ -148,7 +148,7 @@ def test_forget_then_poison_no_byte_lands(context: Any) -> None:
     assert pair.loop.wait_for(pair.sender, SendFailed).code == "cancelled", "the peer has taken it back"
     pair.loop.apply(pair.sender, Cancel(seq=9, request=1))
     pair.loop.wait_for(pair.sender, Quiet)
-    assert value(pair.sender.statistics(), "unacked_bytes") == 0
+    pair.loop.until(lambda: value(pair.sender.statistics(), "unacked_bytes") == 0)
     assert len(pair.loop.of(pair.sender, SendFailed)) == 1
     pair.close()
 
