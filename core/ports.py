@@ -15,7 +15,7 @@ class Port(Protocol[Event, Command]):
     """
 
     def sockets(self) -> Sequence[Any]:
-        """ZMQ sockets to poll for reading; may change from call to call."""
+        """ZMQ sockets and file descriptors to poll for reading; may change from call to call."""
         ...
 
     def receive(self, now: float) -> Sequence[Event]:

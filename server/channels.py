@@ -1,7 +1,8 @@
-"""The scheduler's ends of the channels to the front end and to the stages (ZMQ over local sockets, msgpack)."""
+"""The scheduler's ends of the channels to the front end (a socket pair) and to the stages (ZMQ): msgpack messages."""
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -10,7 +11,7 @@ import zmq
 from core.addresses import url
 from core.codec import Codec
 from core.errors import ConfigError
-from core.intake import EngineState, IntakeMessage, OutputMessage, StageDown, StageLost, StatsReply
+from core.intake import EngineState, IntakeMessage, OutputMessage, Shutdown, StageDown, StageLost, StatsReply
 from core.joining import Gathering
 from core.order_log import OrderLog
 from core.orders import (
@@ -25,11 +26,13 @@ from core.orders import (
     stage_identity,
 )
 from core.stats import Sample, Stats, join
+from server.frames import FrameSocket, OtherEndGone
 from server.gate import Gate
 
 log = logging.getLogger(__name__)
 
 BATCH = 256  # messages taken in one pass, so that one busy channel cannot starve the others
+RETRY_S = 0.002  # until what the front end had no room for is offered again
 MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
 HIGH_WATER = 100_000  # both ends are ours and bounded by credits; reaching this means the other end is dead
 
@@ -44,15 +47,13 @@ class StatsSource(Protocol):
 
 
 class FrontChannel:
-    """PAIR socket to the front end. Completes EngineState with who and where we are, StatsReply with the counters
+    """Frames to and from the front end. Completes EngineState with who and where we are, StatsReply with the counters
     of the other ports; turns the supervisor's StageLost into the event that a silent stage causes too.
-    on_stage_down: who else has to hear of it."""
+    on_stage_down: who else has to hear of it. A front end that is gone is a Shutdown."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, desk_port: int, instance: str) -> None:
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(HIGH_WATER)
-        self._socket.linger = 1000
-        self._socket.bind(endpoint)
+    def __init__(self, frames: FrameSocket, desk_port: int, instance: str) -> None:
+        self._frames = frames
+        self._retry_at: float | None = None
         self._desk_port = desk_port
         self._instance = instance
         self.stages: tuple[StageReady, ...] = ()
@@ -60,17 +61,15 @@ class FrontChannel:
         self._in: Codec[IntakeMessage] = Codec(IntakeMessage)
         self._out: Codec[OutputMessage] = Codec(OutputMessage)
         self.more_stats: list[StatsSource] = []
-        self._early: list[bytes] | None = []  # said before the front end was heard, and may have been connected
 
-    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        return (self._socket,)
+    def sockets(self) -> Sequence[int]:
+        return (self._frames.fileno(),)
 
     def receive(self, now: float) -> Sequence[IntakeMessage | StageFailed]:
-        if self._early is not None:
-            for frame in self._early:
-                self._socket.send(frame, zmq.NOBLOCK)
-            self._early = None
-        messages = (self._in.decode(frame) for frame in _drain(self._socket))
+        try:
+            messages = [self._in.decode(frame) for frame in self._frames.receive()]
+        except OtherEndGone:
+            return [Shutdown()]
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
             for message in messages
@@ -90,21 +89,25 @@ class FrontChannel:
             command = msgspec.structs.replace(
                 command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
             )
-        frame = self._out.encode(command)
-        if self._early is None:
-            self._socket.send(frame, zmq.NOBLOCK)
-        else:
-            self._early.append(frame)
+        with suppress(OtherEndGone):  # receive() tells of it
+            self._frames.send(self._out.encode(command))
+        self._look_again(now)
         return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[IntakeMessage]:
+        with suppress(OtherEndGone):
+            self._frames.flush()
+        self._look_again(now)
         return ()
 
     def next_deadline(self) -> float | None:
-        return None
+        return self._retry_at
 
     def close(self) -> None:
-        self._socket.close()
+        self._frames.close()
+
+    def _look_again(self, now: float) -> None:
+        self._retry_at = now + RETRY_S if self._frames.unsent else None
 
 
 def order_socket(
@@ -293,13 +296,3 @@ class StageChannel:
 
 def _address(stage: StageReady) -> str:
     return url("tcp", stage.data_host, stage.data_port)
-
-
-def _drain(socket: "zmq.Socket[bytes]") -> list[bytes]:
-    frames: list[bytes] = []
-    for _ in range(BATCH):
-        try:
-            frames.append(socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            break
-    return frames

@@ -9,8 +9,9 @@ from fastapi import FastAPI
 
 from core.config import Config
 from server.app import create_app, create_bootstrap_app
+from server.frames import FrameSocket
 from server.kv_events import endpoint
-from server.link import ZmqSchedulerLink
+from server.link import SocketLink
 from server.service import Service
 from server.version import headrace_version
 
@@ -24,11 +25,11 @@ class HttpServer(uvicorn.Server):
 
 
 class FrontEnd:
-    """What listens to clients, on one port or two, and talks to the scheduler at the given endpoint."""
+    """What listens to clients, on one port or two, and talks to the scheduler."""
 
-    def __init__(self, config: Config, scheduler: str) -> None:
+    def __init__(self, config: Config, scheduler: FrameSocket) -> None:
         self._config = config
-        self.service = Service(ZmqSchedulerLink(scheduler), config)
+        self.service = Service(SocketLink(scheduler), config)
         server = config.server
         self._http = [HttpServer(_uvicorn_config(config, create_app(self.service, server), server.port))]
         if server.role == "prefill" and server.bootstrap_port:

@@ -2,7 +2,7 @@
 
     this process            children
     ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
-    │ uvicorn + app  │ ZMQ  │ scheduler │ ZMQ  │ stage 0 │──►│ stage 1 │ …
+    │ uvicorn + app  │      │ scheduler │ ZMQ  │ stage 0 │──►│ stage 1 │ …
     │ supervisor     │◄────►│ desk      │◄────►│ pool    │   │ pool    │
     └────────────────┘      └───────────┘      └─────────┘   └─────────┘
 
@@ -13,6 +13,7 @@ HTTP server closes; scheduler and stages are told to end, and are killed if they
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ import msgspec
 from core.addresses import url
 from core.config import Config, StageConfig
 from core.process import freeze_loaded
+from server.frames import FrameSocket
 from server.ports import free_port
 from server.scheduler_process import ExternalStages, SchedulerProcessConfig
 from server.supervisor import Child, Supervisor
@@ -48,20 +50,22 @@ def serve(config: Config) -> int:
 
 async def _serve(config: Config, folder: Path) -> int:
     stop = StopSignals()
-    front_endpoint, stage_endpoint = f"ipc://{folder}/front", f"ipc://{folder}/stages"
+    stage_endpoint = f"ipc://{folder}/stages"
+    ours, theirs = socket.socketpair()
     external = config.group.start == "external"
     if external:
         stage_endpoint = _tcp(config.group.host, config.group.port)
     supervisor = Supervisor(
-        _scheduler(config, front_endpoint, stage_endpoint),
+        _scheduler(config, theirs, stage_endpoint),
         None if external else partial(_stages, config, stage_endpoint),
         config.scheduler.start_timeout_s,
     )
     started = time.monotonic()
     await supervisor.start()
+    theirs.close()
     from server.front import FrontEnd  # most of what this process loads, while the children load theirs
 
-    front = FrontEnd(config, front_endpoint)
+    front = FrontEnd(config, FrameSocket(ours))
     service = front.service
     service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
     supervisor.watch(service.stage_lost)
@@ -120,14 +124,14 @@ def _tcp(host: str, port: int) -> str:
     return url("tcp", host, port or "*")
 
 
-def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Child:
+def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Child:
     external: ExternalStages | None = None
     if config.group.start == "external":
         external = ExternalStages(key=config.group.key, template=_template(config))
     scheduler = SchedulerProcessConfig(
         role=config.server.role,
         http_port=config.server.port,
-        front_endpoint=front_endpoint,
+        front=front.fileno(),
         stage_endpoint=stage_endpoint,
         scheduler=config.scheduler,
         transfer=config.transfer,
@@ -136,7 +140,7 @@ def _scheduler(config: Config, front_endpoint: str, stage_endpoint: str) -> Chil
         allow_prefill=config.server.allow_prefill,
         log_level=config.server.log_level,
     )
-    return Child("server.scheduler_process", scheduler, threads=1)
+    return Child("server.scheduler_process", scheduler, threads=1, descriptors=(front.fileno(),))
 
 
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:

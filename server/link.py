@@ -1,19 +1,15 @@
-"""The front end's end of the channel to the scheduler: one message per ZMQ frame, msgpack."""
+"""The front end's end of the channel to the scheduler: msgpack messages, each a frame of a socket pair."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import zmq
-
 from core.codec import Codec
 from core.intake import IntakeMessage, OutputMessage
+from server.frames import FrameSocket, OtherEndGone
 
 log = logging.getLogger(__name__)
-
-HIGH_WATER = 100_000  # both ends are ours; reaching this means that the scheduler is dead
-BATCH = 256  # messages taken in one pass, so that other work of the event loop gets its turn
 
 
 class SchedulerLink(Protocol):
@@ -32,77 +28,70 @@ class SchedulerLink(Protocol):
     def close(self) -> None: ...
 
 
-class ZmqSchedulerLink:
-    """PAIR socket that connects to the endpoint which the scheduler process binds, now or later.
+class SocketLink:
+    """A SchedulerLink over one end of a socket pair, whose other end the scheduler process has."""
 
-    The event loop watches the socket's descriptor, which tells of a change once: it is read until it is empty, and
-    looked at again after a send, which may have swallowed the news.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(HIGH_WATER)
-        self._socket.linger = 1000
-        self._socket.connect(endpoint)
-        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
         self._in: Codec[OutputMessage] = Codec(OutputMessage)
         self._out: Codec[IntakeMessage] = Codec(IntakeMessage)
         self._take: Callable[[OutputMessage], None] = lambda _message: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reading: asyncio.Handle | None = None  # a pass that is about to run
         self.failed = False
 
     def open(self, take: Callable[[OutputMessage], None]) -> None:
         self._take = take
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._read)
-        self._read_soon()
+        self._loop.add_reader(self._frames, self._read)
+        self._write_later()
 
     def send(self, message: IntakeMessage) -> None:
         if self.failed:
             return
         try:
-            self._socket.send(self._out.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            self._fail("the scheduler does not take messages")
+            self._frames.send(self._out.encode(message))
+        except OtherEndGone as error:
+            self._fail(error)
         else:
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._read_soon()
+            self._write_later()
 
     def close(self) -> None:
-        """Close the socket; what was sent and not yet taken gets a second. Idempotent."""
-        self._stop_reading()
-        if not self._context.closed:
-            self._socket.close()
-            self._context.term()
-
-    def _read_soon(self) -> None:
-        if self._loop is not None and self._reading is None:
-            self._reading = self._loop.call_soon(self._read)
+        """Close the socket; the scheduler still gets what the kernel has taken. Idempotent."""
+        self._stop()
+        self._frames.close()
 
     def _read(self) -> None:
-        """Take what has come, in a bounded pass."""
-        self._reading = None
         try:
-            for _ in range(BATCH):
-                self._take(self._in.decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return
+            for frame in self._frames.receive():
+                self._take(self._in.decode(frame))
+        except OtherEndGone as error:
+            self._fail(error)
         except Exception:
             log.exception("a message of the scheduler could not be handled")
-            self._fail("the channel to the scheduler is given up")
-            return
-        self._read_soon()
+            self._fail(None)
 
-    def _fail(self, message: str) -> None:
-        log.error("%s", message)
+    def _write_later(self) -> None:
+        """Have the rest of what was sent go out when there is room."""
+        if self._loop is not None and self._frames.unsent:
+            self._loop.add_writer(self._frames, self._write)
+
+    def _write(self) -> None:
+        try:
+            self._frames.flush()
+        except OtherEndGone as error:
+            self._fail(error)
+        else:
+            if self._loop is not None and not self._frames.unsent:
+                self._loop.remove_writer(self._frames)
+
+    def _fail(self, error: OtherEndGone | None) -> None:
+        """Why a scheduler has ended is its supervisor's news."""
+        log.debug("the channel to the scheduler is given up: %s", error)
         self.failed = True
-        self._stop_reading()
+        self._stop()
 
-    def _stop_reading(self) -> None:
+    def _stop(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._descriptor)
-            if self._reading is not None:
-                self._reading.cancel()
+            self._loop.remove_reader(self._frames)
+            self._loop.remove_writer(self._frames)
             self._loop = None

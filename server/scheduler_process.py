@@ -23,6 +23,7 @@ from core.process import die_with_parent, freeze_loaded
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
 from server.channels import FrontChannel, StageChannel, bound_port, order_socket
+from server.frames import FrameSocket
 from server.gate import Gate
 from server.kv_events import KvEventPublisher
 from server.roster import Roster
@@ -43,12 +44,12 @@ class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler process is told at its start. The endpoints are sockets it binds, local ones but for that of
-    external stages."""
+    """What the scheduler process is told at its start. front: descriptor of its end of the channel to the front end.
+    stage_endpoint: what it binds, a local socket but for external stages."""
 
     role: Role
     http_port: int
-    front_endpoint: str
+    front: int
     stage_endpoint: str
     scheduler: SchedulerConfig
     transfer: TransferConfig
@@ -66,7 +67,8 @@ def run(config: SchedulerProcessConfig) -> None:
     may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
     dialer = Dialer(config.transfer, context, may_dial) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
-    front = FrontChannel(context, config.front_endpoint, desk.port if desk else 0, instance)
+    frames = FrameSocket(socket.socket(fileno=config.front))
+    front = FrontChannel(frames, desk.port if desk else 0, instance)
     stages = _stage_channel(config, context)
     front.on_stage_down = stages.stage_down
     front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,10 +36,17 @@ class Child:
     """One child process of ours: `python -m module PARENT`, its configuration on standard input."""
 
     def __init__(
-        self, module: str, config: msgspec.Struct, *, threads: int, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        config: msgspec.Struct,
+        *,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """environment: variables besides those of this process."""
+        """environment: variables besides those of this process. descriptors: open files of ours that it has, too."""
         self._module = module
+        self._descriptors = descriptors
         self._config = msgspec.json.encode(config)
         # One thread pool size for every library that brings its own; the tokenizer's is of no use here.
         own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -55,6 +62,7 @@ class Child:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
+            pass_fds=self._descriptors,
             env=self._environment,
         )
         assert self._process.stdin is not None

@@ -1,92 +1,106 @@
-"""The channel to the scheduler over a real socket."""
+"""The channel to the scheduler over a real socket pair."""
 
 import asyncio
-from pathlib import Path
+import logging
+import socket
 
-import zmq
+import pytest
 
 from core.codec import Codec
 from core.intake import Drained, IntakeMessage, OutputMessage, QueryStats, Shutdown, StatsReply
 from core.stats import Stats
-from server.link import ZmqSchedulerLink
+from server.frames import FrameSocket
+from server.link import SocketLink
 from tests.server.fakes import in_loop
 
 
-@in_loop
-async def test_messages_go_both_ways_in_order_and_the_link_may_be_there_first(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/front"
-    link = ZmqSchedulerLink(endpoint)
-    taken: asyncio.Queue[OutputMessage] = asyncio.Queue()
-    link.open(taken.put_nowait)
-    for number in range(100):
-        link.send(QueryStats(token=number))
-    link.send(Shutdown())
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    scheduler = context.socket(zmq.PAIR)
-    scheduler.bind(endpoint)
+def ends() -> tuple[SocketLink, FrameSocket]:
+    ours, theirs = socket.socketpair()
+    return SocketLink(FrameSocket(ours)), FrameSocket(theirs)
+
+
+async def received(scheduler: FrameSocket, count: int) -> list[IntakeMessage]:
     codec: Codec[IntakeMessage] = Codec(IntakeMessage)
-    out: Codec[OutputMessage] = Codec(OutputMessage)
+    messages: list[IntakeMessage] = []
+    while len(messages) < count:
+        await asyncio.sleep(0)
+        messages += map(codec.decode, scheduler.receive())
+    return messages
 
-    def receive() -> list[IntakeMessage]:
-        return [codec.decode(scheduler.recv()) for _ in range(101)]
 
-    received = await asyncio.to_thread(receive)
-    assert received == [*(QueryStats(token=number) for number in range(100)), Shutdown()]
-    scheduler.send(out.encode(Drained()))
+@in_loop
+async def test_messages_go_both_ways_in_order() -> None:
+    link, scheduler = ends()
+    taken: asyncio.Queue[OutputMessage] = asyncio.Queue()
+    for number in range(100):  # before anybody listens
+        link.send(QueryStats(token=number))
+    link.open(taken.put_nowait)
+    link.send(Shutdown())
+    assert await received(scheduler, 101) == [*(QueryStats(token=number) for number in range(100)), Shutdown()]
+    scheduler.send(Codec[OutputMessage](OutputMessage).encode(Drained()))
     assert await taken.get() == Drained()
     link.close()
     link.close()
     scheduler.close()
-    context.term()
 
 
 @in_loop
-async def test_no_message_is_left_lying_while_both_sides_send(tmp_path: Path) -> None:
-    """Sending may take the news of what has come from the descriptor."""
-    endpoint, count = f"ipc://{tmp_path}/front", 3000
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    scheduler = context.socket(zmq.PAIR)
-    scheduler.bind(endpoint)
-    link = ZmqSchedulerLink(endpoint)
+async def test_what_a_busy_scheduler_does_not_take_goes_out_later() -> None:
+    link, scheduler = ends()
+    link.open(lambda _message: None)
+    count = 20_000  # far more than the kernel keeps
+    for number in range(count):
+        link.send(QueryStats(token=number))
+    assert [message.token for message in await received(scheduler, count) if isinstance(message, QueryStats)] == list(
+        range(count)
+    )
+    link.close()
+    scheduler.close()
+
+
+@in_loop
+async def test_answers_of_messages_that_are_sent_while_others_come() -> None:
+    link, scheduler = ends()
     out: Codec[OutputMessage] = Codec(OutputMessage)
-    taken: list[OutputMessage] = []
-    complete = asyncio.Event()
+    taken: list[int] = []
 
     def take(message: OutputMessage) -> None:
-        taken.append(message)
-        link.send(QueryStats(token=len(taken)))
-        if len(taken) == count:
-            complete.set()
-
-    def answer() -> None:
-        """One message at a time, and several at once."""
-        for number in range(count):
-            scheduler.send(out.encode(StatsReply(token=number, stats=Stats())))
-            if number % 7 == 0:
-                scheduler.recv()
-        for _ in range(count - len(range(0, count, 7))):
-            scheduler.recv()
+        assert isinstance(message, StatsReply)
+        taken.append(message.token)
+        link.send(QueryStats(token=message.token))
 
     link.open(take)
-    await asyncio.gather(asyncio.to_thread(answer), complete.wait())
-    assert [message.token for message in taken if isinstance(message, StatsReply)] == list(range(count))
+    for number in range(3000):
+        scheduler.send(out.encode(StatsReply(token=number, stats=Stats())))
+    back: list[IntakeMessage] = []
+    codec: Codec[IntakeMessage] = Codec(IntakeMessage)
+    while len(back) < 3000:
+        scheduler.flush()
+        await asyncio.sleep(0)
+        back += map(codec.decode, scheduler.receive())
+    assert taken == list(range(3000)) == [message.token for message in back if isinstance(message, QueryStats)]
     link.close()
     scheduler.close()
-    context.term()
 
 
-@in_loop
-async def test_a_message_that_cannot_be_handled_is_the_end_of_the_link(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/front"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    scheduler = context.socket(zmq.PAIR)
-    scheduler.bind(endpoint)
-    link = ZmqSchedulerLink(endpoint)
-    link.open(lambda _message: None)
-    scheduler.send(b"no message")
-    while not link.failed:
-        await asyncio.sleep(0.001)
-    link.send(Shutdown())  # goes nowhere, and hurts nobody
-    link.close()
-    scheduler.close()
-    context.term()
+@pytest.mark.parametrize("end", ["rubbish", "closed"])
+def test_a_scheduler_that_is_gone_or_says_rubbish_is_the_end_of_the_link(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @in_loop
+    async def run() -> None:
+        link, scheduler = ends()
+        link.open(lambda _message: None)
+        if end == "rubbish":
+            scheduler.send(b"no message")
+        else:
+            scheduler.close()
+        while not link.failed:
+            await asyncio.sleep(0.001)
+        link.send(Shutdown())  # goes nowhere, and hurts nobody
+        link.close()
+        scheduler.close()
+
+    with caplog.at_level(logging.ERROR):
+        run()
+    assert bool(caplog.records) == (end == "rubbish"), "an end is the supervisor's news"
