@@ -47,6 +47,7 @@ from core.orders import (
     StageFailed,
     StageMessage,
 )
+from core.polling import Poll
 from core.ports import Port
 from core.stats import Sample, Stats, join
 from engine.meter import Meter, Run
@@ -154,6 +155,7 @@ class StageWire(threading.Thread):
         self._log = OrderLog()
         self._computed = 0  # seq of the newest Forward that is done
         self._held: deque[Send] = deque()  # in stream order, so their Forwards are too
+        self._poll = Poll()
         self._running = True
 
     def run(self) -> None:
@@ -186,16 +188,11 @@ class StageWire(threading.Thread):
                 self._report(port.tick(now))
 
     def _wait(self) -> set[Any]:
-        poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
-        poller.register(self._outbox.reader, zmq.POLLIN)
-        for port in self._ports:
-            for socket in port.sockets():
-                poller.register(socket, zmq.POLLIN)
+        sockets = [self._control, self._outbox.reader, *(socket for port in self._ports for socket in port.sockets())]
         now = self._clock.now()
         waits = [deadline - now for port in self._ports if (deadline := port.next_deadline()) is not None]
         timeout_ms = max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
-        return {socket for socket, _ in poller.poll(timeout_ms)}
+        return self._poll.readable(sockets, timeout_ms)
 
     def _take_orders(self) -> None:
         for _ in range(ORDERS_PER_PASS):

@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import zmq
-
 from core.clock import Clock
 from core.intake import Output, Shutdown
 from core.kv_events import KvEvent
 from core.orders import Order
 from core.peers import DeskEffect, DialerEffect
+from core.polling import Poll
 from core.ports import Port
 from scheduler.scheduler import Effect, Event, Scheduler
 
@@ -61,6 +60,7 @@ class SchedulerLoop:
         self._ports = [port for port in (front, stages, desk, dialer, publisher) if port is not None]
         self._clock = clock
         self._observe = observe
+        self._poll = Poll()
         self._stopping = False
 
     def run(self) -> None:
@@ -83,13 +83,10 @@ class SchedulerLoop:
             self._settle(effects)
 
     def _wait_and_receive(self) -> list[Event]:
-        owners: dict[Any, AnyPort] = {socket: port for port in self._ports for socket in port.sockets()}
-        poller = zmq.Poller()
-        for socket in owners:
-            poller.register(socket, zmq.POLLIN)
-        readable = dict(poller.poll(self._timeout_ms()))
+        sockets = [(port, socket) for port in self._ports for socket in port.sockets()]
+        readable = self._poll.readable((socket for _, socket in sockets), self._timeout_ms())
         now = self._clock.now()
-        ready = dict.fromkeys(owners[socket] for socket in readable)  # each port once, in a stable order
+        ready = dict.fromkeys(port for port, socket in sockets if socket in readable)  # each once, in a stable order
         return [event for port in ready for event in port.receive(now)]
 
     def _timeout_ms(self) -> int:
