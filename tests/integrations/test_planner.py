@@ -158,7 +158,7 @@ def test_what_must_not_be_loaded_fails_as_vllm_is_configured(changes: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"lora_request": object()}, {"mm_features": ["an image"]}, {"prompt_embeds": object()}], ids=str
+    "changes", [{"lora_request": "an adapter"}, {"mm_features": ["an image"]}, {"prompt_embeds": "a tensor"}], ids=str
 )
 def test_kv_that_does_not_follow_from_token_ids_is_not_loaded(changes: dict[str, Any]) -> None:
     request = Request(**changes)
