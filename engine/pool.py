@@ -50,6 +50,14 @@ class KVPool:
     def blocks_per_page(self) -> int:
         return self.geometry.layers * self.blocks_per_layer
 
+    @property
+    def page_size(self) -> int:
+        return self.geometry.page_size
+
+    @property
+    def rows(self) -> NDArray[np.uint8] | None:
+        return self._bytes.reshape(self.pages, -1) if self._bytes is not None else None
+
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
         """Bytes of slots [first_slot, first_slot + count): [layers, 2, kv_heads, count, row bytes] with the layers and
         heads of the box; on the CPU a strided view of the pool, else a copy.

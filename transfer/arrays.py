@@ -46,7 +46,7 @@ class StridedPool:
     def __init__(self, geometry: Geometry, layout: PoolLayout, memory: Any) -> None:
         self.memory = memory
         self.tensors: dict[str, Bytes] = {}
-        self._pages, self._slots = layout.pages, geometry.page_size
+        self._pages, self.page_size = layout.pages, geometry.page_size
         for tensor, place in placed(geometry, layout):
             shape = (layout.pages, *frame_shape(tensor, geometry.page_size))
             try:  # numpy sees for itself that the array lies within the memory
@@ -60,9 +60,14 @@ class StridedPool:
         """Keys and values."""
         return self.tensors[KV]
 
+    @property
+    def rows(self) -> Bytes | None:
+        alone = len(self.tensors) == 1 and self.data.flags.c_contiguous
+        return self.data.reshape(self._pages, -1) if alone else None
+
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """Raises IndexError for a page or slots that the pool has not."""
-        pages, slots = self._pages, self._slots
+        pages, slots = self._pages, self.page_size
         if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
             raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
         return self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]

@@ -96,9 +96,33 @@ class PageStore(Protocol):
         ...
 
 
+class SourceStore(PageStore, Protocol):
+    """A pool that is sent from."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        ...
+
+    @property
+    def rows(self) -> Bytes | None:
+        """All pages as [pages, bytes of a page], in place; None where keys and values do not lie so, or not alone."""
+        ...
+
+
 def pages_for(page_size: int, start: int, count: int) -> int:
     """Pages that positions [start, start + count) touch."""
     return (start + count - 1) // page_size - start // page_size + 1 if count else 0
+
+
+def whole_pages(source: Geometry, destination: Geometry, start: int, count: int) -> range:
+    """Where in the lists of pages of positions [start, start + count) those are that move as they are, the i-th of the
+    source's to the i-th of the destination's: the full ones, of ranks that have the same of nothing but K and V."""
+    if source != destination or source.components:
+        return range(0)
+    size = source.page_size
+    first = start // size
+    return range(-(-start // size) - first, max(-(-start // size), (start + count) // size) - first)
 
 
 def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:

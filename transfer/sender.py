@@ -34,7 +34,7 @@ from core.stats import Counters, Sample, Stats
 from core.trace import Buffer, Outcome, TransferTrace
 from transfer import checksum, curve, messages, metadata, payload, sockets
 from transfer.backends.base import Reach, RemotePages
-from transfer.layout import Bytes, PageStore, copies, pages_for
+from transfer.layout import Bytes, SourceStore, copies, pages_for
 from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Ping, Pong, Refuse, StageMessage
 from transfer.outbound import Lane, Outbound, OutPart
 from transfer.sockets import Context, Socket
@@ -56,7 +56,7 @@ class Sender:
         *,
         stage: int,
         geometry: Geometry,
-        store: PageStore,
+        store: SourceStore,
         context: Context,
         transfers: Buffer[TransferTrace] | None = None,
         reaches: Mapping[str, Reach] | None = None,
@@ -259,9 +259,9 @@ class Sender:
         the peer's pool has not."""
         if part.write is None:
             order = part.chunk.order
-            plan = copies(self._geometry, lane.destination, order.start, order.count)
+            passage = payload.Passage(self._geometry, lane.destination, order.start, order.count)
             digest = checksum.Digest(part.chunk.row) if lane.checksum else None
-            payload.write_through(self._store, remote, plan, unpack(order.pages), unpack(order.dst_pages), digest)
+            payload.write_through(self._store, remote, passage, unpack(order.pages), unpack(order.dst_pages), digest)
             part.checksum = digest.intdigest() if digest is not None else None
             part.write = remote.flush()
             part.handles.append(part.write)

@@ -10,6 +10,7 @@ from core.backends import NixlAccess, NixlMemory, PoolMemory
 from core.geometry import Geometry
 from tests.transfer.memory_zmq import Network
 from transfer.arrays import ArrayPageStore
+from transfer.backends.base import RemotePages
 from transfer.layout import WHOLE, Box, Bytes
 
 VERSION = "in memory"
@@ -84,8 +85,8 @@ class AgentReach:
             pages.close()
 
 
-class AgentPages:
-    """RemotePages."""
+class AgentPages(RemotePages):
+    """As NIXL's."""
 
     def __init__(self, agents: MemoryAgents, store: ArrayPageStore, session: str) -> None:
         self.closed = False

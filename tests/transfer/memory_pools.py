@@ -11,6 +11,7 @@ from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
 from tests.transfer.memory_zmq import Network
 from transfer.arrays import ArrayPageStore
+from transfer.backends.base import RemotePages
 from transfer.layout import WHOLE, Box, Bytes
 
 HOST = "one host"
@@ -29,7 +30,7 @@ class Landing:
         return self.pieces == 0
 
 
-class MemoryPages:
+class MemoryPages(RemotePages):
     """A peer's pool as a sender writes into it."""
 
     def __init__(self, network: Network, store: ArrayPageStore, longest_s: float) -> None:
@@ -124,13 +125,17 @@ class MemoryReach:
             del self._pools.rights[key]
 
 
-class Right:
-    """RemotePages: MemoryPages with the right that close() gives up."""
+class Right(RemotePages):
+    """MemoryPages with the right that close() gives up."""
 
     def __init__(self, reach: MemoryReach, session: str, stage: int, pages: MemoryPages) -> None:
-        self.write = pages.write
-        self.flush = pages.flush
         self._reach, self._session, self._stage, self._pages = reach, session, stage, pages
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        self._pages.write(page, first_slot, count, data, box)
+
+    def flush(self) -> Landing:
+        return self._pages.flush()
 
     def close(self) -> None:
         self._pages.close()

@@ -14,6 +14,7 @@ from core.geometry import Geometry
 from core.orders import Acked, Arrived, Cancel, DropPeer, HangUp, HungUp, PeerLost, Quiet
 from tests.transfer.harness import FIRST, Pair, value, zmq_context
 from transfer.arrays import ArrayPageStore
+from transfer.backends.base import RemotePages
 from transfer.backends.runs import runs
 from transfer.layout import WHOLE, Box, Bytes
 
@@ -26,7 +27,7 @@ class SlowWrite:
     lost = ""
 
 
-class SlowPool:
+class SlowPool(RemotePages):
     """A pool of this process that is written into as if over a network: bytes land when the test says so. A Reach, an
     Exposure and RemotePages."""
 

@@ -6,11 +6,12 @@
 Each is used by one thread, the stage's I/O thread, and no call waits for the other side.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from core.backends import NixlAccess, PoolMemory
 from core.geometry import Geometry
-from transfer.layout import WHOLE, Box, Bytes
+from transfer.layout import WHOLE, Box, Bytes, SourceStore
 
 
 class Handle(Protocol):
@@ -29,12 +30,18 @@ class Write(Handle, Protocol):
 
 
 class RemotePages(Protocol):
-    """The pool of one stage of a peer, as a sending stage writes into it."""
+    """The pool of one stage of a peer, as a sending stage writes into it; backends inherit from it."""
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """As PageStore.write. data stays as it is until what flush() returns is done. Raises IndexError for a page or
         slots that the pool has not."""
         ...
+
+    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+        """Write these pages of our pool, whole, to those of a pool of the same geometry."""
+        slots = store.page_size
+        for page, source in zip(pages, own, strict=True):
+            self.write(page, 0, slots, store.view(source, 0, slots))
 
     def flush(self) -> Write:
         """Done when the bytes of all writes since the last flush are in the peer's pages."""

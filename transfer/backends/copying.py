@@ -1,9 +1,13 @@
 """Copies of whole pages into another process's memory, past the caches where that was built (streaming.c)."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from core.native import load_library
 from transfer.layout import Bytes
@@ -13,27 +17,45 @@ STREAMED_BYTES = 1 << 14  # what is smaller may as well stay in the caches
 
 def copy(target: Bytes, source: Bytes) -> None:
     """target[...] = source, of the same shape."""
-    stream = _stream()
-    if stream is None or target.nbytes < STREAMED_BYTES or not _dense(target, source):
+    library = _library()
+    if library is None or target.nbytes < STREAMED_BYTES or not _dense(target, source):
         target[...] = source
     else:
-        stream(_address(target), _address(source), target.nbytes)
+        library.headrace_copy(_address(target), _address(source), target.nbytes)
+
+
+def copy_rows(target: Bytes, rows: Sequence[int], source: Bytes, own: Sequence[int]) -> None:
+    """target[rows[i]] = source[own[i]], one after the other, of dense tables [rows, bytes]. Raises IndexError for a row
+    that a table has not."""
+    to, taken, size = np.asarray(rows, np.int32), np.asarray(own, np.int32), target.shape[1]
+    if len(to) != len(taken) or size != source.shape[1]:
+        raise ValueError(f"{len(taken)} rows of {source.shape[1]} bytes to {len(to)} of {size}")
+    for indices, table in ((to, target), (taken, source)):
+        if (wrong := indices[(indices < 0) | (indices >= len(table))]).size:
+            raise IndexError(f"page {wrong[0]} of {len(table)} pages")
+    library = _library()
+    if library is not None and size >= STREAMED_BYTES:
+        library.headrace_copy_rows(_address(target), _address(to), _address(source), _address(taken), len(to), size)
+        return
+    for row, taken_row in zip(rows, own, strict=True):
+        target[row] = source[taken_row]
 
 
 def _dense(target: Bytes, source: Bytes) -> bool:
     return target.flags.c_contiguous and source.flags.c_contiguous and target.shape == source.shape
 
 
-def _address(array: Bytes) -> int:
+def _address(array: npt.NDArray[Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 @cache
-def _stream() -> Callable[[int, int, int], None] | None:
+def _library() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("streaming.c"))
-    if library is None:
-        return None
-    function = library.headrace_copy
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
-    return function
+    if library is not None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.headrace_copy.argtypes, library.headrace_copy.restype = (pointer, pointer, size), None
+        rows = library.headrace_copy_rows
+        rows.argtypes, rows.restype = (pointer, pointer, pointer, pointer, size, size), None
+    return library

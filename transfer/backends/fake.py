@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from core.backends import NixlAccess, PoolMemory
 from core.geometry import Geometry
+from transfer.backends.base import RemotePages
 from transfer.layout import WHOLE, Box, Bytes
 
 
@@ -14,7 +15,7 @@ class Done(NamedTuple):
     lost: str = ""
 
 
-class FakePages:
+class FakePages(RemotePages):
     """RemotePages that stay as they are."""
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:

@@ -23,6 +23,7 @@ from nixl import _bindings as nixl
 from core.backends import NixlAccess, NixlMemory, Placement, PoolMemory
 from core.geometry import Geometry
 from transfer.arrays import c_order, placed
+from transfer.backends.base import RemotePages
 from transfer.backends.runs import Offsets, runs
 from transfer.layout import WHOLE, Box, Bytes
 
@@ -171,8 +172,8 @@ class NixlWrite:
             self.lost = f"NIXL: {status}"
 
 
-class NixlPages:
-    """A peer's pool, as NIXL writes into it. RemotePages."""
+class NixlPages(RemotePages):
+    """A peer's pool, as NIXL writes into it."""
 
     def __init__(
         self,

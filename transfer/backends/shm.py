@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import asdict
@@ -23,9 +24,10 @@ from core.backends import NixlAccess, PoolMemory, SharedMemory
 from core.geometry import Geometry
 from transfer.arrays import StridedPool, c_order
 from transfer.backends import locks
-from transfer.backends.copying import copy
+from transfer.backends.base import RemotePages
+from transfer.backends.copying import copy, copy_rows
 from transfer.backends.fake import Done
-from transfer.layout import WHOLE, Box, Bytes
+from transfer.layout import WHOLE, Box, Bytes, SourceStore
 
 FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -106,8 +108,8 @@ class ShmReach:
         return ShmPages(session, stage, geometry, memory.shm)
 
 
-class ShmPages:
-    """A peer's pool, mapped. RemotePages."""
+class ShmPages(RemotePages):
+    """A peer's pool, mapped."""
 
     def __init__(self, session: str, stage: int, geometry: Geometry, memory: SharedMemory) -> None:
         self._file = os.open(FOLDER / memory.name, os.O_RDWR | os.O_NOFOLLOW)
@@ -131,6 +133,14 @@ class ShmPages:
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         assert self._pool is not None, "closed"
         copy(self._pool.view(page, first_slot, count, box), data)
+
+    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+        assert self._pool is not None, "closed"
+        target, source = self._pool.rows, store.rows
+        if target is None or source is None:
+            super().write_pages(pages, store, own)
+        else:
+            copy_rows(target, pages, source, own)
 
     def flush(self) -> Done:
         return Done()

@@ -31,3 +31,11 @@ void headrace_copy(char *to, const char *from, int64_t bytes)
 #else
 void headrace_copy(char *to, const char *from, int64_t bytes) { memcpy(to, from, bytes); }
 #endif
+
+/* Row from_rows[i] of a table of rows of this many bytes goes to row to_rows[i] of another one. */
+void headrace_copy_rows(char *to, const int32_t *to_rows, const char *from, const int32_t *from_rows, int64_t rows,
+                        int64_t bytes)
+{
+    for (int64_t i = 0; i < rows; i++)
+        headrace_copy(to + to_rows[i] * bytes, from + from_rows[i] * bytes, bytes);
+}
