@@ -20,6 +20,9 @@ COMPILED := engine/native/kernels.c transfer/backends/streaming.c
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
 
+# Files of tests at a time: most of what the servers of a test do is to wait, for each other or for a deadline.
+WORKERS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test full test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
@@ -42,7 +45,7 @@ demo: venv ## Hand four prompts from a prefill server to a decode server, and co
 	$(BIN)/headrace demo
 
 test: check ## Run every check and every test.
-	$(BIN)/python -m pytest $(FAST_TESTS) $(OTHER_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
 
 full: venv ## Run the tests that take minutes each, too.
 	$(BIN)/python -m pytest -m full tests
