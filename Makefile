@@ -62,15 +62,18 @@ $(VLLM_STAMP): requirements-vllm.txt
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
 	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
 
-test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes that are killed and stopped.
+test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between servers, that are killed and stopped.
 	$(NIXL)/bin/python -m pytest -m nixl tests/transfer
 
 bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
 	$(NIXL)/bin/python -m benchmarks.transfer
 
-$(NIXL_STAMP): requirements-nixl.txt
-	$(PYTHON) -m venv $(NIXL)
+# It sees what is in .venv, and has NIXL besides.
+$(NIXL_STAMP): requirements-nixl.txt $(STAMP)
+	$(BIN)/python -m venv $(NIXL)
 	$(NIXL)/bin/python -m pip install --no-deps -r requirements-nixl.txt
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$packages" > $$($(NIXL)/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
 $(ROUTERS_STAMP): requirements-routers.txt

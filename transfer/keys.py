@@ -5,7 +5,7 @@ NAME.key has the public key and may be given to anybody, NAME.key_secret has bot
 
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,17 @@ class ServerKeys:
         host, port = address_of(url)
         found = [(rule.port, key) for rule, key in self._rules if rule.matches(host, port)]
         return max(found, default=(0, self._default))[1]
+
+
+def known_servers(curve_key: str, curve_server_keys: Sequence[str]) -> ServerKeys | None:
+    """For a peer that is set up by these two: the file with its own keys, and what ServerKeys takes. None for neither:
+    connections in the clear. Raises ConfigError for key files that are missing or no use alone."""
+    if bool(curve_key) != bool(curve_server_keys):
+        raise ConfigError("curve_key and curve_server_keys go together: give both, or neither")
+    if not curve_key:
+        return None
+    read_pair(Path(curve_key))
+    return ServerKeys(curve_server_keys, "curve_server_keys")
 
 
 class AllowList:

@@ -1,6 +1,7 @@
 """Prompts of a transformers model computed elsewhere: a ticket's KV as a DynamicCache that generate() goes on with."""
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from core.allowed import allowed_prefills, canonical
 from core.arrays import pack, prompt_hash
+from core.config import TransferConfig
 from core.errors import ConfigError, ErrorInfo, HeadraceError, invalid
 from core.geometry import Geometry
 from engine.model.config import ModelSpec, spec_from_config
@@ -19,6 +21,7 @@ from integrations.peer.commands import Done, Failed, Load, Loaded, TicketRef
 from integrations.peer.loop import Peer
 from integrations.peer.records import Limits
 from integrations.peer.staging import Staging
+from transfer.keys import known_servers
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 STAGING_TOKENS = 8192
@@ -42,11 +45,23 @@ class ModelWeights:
 class RemotePrefill:
     """One model here and the prefill server at this URL, which has the same weights and the same dtype of its KV.
 
-    Raises ConfigError for a model that no prefill server can be the same as. tokens: the longest prompt.
+    tokens: the longest prompt. curve_key: file with our CURVE keys, "" for connections in the clear; with it,
+    curve_server_keys: FILE with the server's public key, or HOST=FILE or HOST:PORT=FILE out of several servers'. Raises
+    ConfigError for a model that no prefill server can be the same as, and for key files that are missing.
     """
 
-    def __init__(self, url: str, model: Any, *, api_key: str = "", tokens: int = STAGING_TOKENS) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: Any,
+        *,
+        api_key: str = "",
+        tokens: int = STAGING_TOKENS,
+        curve_key: str = "",
+        curve_server_keys: Sequence[str] = (),
+    ) -> None:
         self._model = model
+        server_keys = known_servers(curve_key, curve_server_keys)
         spec = model_spec(model)
         geometry = Geometry(DTYPES[model.dtype], spec.layers, spec.kv_heads, spec.head_dim, page_size=1)
         self._staging = Staging(geometry, tokens)
@@ -58,8 +73,16 @@ class RemotePrefill:
             fingerprint=fingerprint(spec, ModelWeights(model)),
             rules=allowed_prefills((url,), ()),
             pages=self._staging.pages,
+            server_keys=server_keys,
         )
-        self._peer = Peer(limits, self._staging, name="transformers", max_model_len=tokens, api_key=api_key)
+        self._peer = Peer(
+            limits,
+            self._staging,
+            name="transformers",
+            max_model_len=tokens,
+            transfer=TransferConfig(curve_key=curve_key),
+            api_key=api_key,
+        )
         self._peer.start()
 
     def __enter__(self) -> "RemotePrefill":

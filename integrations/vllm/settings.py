@@ -1,6 +1,5 @@
 """kv_connector_extra_config: what a user may set."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -9,7 +8,7 @@ from msgspec import Meta
 from core.allowed import Rules, allowed_prefills
 from core.config import TransferConfig
 from core.errors import ConfigError
-from transfer.keys import ServerKeys, read_pair
+from transfer.keys import ServerKeys, known_servers
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -38,12 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def server_keys(self) -> ServerKeys | None:
         """None for connections in the clear. Raises ConfigError for key files that are missing or no use alone."""
-        if bool(self.curve_key) != bool(self.curve_server_keys):
-            raise ConfigError("curve_key and curve_server_keys go together: give both, or neither")
-        if not self.curve_key:
-            return None
-        read_pair(Path(self.curve_key))
-        return ServerKeys(self.curve_server_keys, "curve_server_keys")
+        return known_servers(self.curve_key, self.curve_server_keys)
 
     def transfer(self) -> TransferConfig:
         """The part of it that the connections need."""

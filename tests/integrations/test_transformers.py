@@ -1,19 +1,23 @@
 """generate() goes on from KV that a real prefill server has computed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from core.errors import HeadraceError
+from core.errors import ConfigError, HeadraceError
 from integrations.transformers import RemotePrefill
+from server.keys import write_pair
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+
+FLAGS = ("--role", "prefill", "--dtype", "float32", "--max-model-len", "1024", "--no-prefix-cache")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--role", "prefill", "--dtype", "float32", "--max-model-len", "1024", "--no-prefix-cache") as made:
+    with serving(*FLAGS) as made:
         yield made
 
 
@@ -60,3 +64,23 @@ def test_a_ticket_of_another_prompt_is_refused(server: Server, remote: RemotePre
 def test_two_prompts_at_once_are_not_one(remote: RemotePrefill) -> None:
     with pytest.raises(HeadraceError, match=r"\[2, 3\]"):
         remote.prefill(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_kv_comes_encrypted_where_the_server_takes_nothing_else(tmp_path: Path) -> None:
+    public, secret = write_pair(tmp_path, "prefill")
+    _, ours = write_pair(tmp_path / "allowed", "notebook")
+    curve = ("--curve-key", str(secret), "--curve-allowed", str(tmp_path / "allowed"))
+    input_ids = prompt(65)
+    with serving(*FLAGS, *curve) as server:
+        with RemotePrefill(server.url, gold.model(), curve_key=str(ours), curve_server_keys=[str(public)]) as remote:
+            cache = remote.prefill(input_ids)
+        assert go_on(input_ids, cache) == gold.greedy(tuple(input_ids[0].tolist()), 8)
+        wait_until(lambda: pages_in_use(server) == 0, 10, "pages are back")
+        assert not any("handshakes_refused" in name for name in server.metrics())
+
+
+def test_one_key_without_the_other_is_refused(tmp_path: Path) -> None:
+    public, secret = (str(path) for path in write_pair(tmp_path, "one"))
+    for keys in ({"curve_key": secret}, {"curve_server_keys": [public]}):
+        with pytest.raises(ConfigError, match="go together"):
+            RemotePrefill("http://127.0.0.1:1", None, **keys)

@@ -11,7 +11,7 @@ from tests.routers.fleet import KINDS, Router, Site, routed
 pytestmark = pytest.mark.routers
 
 STORY = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 CASES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": "The capital of France is"}),
     (COMPLETION, {"prompt": STORY}),
@@ -29,6 +29,14 @@ WITH_A_REAL_MODEL: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": "Sampled, with a seed:", "temperature": 0.8, "seed": 7}),
     (CHAT, {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}),
 ]
+ANSWERED: list[dict[str, Any]] = [
+    {"input": "The capital of France is"},
+    {"input": STORY, "instructions": "Be brief."},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Why is the sky blue?"}]},
+               {"role": "assistant", "content": "It is not."}, {"role": "user", "content": "Why?"}]},
+    {"input": "One token is all:", "max_output_tokens": 1},
+]  # fmt: skip
+KNOW_RESPONSES = ("vllm-nixl", "vllm-mooncake")
 DEFAULTS = {"max_tokens": 12, "temperature": 0}
 
 
@@ -71,6 +79,8 @@ def test_texts_of_a_real_model(kind: str, real_site: Site) -> None:
     with routed(kind, real_site) as router:
         for path, body in WITH_A_REAL_MODEL:
             compare(router, real_site, path, body)
+        if kind in KNOW_RESPONSES:
+            compare_responses(router, real_site, ANSWERED[0])
 
 
 def compare(router: Router, site: Site, path: str, body: dict[str, Any]) -> None:
@@ -85,17 +95,37 @@ def compare(router: Router, site: Site, path: str, body: dict[str, Any]) -> None
     site.quiet()
 
 
-def test_responses_where_the_router_knows_them(router: Router, site: Site) -> None:
-    body = {"model": site.model, "input": "The capital of France is", "max_output_tokens": 8, "temperature": 0}
-    own = site.decode.post("/v1/responses", body).json()["output"][0]["content"][0]["text"]
-    before = posted(site)
-    response = router.post("/v1/responses", body)
-    if router.name in ("vllm-nixl", "vllm-mooncake"):
-        assert response.json()["output"][0]["content"][0]["text"] == own
-        assert posted(site) == before, "the KV went under the router's name"
-    else:
-        assert response.status_code in (404, 501)
+@pytest.mark.parametrize("body", ANSWERED)
+def test_responses_where_the_router_knows_them(router: Router, site: Site, body: dict[str, Any]) -> None:
+    if router.name in KNOW_RESPONSES:
+        compare_responses(router, site, body)
+        return
+    for stream in (False, True):
+        response = router.post(RESPONSES, {"model": site.model, **body, "stream": stream})
+        assert response.status_code == (501 if router.name == "sglang" else 404)
     site.quiet()
+
+
+def compare_responses(router: Router, site: Site, body: dict[str, Any]) -> None:
+    """compare() for /v1/responses: the deltas of a stream, and the response that is its last event."""
+    body = {"model": site.model, "max_output_tokens": 12, "temperature": 0, **body}
+    own = site.decode.post(RESPONSES, body).json()
+    assert text_of(own)
+    before = posted(site)
+    whole, stream = router.post(RESPONSES, body), router.post(RESPONSES, {**body, "stream": True})
+    assert posted(site) == before, "the KV went under the router's name"
+    assert (whole.status_code, stream.status_code) == (200, 200), whole.text + stream.text
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.text.splitlines() if line.startswith("data: ")]
+    assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == text_of(own)
+    for response in (whole.json(), events[-1]["response"]):
+        assert (response["status"], text_of(response)) == (own["status"], text_of(own))
+        assert response["usage"]["input_tokens"] == own["usage"]["input_tokens"]
+        assert response["usage"]["output_tokens"] == own["usage"]["output_tokens"]
+    site.quiet()
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["output"][0]["content"][0]["text"])
 
 
 def test_sglangs_own_form(router: Router, site: Site) -> None:

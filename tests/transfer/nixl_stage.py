@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import zmq
 
 from core.backends import NIXL
@@ -48,9 +49,15 @@ E = TypeVar("E")
 
 
 class Setup(msgspec.Struct, frozen=True):
+    """file: what the pool is to be mapped from, for others to look at; "" for memory of the process alone."""
+
     geometry: Geometry
     pages: int
     config: TransferConfig = TransferConfig(backends=(NIXL,), window_bytes=1 << 30)
+    file: str = ""
+
+    def mapped(self) -> memoryview:
+        return memoryview(np.memmap(self.file, np.uint8, "r+"))
 
 
 class Process:
@@ -107,7 +114,7 @@ def main(kind: str, setup: Setup) -> None:
 
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX writes its log to standard output
-    store = random_store(setup.geometry, setup.pages, seed=1)
+    store = random_store(setup.geometry, setup.pages, seed=1, memory=setup.mapped() if setup.file else None)
     memory = memoryview(store.memory)
     context: Any = zmq.Context()
     common: dict[str, Any] = {"stage": 0, "geometry": setup.geometry, "store": store, "context": context}
