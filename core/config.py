@@ -8,6 +8,7 @@ from core.backends import SHM, ZMQ
 
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "on", "off"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +23,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """kv_pages 0 sizes the pool from memory. threads: compute threads of one stage; 0 takes all cores over stages.
-    pp_layers: layers of each stage; () splits them so that stages take equal time (resolved before a stage sees it)."""
+    pp_layers: layers of each stage; () splits them so that stages take equal time (resolved before a stage sees it).
+    compile: norms, rotary embedding and activation by torch.compile; "auto" on CUDA, where Triton is installed."""
 
     page_size: int = 16
     kv_pages: int = 0
     threads: int = 0
     pp_layers: tuple[int, ...] = ()
+    compile: Compile = "auto"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

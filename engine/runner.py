@@ -21,6 +21,7 @@ from engine.logprobs import prompt_logprobs, token_logprobs
 from engine.memory import plan_memory, stage_geometry
 from engine.model.arithmetic import TorchArithmetic
 from engine.model.checkpoint import open_checkpoint
+from engine.model.compiled import choose_arithmetic
 from engine.model.decoder import Decoder
 from engine.model.fingerprint import fingerprint
 from engine.model.source import load_spec, resolve_source
@@ -90,7 +91,7 @@ class ModelRunner:
         """max_model_len 0 takes the configured one, or the model's limit; layer_range None takes all layers. allocate:
         see KVPool.
 
-        Raises ConfigError for a model, a device or sizes that cannot be had.
+        Raises ConfigError for a model, a device, sizes or compiled arithmetic that cannot be had.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -126,7 +127,7 @@ class ModelRunner:
                 held=TORCH_DTYPES[plan.weight_dtype],
                 compute=TORCH_DTYPES[dtype] if native else torch.float32,
             ),
-            arithmetic=kernels or TorchArithmetic(),
+            arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
         )
         self.fingerprint = fingerprint(spec, checkpoint)

@@ -147,15 +147,18 @@ def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
     """The stages of one start of the group, which meet at a port of their own."""
     stages = config.scheduler.stages
     rendezvous = f"{LOOPBACK}:{free_port()}"
-    environment = {"WORLD_SIZE": str(stages)}
+    group = {"WORLD_SIZE": str(stages)}
     if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
+        group["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
+    kept = {}
+    if config.server.cache_dir:
+        kept["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
     return [
         Child(
             "engine.stage",
             _stage(config, stage_endpoint, rendezvous, stage, epoch),
             threads=config.engine.threads,
-            environment={**environment, "RANK": str(stage)} if stages > 1 else {},
+            environment={**kept, **group, "RANK": str(stage)} if stages > 1 else kept,
         )
         for stage in range(stages)
     ]

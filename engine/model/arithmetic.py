@@ -41,19 +41,29 @@ class TorchArithmetic:
         return linear(x, weight, bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(hidden if delta is None else hidden.add_(delta), weight, eps)
+        return add_norm(hidden, delta, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         rotate(x, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return gate(gate_up)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """hidden [rows, width] += delta, in place, unless that is None; returns its RMSNorm, times weight [width]."""
+    return rms_norm(hidden if delta is None else hidden.add_(delta), weight, eps)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """silu of the first half of each row [rows, 2 * width], times the second: [rows, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

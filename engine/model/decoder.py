@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass
 from engine.dtypes import Precision
-from engine.model.arithmetic import Arithmetic, linear, rms_norm
+from engine.model.arithmetic import Arithmetic, linear
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
 from engine.model.rope import rotary_tables
@@ -72,8 +72,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden] → float32 logits [rows, vocabulary]. Last stage only."""
-        normed = rms_norm(hidden.to(self._precision.compute), self._head.norm, self._spec.norm_eps)
-        return linear(normed, self._head.head).float()
+        return linear(self._norm(hidden.to(self._precision.compute), self._head.norm), self._head.head).float()
 
     def _attend(
         self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
@@ -84,11 +83,14 @@ class Decoder:
         )
         query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
-            query.copy_(rms_norm(query, weights.q_norm, spec.norm_eps))
-            keys.copy_(rms_norm(keys, weights.k_norm, spec.norm_eps))
+            query.copy_(self._norm(query.flatten(0, 1), weights.q_norm).view_as(query))
+            keys.copy_(self._norm(keys.flatten(0, 1), weights.k_norm).view_as(keys))
         self._arithmetic.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
         attended = attention.attend(index, query, heads[:, spec.heads :])
         return self._arithmetic.linear(attended.flatten(1), weights.output, weights.output_bias)
+
+    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return self._arithmetic.add_norm(rows, None, weight, self._spec.norm_eps)
 
     def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         arithmetic = self._arithmetic

@@ -8,6 +8,14 @@ COMPUTING: tuple[Setting, ...] = (
     Setting("kv-pages", "engine", "kv_pages", "integer", "pages in the KV pool; 0: as many as memory allows", low=0),
     Setting("threads", "engine", "threads", "integer", "CPU threads of one stage; 0: all cores over stages", low=0),
     Setting(
+        "compile",
+        "engine",
+        "compile",
+        "choice",
+        "norms, rotary embedding and activation by torch.compile; auto: on CUDA where Triton is installed",
+        choices=("auto", "on", "off"),
+    ),
+    Setting(
         "pp", "scheduler", "stages", "integer", "pipeline stages, a process with a share of the layers each", low=1
     ),
     Setting(
