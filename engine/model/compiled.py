@@ -74,7 +74,7 @@ def choose_arithmetic(wanted: Compile, device: str, plain: Arithmetic) -> Arithm
     compiled = CompiledArithmetic()
     try:
         compiled.gate(torch.zeros(1, 2, device=device))  # the smallest kernel shows whether there is a compiler
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, AttributeError) as error:  # the last from a torch before 2.12
         reason = str(error).partition("\n")[0]
         if wanted == "on":
             raise ConfigError(f"nothing can be compiled for {device}: {reason}; write --compile off") from error
