@@ -17,6 +17,7 @@ from core.config import StageConfig
 from core.errors import ConfigError
 from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
 from core.process import die_with_parent, freeze_loaded, keep_freed_memory
+from engine.control import dial_scheduler
 from engine.layers import ranges
 from engine.loop import StageLoop
 from engine.measure import measure
@@ -61,11 +62,13 @@ def _serve(config: StageConfig, sharing: KvSharing) -> int:
     recorder = Recorder(config.stage, meter)
     sender, receiver = _ends(config, runner, sharing, recorder, context)
     wire = StageWire(
-        context=context,
-        endpoint=config.endpoint,
+        control=dial_scheduler(
+            context,
+            config.endpoint,
+            stage_identity(config.stage, config.epoch, config.session),
+            remote=bool(config.session),
+        ),
         stage=config.stage,
-        identity=stage_identity(config.stage, config.epoch, config.session),
-        remote=bool(config.session),
         sender=sender,
         receiver=receiver,
         meter=meter,

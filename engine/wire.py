@@ -23,6 +23,7 @@ import zmq
 
 from core.clock import Clock
 from core.codec import Codec
+from core.frames import OtherEndGone
 from core.order_log import OrderLog
 from core.orders import (
     AdmitPeer,
@@ -50,6 +51,7 @@ from core.orders import (
 from core.polling import Poll
 from core.ports import Port
 from core.stats import Sample, Stats, join
+from engine.control import Control
 from engine.meter import Meter, Run
 from engine.recorder import Recorder
 from transfer.receiver import Receiver
@@ -59,7 +61,8 @@ log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credits, so a full queue is a bug
 MAX_WAIT_S = 1.0
-ORDERS_PER_PASS = 256
+UNSENT_WAIT_S = 0.002  # until what the scheduler had no room for is offered again
+ITEMS_PER_PASS = 256
 
 WirePort = Port[StageEvent, Any]
 
@@ -96,7 +99,7 @@ class Outbox:
     def drain(self) -> list[OutboxItem]:
         """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
         items: list[OutboxItem] = []
-        while len(items) < ORDERS_PER_PASS:
+        while len(items) < ITEMS_PER_PASS:
             try:
                 self.reader.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -119,11 +122,8 @@ class StageWire(threading.Thread):
     def __init__(
         self,
         *,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        endpoint: str,
+        control: Control,
         stage: int,
-        identity: bytes,
-        remote: bool,
         sender: Sender,
         receiver: Receiver,
         meter: Meter,
@@ -133,14 +133,7 @@ class StageWire(threading.Thread):
         clock: Clock,
     ) -> None:
         super().__init__(name="stage-wire", daemon=True)
-        self._control = context.socket(zmq.DEALER)
-        self._control.routing_id = identity
-        self._control.set_hwm(0)
-        self._control.ipv6 = True
-        if remote:  # what is on a connection that breaks is lost, and a stage that missed an order must not go on
-            self._control.reconnect_ivl = -1
-        self._control.linger = 1000
-        self._control.connect(endpoint)
+        self._control = control
         self._stage = stage
         self._sender = sender
         self._receiver = receiver
@@ -165,6 +158,9 @@ class StageWire(threading.Thread):
         except OutOfStep as error:
             log.error("%s", error)
             self._fail(str(error))
+        except OtherEndGone as error:
+            log.debug("the scheduler is gone: %s", error)  # who watches both says why
+            self._inbox.put(Halt(seq=0))
         except Exception as error:
             log.exception("the stage's I/O thread has failed")
             self._fail(f"I/O thread: {error}")
@@ -176,7 +172,9 @@ class StageWire(threading.Thread):
 
     def _turn(self) -> None:
         readable = self._wait()
-        if self._control in readable:
+        if self._control.unsent:
+            self._control.flush()
+        if self._control.handle in readable:
             self._take_orders()
         if self._outbox.reader in readable:
             self._take_results()
@@ -188,18 +186,19 @@ class StageWire(threading.Thread):
                 self._report(port.tick(now))
 
     def _wait(self) -> set[Any]:
-        sockets = [self._control, self._outbox.reader, *(socket for port in self._ports for socket in port.sockets())]
+        sockets = [
+            self._control.handle,
+            self._outbox.reader,
+            *(socket for port in self._ports for socket in port.sockets()),
+        ]
         now = self._clock.now()
         waits = [deadline - now for port in self._ports if (deadline := port.next_deadline()) is not None]
-        timeout_ms = max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
+        longest = UNSENT_WAIT_S if self._control.unsent else MAX_WAIT_S
+        timeout_ms = max(0, int(1000 * min([*waits, longest]) + 0.999))
         return self._poll.readable(sockets, timeout_ms)
 
     def _take_orders(self) -> None:
-        for _ in range(ORDERS_PER_PASS):
-            try:
-                frame = self._control.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frame in self._control.receive():
             order = self._orders.decode(frame)
             if not isinstance(order, Beat):
                 self._log.add(frame)

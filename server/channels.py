@@ -1,16 +1,15 @@
-"""The scheduler's ends of the channels to the front end (a socket pair) and to the stages (ZMQ): msgpack messages."""
+"""The scheduler's ends of the channels to the front end and to the stages: msgpack messages."""
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from core.addresses import url
 from core.codec import Codec
-from core.errors import ConfigError
+from core.frames import FrameSocket, OtherEndGone
 from core.intake import EngineState, IntakeMessage, OutputMessage, Shutdown, StageDown, StageLost, StatsReply
 from core.joining import Gathering
 from core.order_log import OrderLog
@@ -26,15 +25,12 @@ from core.orders import (
     stage_identity,
 )
 from core.stats import Sample, Stats, join
-from server.frames import FrameSocket, OtherEndGone
 from server.gate import Gate
+from server.routers import Router
 
 log = logging.getLogger(__name__)
 
-BATCH = 256  # messages taken in one pass, so that one busy channel cannot starve the others
-RETRY_S = 0.002  # until what the front end had no room for is offered again
-MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
-HIGH_WATER = 100_000  # both ends are ours and bounded by credits; reaching this means the other end is dead
+RETRY_S = 0.002  # until what the other end had no room for is offered again
 
 
 ChannelEvent = StageMessage | Gathering
@@ -110,41 +106,8 @@ class FrontChannel:
         self._retry_at = now + RETRY_S if self._frames.unsent else None
 
 
-def order_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, silence_s: float = 0.0
-) -> "zmq.Socket[bytes]":
-    """The ROUTER that stages send to, bound. silence_s: have libzmq itself drop connections whose other end is silent;
-    where that may be on another machine, nothing else tells. Raises ConfigError when the address is taken or not ours.
-    """
-    socket = context.socket(zmq.ROUTER)
-    socket.set_hwm(HIGH_WATER)
-    socket.linger = 1000
-    socket.router_mandatory = True
-    socket.router_handover = True  # a restarted stage takes its predecessor's place
-    socket.ipv6 = True
-    if silence_s:
-        socket.maxmsgsize = MAX_EVENT_BYTES
-        socket.heartbeat_ivl = max(1, int(silence_s * 1000 / 3))
-        socket.heartbeat_timeout = max(1, int(silence_s * 1000))
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise ConfigError(
-            f"cannot listen on {endpoint}: {error.strerror}; write another --stage-host or --stage-port"
-        ) from error
-    return socket
-
-
-def bound_port(socket: "zmq.Socket[bytes]") -> int:
-    """The port that a socket has got."""
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
-
-
 class StageChannel:
-    """ROUTER socket to the stage processes: every order to every stage, and a heartbeat.
+    """To and from the stage processes: every order to every stage, and a heartbeat.
 
     A stage that has said nothing for silence_s is reported as StageFailed; its compute thread may be busy for much
     longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
@@ -154,19 +117,19 @@ class StageChannel:
     Orders that come before it, once a stage of the group has been heard, were decided for the group before and are
     dropped. Every heartbeat has the stage compare what it got with what was sent.
 
-    socket: from order_socket(). gate: what stages that somebody else starts have to pass first.
+    gate: what stages that somebody else starts have to pass first.
     """
 
     def __init__(
         self,
-        socket: "zmq.Socket[bytes]",
+        router: Router,
         stages: int,
         *,
         beat_s: float,
         silence_s: float,
         gate: Gate | None = None,
     ) -> None:
-        self._socket = socket
+        self._router = router
         self._stages = stages
         self._gate = gate
         self._epoch = 0
@@ -177,24 +140,21 @@ class StageChannel:
         self._ready: dict[int, StageReady] = {}
         self._heard: dict[int, float] = {}  # stages that are ready, and when each spoke last
         self._stats: dict[int, Stats] = {}
+        self._retry_at: float | None = None
         self._next_beat: float | None = 0.0 if gate is not None else None
         self._in: Codec[StageMessage] = Codec(StageMessage)
         self._out: Codec[OrderMessage] = Codec(OrderMessage)
 
-    def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        return (self._socket,)
+    def sockets(self) -> Sequence[Any]:
+        return self._router.sockets()
 
     def receive(self, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = []
-        for _ in range(BATCH):
-            try:
-                identity, frame, *more = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        for identity, frames in self._router.receive():
             if self._gate is not None and not self._gate.admitted(identity):
-                events.extend(self._gate.receive(identity, [frame, *more], now))
+                events.extend(self._gate.receive(identity, frames, now))
                 continue
-            event = self._in.decode(frame)
+            event = self._in.decode(frames[0])
             if isinstance(event, StageReady) and event.epoch > self._epoch:
                 self._begin(event.epoch)
             if identity != self._identity(event.stage):
@@ -211,11 +171,19 @@ class StageChannel:
             return ()
         frame = self._out.encode(command)
         self._log.add(frame)
-        return [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
+        failures = [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
+        self._look_again(now)
+        return failures
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
+        self._router.flush()
+        self._look_again(now)
+        due = self._next_beat
+        return self._beat(due, now) if due is not None and due <= now else ()
+
+    def _beat(self, due: float, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
-        slept = now - self._next_beat if self._next_beat is not None else 0.0  # this loop heard nobody in that time
+        slept = now - due  # in that time nobody could be heard
         self._heard = {stage: min(now, heard + slept) for stage, heard in self._heard.items()}
         frame = self._out.encode(Beat(seq=0, orders=self._log.count, digest=self._log.digest))
         for stage, heard in list(self._heard.items()):
@@ -227,7 +195,7 @@ class StageChannel:
         return events
 
     def next_deadline(self) -> float | None:
-        return self._next_beat
+        return min((at for at in (self._next_beat, self._retry_at) if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
         """What the stages said of themselves, in order, once all of them have; else nothing."""
@@ -247,7 +215,10 @@ class StageChannel:
         return self._gate.dismiss(f"stage {down.stage} failed: {down.message}")
 
     def close(self) -> None:
-        self._socket.close()
+        self._router.close()
+
+    def _look_again(self, now: float) -> None:
+        self._retry_at = now + RETRY_S if self._router.unsent else None
 
     def _begin(self, epoch: int) -> None:
         """A new group of stages is coming up."""
@@ -274,14 +245,13 @@ class StageChannel:
         if stage not in self._heard:
             return ()
         try:
-            self._socket.send_multipart((self._identity(stage), frame), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+            self._router.send(self._identity(stage), frame)
+        except OtherEndGone as error:
             # A child that is gone is silent, too; its supervisor will say so first, and say how it ended. Nobody
             # else watches a stage of another machine.
-            gone = error.errno == zmq.EHOSTUNREACH
-            if isinstance(command, Halt) or (gone and self._gate is None):
+            if isinstance(command, Halt) or self._gate is None:
                 return ()
-            return (self._lost(stage, f"stage {stage} does not take orders: {error.strerror}"),)
+            return (self._lost(stage, f"stage {stage} does not take orders: {error}"),)
         return ()
 
     def _identity(self, stage: int) -> bytes:

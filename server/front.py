@@ -8,8 +8,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from core.config import Config
+from core.frames import FrameSocket
 from server.app import create_app, create_bootstrap_app
-from server.frames import FrameSocket
 from server.kv_events import endpoint
 from server.link import SocketLink
 from server.service import Service

@@ -2,7 +2,7 @@
 
     this process            children
     ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
-    │ uvicorn + app  │      │ scheduler │ ZMQ  │ stage 0 │──►│ stage 1 │ …
+    │ uvicorn + app  │      │ scheduler │      │ stage 0 │──►│ stage 1 │ …
     │ supervisor     │◄────►│ desk      │◄────►│ pool    │   │ pool    │
     └────────────────┘      └───────────┘      └─────────┘   └─────────┘
 
@@ -26,8 +26,8 @@ import msgspec
 
 from core.addresses import url
 from core.config import Config, StageConfig
+from core.frames import UNIX, FrameSocket
 from core.process import freeze_loaded
-from server.frames import FrameSocket
 from server.ports import free_port
 from server.scheduler_process import ExternalStages, SchedulerProcessConfig
 from server.supervisor import Child, Supervisor
@@ -50,7 +50,7 @@ def serve(config: Config) -> int:
 
 async def _serve(config: Config, folder: Path) -> int:
     stop = StopSignals()
-    stage_endpoint = f"ipc://{folder}/stages"
+    stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
     external = config.group.start == "external"
     if external:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.codec import Codec
+from core.frames import FrameSocket, OtherEndGone
 from core.intake import IntakeMessage, OutputMessage
-from server.frames import FrameSocket, OtherEndGone
 
 log = logging.getLogger(__name__)
 

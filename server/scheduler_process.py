@@ -18,15 +18,16 @@ from core.allowed import allowed_prefills, is_allowed
 from core.clock import SystemClock
 from core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from core.errors import ConfigError
+from core.frames import UNIX, FrameSocket
 from core.orders import StageReady
 from core.process import die_with_parent, freeze_loaded
 from scheduler.loop import SchedulerLoop
 from scheduler.scheduler import Event, Scheduler
-from server.channels import FrontChannel, StageChannel, bound_port, order_socket
-from server.frames import FrameSocket
+from server.channels import FrontChannel, StageChannel
 from server.gate import Gate
 from server.kv_events import KvEventPublisher
 from server.roster import Roster
+from server.routers import FrameRouter, Router, ZmqRouter, bound_port, order_socket
 from server.version import headrace_version
 from transfer.desk import Desk
 from transfer.dialer import Dialer
@@ -106,9 +107,13 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
     """With a gate before it where stages come from elsewhere."""
     silence_s = config.transfer.peer_timeout_s
     external = config.external
-    socket = order_socket(context, config.stage_endpoint, silence_s if external is not None else 0.0)
     gate: Gate | None = None
-    if external is not None:
+    router: Router
+    if external is None:
+        router = FrameRouter(config.stage_endpoint.removeprefix(UNIX))
+    else:
+        socket = order_socket(context, config.stage_endpoint, silence_s)
+        router = ZmqRouter(socket)
         roster = Roster(
             external.template,
             key=external.key,
@@ -118,7 +123,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
             new_session=partial(secrets.token_hex, 16),
         )
         gate = Gate(socket, roster, config.scheduler.start_timeout_s)
-    return StageChannel(socket, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
+    return StageChannel(router, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
 
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Offer:

@@ -1,7 +1,9 @@
 """The stage's I/O thread: a stream of orders that is not the one that was sent ends the stage."""
 
 import queue
+import time
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import pytest
 import zmq
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from core.clock import SystemClock
 from core.codec import Codec
 from core.config import TransferConfig
+from core.frames import UNIX, OtherEndGone
 from core.geometry import Geometry
 from core.order_log import OrderLog
 from core.orders import (
@@ -26,14 +29,15 @@ from core.orders import (
     StageMessage,
     stage_identity,
 )
+from engine.control import dial_scheduler
 from engine.meter import Meter
 from engine.recorder import Recorder
 from engine.wire import Outbox, StageWire
+from server.routers import FrameRouter
 from transfer.arrays import ArrayPageStore
 from transfer.receiver import Receiver
 from transfer.sender import Sender
 
-ENDPOINT = "inproc://orders"
 GEOMETRY = Geometry("float32", 1, 1, 2, 16)
 STAGE = 1
 STREAM: list[OrderMessage] = [
@@ -48,22 +52,18 @@ STREAM: list[OrderMessage] = [
 class Bench:
     """A scheduler's order socket, and one stage's wire on it."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self.router = context.socket(zmq.ROUTER)
-        self.router.linger = 0
-        self.router.router_mandatory = True
-        self.router.bind(ENDPOINT)
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
+        self._came: list[tuple[bytes, list[bytes]]] = []
+        self.router = FrameRouter(f"{folder}/stages")
+        control = dial_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE), remote=False)
         store = ArrayPageStore(GEOMETRY, 1)
         transfer = TransferConfig()
         self.inbox: queue.Queue[OrderMessage] = queue.Queue()
         self.outbox = Outbox(context)
         meter = Meter(STAGE, SystemClock())
         self.wire = StageWire(
-            context=context,
-            endpoint=ENDPOINT,
+            control=control,
             stage=STAGE,
-            identity=stage_identity(STAGE),
-            remote=False,
             sender=Sender(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
             receiver=Receiver(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
             meter=meter,
@@ -78,12 +78,21 @@ class Bench:
 
     def send(self, order: OrderMessage) -> bytes:
         frame = self._orders.encode(order)
-        self.router.send_multipart((stage_identity(STAGE), frame))
-        return frame
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                self.router.send(stage_identity(STAGE), frame)
+                return frame
+            except OtherEndGone:  # it has not said its name yet
+                assert time.monotonic() < deadline
+                self._came += self.router.receive()
 
     def hear(self) -> StageMessage:
-        assert self.router.poll(5000), "the stage says nothing"
-        return self._events.decode(self.router.recv_multipart()[1])
+        deadline = time.monotonic() + 5
+        while not self._came:
+            assert time.monotonic() < deadline, "the stage says nothing"
+            self._came += self.router.receive()
+        return self._events.decode(self._came.pop(0)[1][0])
 
     def close(self) -> None:
         self.outbox.post(Halt(seq=0))
@@ -95,8 +104,8 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with zmq.Context() as context:
-        made = Bench(context)
+    with zmq.Context() as context, TemporaryDirectory() as folder:
+        made = Bench(context, folder)
         yield made
         made.close()
 

@@ -12,8 +12,9 @@ from core.intake import StageDown
 from core.joining import Admitted, AnswerMessage, Dismissed, Gathering, Join, Refused, Waiting
 from core.orders import Begin, OrderMessage, PlanDone, StageBeat, StageFailed, StageMessage, StageReady, stage_identity
 from core.stats import Stats
-from server.channels import ChannelEvent, StageChannel, bound_port, order_socket
+from server.channels import ChannelEvent, StageChannel
 from server.gate import Gate
+from server.routers import ZmqRouter, bound_port, order_socket
 from tests.server.test_roster import join, roster
 
 Socket = zmq.Socket[bytes]
@@ -34,7 +35,7 @@ class Bench:
         self.endpoint = f"tcp://127.0.0.1:{bound_port(socket)}"
         self.poller = socket
         gate = Gate(socket, roster(key="k"), start_timeout_s)
-        self.channel = StageChannel(socket, 2, beat_s=1.0, silence_s=3.0, gate=gate)
+        self.channel = StageChannel(ZmqRouter(socket), 2, beat_s=1.0, silence_s=3.0, gate=gate)
         self.sockets: list[Socket] = []
 
     def dial(self, identity: bytes | None = None) -> Socket:

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from core.codec import Codec
+from core.frames import FrameSocket
 from core.intake import Drained, IntakeMessage, OutputMessage, QueryStats, Shutdown, StatsReply
 from core.stats import Stats
-from server.frames import FrameSocket
 from server.link import SocketLink
 from tests.server.fakes import in_loop
 

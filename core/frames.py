@@ -1,4 +1,4 @@
-"""Whole messages between two processes of a server, over a Unix socket pair: [length, 4 bytes][message], in order.
+"""Whole messages between two processes of a server, over a Unix socket: [length, 4 bytes][message], in order.
 
 No thread stands between the two, so a message costs one wake-up of the other process; through a ZMQ socket it would
 cost three, which an idle server spends most of a short request's time on.
@@ -6,10 +6,14 @@ cost three, which an idle server spends most of a short request's time on.
 
 import socket
 import struct
+import time
 from collections import deque
 
+UNIX = "unix://"  # before the path where a connection is to be had
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18  # taken in one pass, so that other work of a loop gets its turn
+CONNECT_TIMEOUT_S = 30.0
+RETRY_S = 0.01
 UNSENT_BYTES = 256 << 20  # both ends are ours; reaching this means that the other one is dead
 
 
@@ -17,8 +21,23 @@ class OtherEndGone(Exception):
     """Nothing comes or goes any more."""
 
 
+def connect(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> "FrameSocket":
+    """A connection to whoever listens at the path, or will within this time. Raises OtherEndGone."""
+    end = time.monotonic() + timeout_s
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+            return FrameSocket(connection)
+        except OSError as error:
+            connection.close()
+            if time.monotonic() > end:
+                raise OtherEndGone(f"nobody listens at {path}: {error.strerror}") from error
+            time.sleep(RETRY_S)
+
+
 class FrameSocket:
-    """One end of a pair. Nothing here blocks."""
+    """One end of a connection. Nothing here blocks."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -28,6 +47,11 @@ class FrameSocket:
         self._received = bytearray()
 
     def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def handle(self) -> int:
+        """To poll for reading."""
         return self._socket.fileno()
 
     @property

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server import frames
-from server.frames import READ_BYTES, FrameSocket, OtherEndGone
+from core import frames
+from core.frames import READ_BYTES, FrameSocket, OtherEndGone
 
 Pair = tuple[FrameSocket, FrameSocket]
 
