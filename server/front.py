@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from core.config import Config
 from core.frames import FrameSocket
 from server.app import create_app, create_bootstrap_app
+from server.http import HttpProtocol
 from server.kv_events import endpoint
 from server.link import SocketLink
 from server.service import Service
@@ -87,4 +88,5 @@ def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
         access_log=config.server.log_level == "debug",
         timeout_graceful_shutdown=2,  # what was in flight has been drained before
         lifespan="off",
+        http=HttpProtocol,
     )
