@@ -1,9 +1,10 @@
 """Pools in plain memory, laid out in any way: what a PoolLayout describes, as numpy arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from core.backends import Placement, PoolLayout, Strides
 from core.geometry import KV, Component, Geometry
@@ -37,6 +38,14 @@ def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, 
                 f"its pages of {tensor.name} do not lie within its {layout.bytes} bytes: they end at {end}"
             )
         yield tensor, place
+
+
+def page_numbers(pages: Sequence[int], count: int) -> npt.NDArray[np.int32]:
+    """The same as an array. Raises IndexError for a page that a pool of so many has not."""
+    numbers = np.asarray(pages, np.int32)
+    if (wrong := numbers[(numbers < 0) | (numbers >= count)]).size:
+        raise IndexError(f"page {wrong[0]} of {count} pages")
+    return numbers
 
 
 class StridedPool:

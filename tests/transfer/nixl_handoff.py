@@ -26,7 +26,14 @@ CONFIG = TransferConfig(backends=(NIXL,), window_bytes=1 << 30)
 class Handoff:
     """A prefill stage in another process, and a decode stage here."""
 
-    def __init__(self, context: Any, source: Geometry, destination: Geometry, pages: int = PAGES) -> None:
+    def __init__(
+        self,
+        context: Any,
+        source: Geometry,
+        destination: Geometry,
+        pages: int = PAGES,
+        config: TransferConfig = CONFIG,
+    ) -> None:
         from transfer.backends.nixl import LOOPBACK, NixlExposure
 
         self.source, self.destination = source, destination
@@ -34,7 +41,7 @@ class Handoff:
         self.target = random_store(destination, pages, seed=2)
         self.exposure = NixlExposure(destination, pages, memoryview(self.target.memory), LOOPBACK)
         self.receiver = Receiver(
-            CONFIG,
+            config,
             stage=0,
             geometry=destination,
             store=self.target,
@@ -42,7 +49,7 @@ class Handoff:
             exposures={NIXL: self.exposure},
         )
         self.loop = Loop(self.receiver)
-        self.stage = Process("stage", Setup(source, pages, CONFIG), self.loop)
+        self.stage = Process("stage", Setup(source, pages, config), self.loop)
         self.processes = [self.stage]
 
     def join(self, session: str) -> None:

@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from core.backends import NIXL, NixlAccess
 from core.geometry import Component, Geometry
 from core.orders import Arrived, HangUp, SendFailed
 from tests.transfer.harness import gather, value
-from tests.transfer.nixl_handoff import BIG, PAGES, Handoff
+from tests.transfer.nixl_handoff import BIG, CONFIG, PAGES, Handoff
 from transfer.layout import pages_for
 
 pytestmark = pytest.mark.nixl
@@ -57,6 +58,24 @@ def test_bytes_are_right_for_random_geometries(make_handoff: Any, seed: int) -> 
     statistics = handoff.receiver.statistics()
     assert value(statistics, "bytes_received_total", ("nixl",)) > 0
     assert value(statistics, "bytes_received_total", ("zmq",)) == 0
+
+
+def test_whole_pages_go_in_any_order_where_nothing_is_checked(make_handoff: Any) -> None:
+    """Without checksums pages are not looked at one by one."""
+    handoff = make_handoff(BIG, BIG, 64, msgspec.structs.replace(CONFIG, checksum=False))
+    handoff.join("s" * 32)
+    pages, dst_pages = random.Random(1).sample(range(64), 9), random.Random(2).sample(range(64), 9)
+    before = handoff.target.data.copy()
+    start, count = 5, 8 * BIG.page_size  # the first and the last page in part
+    handoff.fetch(1, "s" * 32, pages, dst_pages, start, count)
+    handoff.loop.wait_for(handoff.receiver, Arrived, 1, 20.0)
+    wanted = gather(handoff.store, BIG, pages, start, count)
+    assert np.array_equal(gather(handoff.target, BIG, dst_pages, start, count), wanted)
+    others = sorted(set(range(64)) - set(dst_pages))
+    assert np.array_equal(handoff.target.data[others], before[others])
+    handoff.send(2, "s" * 32, [0], [64], 0, BIG.page_size)
+    failed = handoff.stage.wait_for(SendFailed)
+    assert (failed.code, failed.message) == ("bad_chunk", "page 64 of 64 pages")
 
 
 def test_sessions_have_rights_of_their_own(big: Handoff) -> None:

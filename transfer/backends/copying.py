@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from core.native import load_library
+from transfer.arrays import page_numbers
 from transfer.layout import Bytes
 
 STREAMED_BYTES = 1 << 14  # what is smaller may as well stay in the caches
@@ -27,12 +27,9 @@ def copy(target: Bytes, source: Bytes) -> None:
 def copy_rows(target: Bytes, rows: Sequence[int], source: Bytes, own: Sequence[int]) -> None:
     """target[rows[i]] = source[own[i]], one after the other, of dense tables [rows, bytes]. Raises IndexError for a row
     that a table has not."""
-    to, taken, size = np.asarray(rows, np.int32), np.asarray(own, np.int32), target.shape[1]
+    to, taken, size = page_numbers(rows, len(target)), page_numbers(own, len(source)), target.shape[1]
     if len(to) != len(taken) or size != source.shape[1]:
         raise ValueError(f"{len(taken)} rows of {source.shape[1]} bytes to {len(to)} of {size}")
-    for indices, table in ((to, target), (taken, source)):
-        if (wrong := indices[(indices < 0) | (indices >= len(table))]).size:
-            raise IndexError(f"page {wrong[0]} of {len(table)} pages")
     library = _library()
     if library is not None and size >= STREAMED_BYTES:
         library.headrace_copy_rows(_address(target), _address(to), _address(source), _address(taken), len(to), size)

@@ -14,18 +14,18 @@ those are switched off: on one host there is backends/shm.py.
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
 from core.backends import NixlAccess, NixlMemory, Placement, PoolMemory
-from core.geometry import Geometry
-from transfer.arrays import c_order, placed
+from core.geometry import KV, Geometry
+from transfer.arrays import c_order, page_numbers, placed
 from transfer.backends.base import RemotePages
 from transfer.backends.runs import Offsets, runs
-from transfer.layout import WHOLE, Box, Bytes
+from transfer.layout import WHOLE, Box, Bytes, SourceStore
 
 VERSION = "1.5"  # of what agents say to each other; those of one minor version understand one another
 PROGRESS_US = 10_000  # longest sleep of an agent's own thread, which its network wakes
@@ -190,6 +190,7 @@ class NixlPages(RemotePages):
         self._address = address
         self._places = places
         self._pages, self._slots = memory.pages, geometry.page_size
+        self._dense = c_order(geometry, memory.pages).strides
         self._names = names
         self._batch: list[tuple[Offsets, Offsets, int]] = []
         self._writes: list[NixlWrite] = []
@@ -205,6 +206,17 @@ class NixlPages(RemotePages):
         start = place.offset + page * page_bytes + layer * layer_bytes + head * head_bytes + first_slot * slot_bytes
         here, there, length = runs(data.shape, data.strides[:-1], place.strides[1:])
         self._batch.append((here + data.ctypes.data, there + (self._address + start), length))
+
+    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+        rows = store.rows
+        if rows is None or self._places[KV].strides != self._dense:
+            super().write_pages(pages, store, own)
+            return
+        there = page_numbers(pages, self._pages).astype(np.int64)
+        here = page_numbers(own, len(rows)).astype(np.int64)
+        size = rows.shape[1]
+        start = self._address + self._places[KV].offset
+        self._batch.append((here * size + rows.ctypes.data, there * size + start, size))
 
     def flush(self) -> NixlWrite:
         batch, self._batch = self._batch, []
