@@ -148,7 +148,7 @@ class StageWire(threading.Thread):
         self._log = OrderLog()
         self._computed = 0  # seq of the newest Forward that is done
         self._held: deque[Send] = deque()  # in stream order, so their Forwards are too
-        self._poll = Poll()
+        self._poll = Poll(zmq.Poller)
         self._running = True
 
     def run(self) -> None:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import zmq
+
 from core.clock import Clock
 from core.intake import Output, Shutdown
 from core.kv_events import KvEvent
@@ -60,7 +62,7 @@ class SchedulerLoop:
         self._ports = [port for port in (front, stages, desk, dialer, publisher) if port is not None]
         self._clock = clock
         self._observe = observe
-        self._poll = Poll()
+        self._poll = Poll(zmq.Poller)
         self._stopping = False
 
     def run(self) -> None:

@@ -72,7 +72,7 @@ def receive(channel: StageChannel, now: float, count: int) -> list[ChannelEvent]
 def hear(stage: Control) -> list[OrderMessage]:
     """What has come to a stage."""
     orders: list[OrderMessage] = []
-    while Poll().readable([stage.handle], 50):
+    while Poll(zmq.Poller).readable([stage.handle], 50):
         orders += map(ORDERS.decode, stage.receive())
     return orders
 
