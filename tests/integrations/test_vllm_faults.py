@@ -71,7 +71,7 @@ def test_the_prefill_server_dies_in_the_middle(vllm: Vllm, strict: Vllm, curve: 
     plain = vllm.alone(ids)
     for server, flags in ((vllm, ()), (strict, curve.flags)):
         victim = Server(*FLAGS, "--chunk-tokens", "128", *flags).started()
-        with background() as pool, says(server, "peer_gone"):
+        with background() as pool, says(server, "is not loaded"):
             asked = pool.submit(server.complete, ids, named(victim, "doomed"))
             pool.submit(_posted, victim, ids)
             wait_until(lambda: victim.metrics()["headrace_chunks_sent_total"] > 1, 30, "some of it has come")  # noqa: B023
