@@ -14,6 +14,7 @@ LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18  # taken in one pass, so that other work of a loop gets its turn
 CONNECT_TIMEOUT_S = 30.0
 RETRY_S = 0.01
+UNSENT_WAIT_S = 0.002  # until a loop offers again what the other end had no room for
 UNSENT_BYTES = 256 << 20  # both ends are ours; reaching this means that the other one is dead
 
 

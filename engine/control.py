@@ -35,15 +35,13 @@ class Control(Protocol):
     def close(self) -> None: ...
 
 
-def dial_scheduler(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes, *, remote: bool
-) -> Control:
-    """identity: the name of the stage. remote: the scheduler may be on another machine. Raises OtherEndGone."""
+def dial_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> Control:
+    """identity: the name of the stage. Raises OtherEndGone."""
     if endpoint.startswith(UNIX):
         control = connect(endpoint.removeprefix(UNIX))
         control.send(identity)
         return control
-    return DealerControl(context, endpoint, identity, remote=remote)
+    return DealerControl(context, endpoint, identity)
 
 
 class DealerControl:
@@ -51,15 +49,13 @@ class DealerControl:
 
     unsent = False  # libzmq sees to it
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes, *, remote: bool
-    ) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> None:
         self.handle = context.socket(zmq.DEALER)
         self.handle.routing_id = identity
         self.handle.set_hwm(0)
         self.handle.ipv6 = True
-        if remote:  # what is on a connection that breaks is lost, and a stage that missed an order must not go on
-            self.handle.reconnect_ivl = -1
+        # What is on a connection that breaks is lost, and a stage that missed an order must not go on.
+        self.handle.reconnect_ivl = -1
         self.handle.linger = 1000
         self.handle.connect(endpoint)
 

@@ -66,7 +66,6 @@ def _serve(config: StageConfig, sharing: KvSharing) -> int:
             context,
             config.endpoint,
             stage_identity(config.stage, config.epoch, config.session),
-            remote=bool(config.session),
         ),
         stage=config.stage,
         sender=sender,

@@ -23,7 +23,7 @@ import zmq
 
 from core.clock import Clock
 from core.codec import Codec
-from core.frames import OtherEndGone
+from core.frames import UNSENT_WAIT_S, OtherEndGone
 from core.order_log import OrderLog
 from core.orders import (
     AdmitPeer,
@@ -61,7 +61,6 @@ log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credits, so a full queue is a bug
 MAX_WAIT_S = 1.0
-UNSENT_WAIT_S = 0.002  # until what the scheduler had no room for is offered again
 ITEMS_PER_PASS = 256
 
 WirePort = Port[StageEvent, Any]

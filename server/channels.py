@@ -9,7 +9,7 @@ import msgspec
 
 from core.addresses import url
 from core.codec import Codec
-from core.frames import FrameSocket, OtherEndGone
+from core.frames import UNSENT_WAIT_S, FrameSocket, OtherEndGone
 from core.intake import EngineState, IntakeMessage, OutputMessage, Shutdown, StageDown, StageLost, StatsReply
 from core.joining import Gathering
 from core.order_log import OrderLog
@@ -29,8 +29,6 @@ from server.gate import Gate
 from server.routers import Router
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 0.002  # until what the other end had no room for is offered again
 
 
 ChannelEvent = StageMessage | Gathering
@@ -103,7 +101,7 @@ class FrontChannel:
         self._frames.close()
 
     def _look_again(self, now: float) -> None:
-        self._retry_at = now + RETRY_S if self._frames.unsent else None
+        self._retry_at = now + UNSENT_WAIT_S if self._frames.unsent else None
 
 
 class StageChannel:
@@ -218,7 +216,7 @@ class StageChannel:
         self._router.close()
 
     def _look_again(self, now: float) -> None:
-        self._retry_at = now + RETRY_S if self._router.unsent else None
+        self._retry_at = now + UNSENT_WAIT_S if self._router.unsent else None
 
     def _begin(self, epoch: int) -> None:
         """A new group of stages is coming up."""

@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
         self._came: list[tuple[bytes, list[bytes]]] = []
         self.router = FrameRouter(f"{folder}/stages")
-        control = dial_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE), remote=False)
+        control = dial_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
         store = ArrayPageStore(GEOMETRY, 1)
         transfer = TransferConfig()
         self.inbox: queue.Queue[OrderMessage] = queue.Queue()

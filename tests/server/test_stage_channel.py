@@ -38,7 +38,7 @@ class Ways:
             self.router = ZmqRouter(order_socket(context, self._endpoint))
 
     def stage(self, stage: int, epoch: int) -> Control:
-        made = dial_scheduler(self._context, self._endpoint, stage_identity(stage, epoch), remote=False)
+        made = dial_scheduler(self._context, self._endpoint, stage_identity(stage, epoch))
         self._stages.append(made)
         return made
 
