@@ -1,12 +1,22 @@
-"""Copies between a GPU's memory and the host's, for pages that come and go while the GPU computes."""
+"""Copies between a GPU's memory and the host's, while the GPU computes."""
+
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
+def place(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on a device; on the CPU they are shared. From pinned memory, so that plans are queued on a GPU without
+    waiting for those before them."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 class DeviceCopies:
-    """On a stream of their own and through pinned memory: neither do plans wait for copies, nor copies for the plans
-    queued after the one that wrote their pages. Used by one thread, apart from computed()."""
+    """Of pages that come and go. On a stream of their own and through pinned memory: neither do plans wait for copies,
+    nor copies for the plans queued after the one that wrote their pages. Used by one thread, apart from computed()."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

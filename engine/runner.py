@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core import arrays
@@ -15,6 +16,7 @@ from core.orders import PromptLogprobs, Row, Sampled
 from core.request import SamplingParams, TokenLogprob
 from engine.attention import choose_attention
 from engine.attention.base import Span
+from engine.copies import place
 from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
 from engine.dtypes import TORCH_DTYPES, Precision
 from engine.logprobs import prompt_logprobs, token_logprobs
@@ -114,7 +116,6 @@ class ModelRunner:
             native_units=native,
         )
         checkpoint = open_checkpoint(source, spec)
-        self._device = device
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
         self._decoder = Decoder(
@@ -170,10 +171,9 @@ class ModelRunner:
             spans = [Span(row.start, row.count, self._page_ids(row)) for row in rows]
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
-                hidden = self._decoder.embed(self._place(ids.astype(np.int64)))
-            result = self._decoder.forward(
-                hidden, self._place(positions.astype(np.int64)), self._attention.begin(spans)
-            )
+                hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden.device))
+            attention = self._attention.begin(spans)
+            result = self._decoder.forward(hidden, place(positions, self.hidden.device), attention)
             self.pool.computed()
             return result
 
@@ -185,7 +185,7 @@ class ModelRunner:
     def release(self, request: int) -> None:
         self._sampled.pop(request, None)
 
-    def _ids(self, row: Row) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _ids(self, row: Row) -> NDArray[np.int32]:
         if not row.tokens:
             if row.count != 1 or row.request not in self._sampled:
                 raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
@@ -195,16 +195,13 @@ class ModelRunner:
             raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
         return ids
 
-    def _page_ids(self, row: Row) -> Tensor:
+    def _page_ids(self, row: Row) -> NDArray[np.int64]:
         pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
         if len(pages) < self.geometry.pages_for(row.start + row.count):
             raise ValueError(f"request {row.request} has {len(pages)} pages for {row.start + row.count} positions")
         if pages.min() < 0 or pages.max() >= self.pool.pages:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
-        return self._place(pages)
-
-    def _place(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return pages
 
     def _sample(self, rows: Sequence[Row], ends: list[int], hidden: Tensor) -> list[Sampled]:
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]

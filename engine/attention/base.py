@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -11,12 +13,12 @@ from torch import Tensor
 class Span:
     """One row of a batch: positions [start, start + count) of a request.
 
-    pages: int64 page ids on the pool's device; they cover [0, start + count).
+    pages: int64 page ids, on the host; they cover [0, start + count).
     """
 
     start: int
     count: int
-    pages: Tensor
+    pages: NDArray[np.int64]
 
 
 class AttentionPass(Protocol):

@@ -72,7 +72,7 @@ class _Chunk:
         self._compute_dtype = compute_dtype
         self._start = span.start
         self._rows = slice(offset, offset + span.count)
-        pages = span.pages[: pool.geometry.pages_for(span.start)]
+        pages = torch.from_numpy(span.pages[: pool.geometry.pages_for(span.start)])
         heads = torch.arange(pool.blocks_per_layer)
         self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # head by head, pages in order
 
@@ -109,7 +109,8 @@ class _Group:
         self._rows = torch.tensor([row for row, _ in members])
         self._lengths = [span.start + 1 for _, span in members]
         pages = torch.nn.utils.rnn.pad_sequence(
-            [span.pages[: pool.geometry.pages_for(span.start + 1)] for _, span in members], batch_first=True
+            [torch.from_numpy(span.pages[: pool.geometry.pages_for(span.start + 1)]) for _, span in members],
+            batch_first=True,
         )
         heads = torch.arange(pool.blocks_per_layer)
         self._blocks = (pages[:, None] * pool.blocks_per_page + heads[:, None]).reshape(-1)

@@ -1,13 +1,19 @@
-"""Attention on CUDA: one variable-length flash call for all rows of a batch, 16-bit dtypes only."""
+"""Attention on CUDA: one variable-length flash call for all rows of a batch, 16-bit dtypes only.
+
+Keys and values of a batch are gathered from the pool first, once per layer: the kernel's own paging wants pages of 256
+tokens. Strided queries, keys and values are fine as long as each head is dense, so nothing else is copied.
+"""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from engine.attention.base import Span
 from engine.attention.slots import SlotWriter, slot_index
+from engine.copies import place
 from engine.pool import KVPool
 
 CAUSAL = (-1, 0)  # everything to the left; aligned at the last key of each row
@@ -30,7 +36,7 @@ class VarlenPass:
         device = pool.tensor.device
         self._query_ends = _ends([span.count for span in spans], device)
         self._key_ends = _ends([span.start + span.count for span in spans], device)
-        self._slots = torch.cat([slot_index(pool, span, 0) for span in spans])
+        self._slots = slot_index(pool, spans, prefixes=True)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         self._writer.write(layer, keys_values)
@@ -39,9 +45,9 @@ class VarlenPass:
         rows = self._pool.slots.index_select(0, self._slots + layer * stride)
         keys, values = rows.view(-1, 2 * geometry.kv_heads, geometry.head_dim).chunk(2, dim=1)
         attended = varlen_attn(
-            query.contiguous(),
-            keys.contiguous(),
-            values.contiguous(),
+            query,
+            keys,
+            values,
             self._query_ends,
             self._key_ends,
             self._longest_query,
@@ -55,5 +61,4 @@ class VarlenPass:
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     """Where each row begins and the last one ends: int32 [rows + 1]."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.to(device)
+    return place(np.cumsum([0, *lengths], dtype=np.int32), device)

@@ -42,7 +42,7 @@ class NativePass:
         self._records = (SpanRecord * len(spans))()
         row = 0
         for record, span in zip(self._records, spans, strict=True):
-            record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.data_ptr()
+            record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.ctypes.data
             row += span.count
         self._pass: PassRecord | None = None  # made when the number of query heads is seen
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.attention.base import Span
 from engine.attention.slots import SlotWriter
+from engine.copies import place
 from engine.pool import KVPool
 
 
@@ -41,6 +42,8 @@ class SdpaPass:
 
     def _row(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
         """[1, kv_heads, positions, head_dim] each."""
-        pages = self._pool.tensor[span.pages, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        pages = (
+            self._pool.tensor[place(span.pages, self._pool.tensor.device), layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        )
         keys, values = pages[:, None, :, : span.start + span.count].unbind(0)
         return keys, values

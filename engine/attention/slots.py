@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import Span
+from engine.copies import place
 from engine.pool import KVPool
 
 
@@ -15,7 +18,7 @@ class SlotWriter:
     def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self._slots = pool.slots
         self._layer_stride = pool.blocks_per_layer * pool.geometry.page_size
-        self._index = torch.cat([slot_index(pool, span, span.start) for span in spans])
+        self._index = slot_index(pool, spans, prefixes=False)
 
     def write(self, layer: int, keys_values: Tensor) -> None:
         """keys_values: [tokens, 2 * kv_heads, head_dim], in the pool's dtype or a wider one."""
@@ -23,13 +26,20 @@ class SlotWriter:
         self._slots.index_copy_(0, self._index + layer * self._layer_stride, rows)
 
 
-def slot_index(pool: KVPool, span: Span, first: int) -> Tensor:
-    """Rows of pool.slots with layer 0 of positions [first, span's end): int64 [positions * 2 * kv_heads].
+def slot_index(pool: KVPool, spans: Sequence[Span], *, prefixes: bool) -> Tensor:
+    """Rows of pool.slots with layer 0 of the spans' positions, one span after the other, what is before each span too
+    with `prefixes`: int64 [positions * 2 * kv_heads], on the pool's device.
 
     Position by position, K heads before V heads; other layers follow at blocks_per_layer * page_size each.
     """
     size = pool.geometry.page_size
-    positions = torch.arange(first, span.start + span.count, device=span.pages.device)
-    base = span.pages[positions // size] * (pool.blocks_per_page * size) + positions % size
-    heads = torch.arange(pool.blocks_per_layer, device=span.pages.device) * size
-    return (base[:, None] + heads).reshape(-1)
+    # On the host, whatever the number of spans: on a GPU each would be half a dozen kernels.
+    firsts = np.concatenate([_first_slots(pool, span, 0 if prefixes else span.start) for span in spans])
+    heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)
+    return (place(firsts, pool.tensor.device)[:, None] + heads).reshape(-1)
+
+
+def _first_slots(pool: KVPool, span: Span, first: int) -> NDArray[np.int64]:
+    """The row of pool.slots with layer 0 of the first K head, for each of the positions [first, span's end)."""
+    pages, slots = np.divmod(np.arange(first, span.start + span.count), pool.geometry.page_size)
+    return span.pages[pages] * (pool.blocks_per_page * pool.geometry.page_size) + slots

@@ -1,5 +1,6 @@
 """The CPU attention against the plain one, over random batches."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +24,17 @@ def make_pool(page_size: int, dtype: str = "float32") -> KVPool:
     return pool
 
 
+def make_spans(shapes: list[tuple[int, int]], page_size: int, pages: int, seed: int) -> list[Span]:
+    """Of (start, count) each, over pages of their own in any order."""
+    order = np.random.default_rng(seed).permutation(pages)
+    spans = []
+    for start, count in shapes:
+        needed = -(-(start + count) // page_size)
+        spans.append(Span(start, count, order[:needed]))
+        order = order[needed:]
+    return spans
+
+
 def poison_unused(pool: KVPool, spans: list[Span]) -> None:
     """NaN everywhere but in the positions before each span."""
     clean = pool.tensor.clone()
@@ -30,7 +42,7 @@ def poison_unused(pool: KVPool, spans: list[Span]) -> None:
     size = pool.geometry.page_size
     for span in spans:
         for position in range(span.start):
-            page, slot = int(span.pages[position // size]), position % size
+            page, slot = span.pages[position // size], position % size
             pool.tensor[page, :, :, :, slot] = clean[page, :, :, :, slot]
 
 
@@ -54,12 +66,7 @@ spans_of = st.lists(st.tuples(st.integers(0, 60), st.one_of(st.just(1), st.integ
 @given(shapes=spans_of, page_size=st.sampled_from([4, 16]), block=st.sampled_from([8, 128]), seed=st.integers(0, 9))
 def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_size: int, block: int, seed: int) -> None:
     """Any mix of chunks and single tokens, any pages in any order, NaN in every other slot."""
-    order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))
-    spans = []
-    for start, count in shapes:
-        needed = -(-(start + count) // page_size)
-        spans.append(Span(start, count, order[:needed]))
-        order = order[needed:]
+    spans = make_spans(shapes, page_size, PAGES, seed)
     pools = [make_pool(page_size) for _ in range(2)]
     for pool in pools:
         poison_unused(pool, spans)
@@ -73,7 +80,7 @@ def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_siz
 
 
 def test_sixteen_bit_keys_are_attended_in_float32() -> None:
-    spans = [Span(20, 9, torch.tensor([3, 1])), Span(40, 1, torch.tensor([0, 7, 5]))]
+    spans = [Span(20, 9, np.array([3, 1])), Span(40, 1, np.array([0, 7, 5]))]
     low, high = make_pool(16, "bfloat16"), make_pool(16)
     high.tensor.copy_(low.tensor)
     found = run(choose_attention(low, native_units=False), spans, torch.bfloat16)
@@ -81,11 +88,22 @@ def test_sixteen_bit_keys_are_attended_in_float32() -> None:
         torch.testing.assert_close(one.float(), other, atol=1e-5, rtol=2**-8)  # one rounding, at the end
 
 
+def test_the_cpus_matrix_units_are_given_sixteen_bits() -> None:
+    """Chunks and single tokens in the pool's own dtype, with and without a prefix: off by its roundings only."""
+    spans = make_spans([(37, 60), (0, 150), (44, 1), (9, 1)], 16, PAGES, seed=3)
+    low, high = make_pool(16, "bfloat16"), make_pool(16)
+    high.tensor.copy_(low.tensor)
+    found = run(choose_attention(low, native_units=True), spans, torch.bfloat16)
+    for one, other in zip(found, run(SdpaAttention(high), spans), strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other, atol=2e-2, rtol=2e-2)
+
+
 def test_long_rows_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group never gathers more than its bound, and rows of very different length do not pad each other."""
     pool = make_pool(4)
     monkeypatch.setattr(cpu, "GROUP_BYTES", 40 * pool.geometry.token_bytes // LAYERS)
-    lengths = [(row, Span(start, 1, torch.arange(16))) for row, start in enumerate((9, 60, 9, 9, 2, 14, 9))]
+    lengths = [(row, Span(start, 1, np.arange(16))) for row, start in enumerate((9, 60, 9, 9, 2, 14, 9))]
     groups = cpu.grouped(pool, lengths)
     assert sorted(row for group in groups for row, _ in group) == list(range(7))
     for group in groups:

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from engine.model.arithmetic import TorchArithmetic
 from engine.native import Kernels, load_kernels
 from engine.pool import KVPool
 from tests.engine.models import Prompt, make_runner
-from tests.engine.test_attention import poison_unused
+from tests.engine.test_attention import make_spans, poison_unused
 
 PAGES = 96
 
@@ -104,12 +105,7 @@ def test_attention_equals_plain_sdpa(
 ) -> None:
     """Any mix of chunks and single tokens, any heads, any pages in any order, NaN in every other slot."""
     pages = 4 * PAGES * 4 // page_size
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
-    spans = []
-    for start, count in shapes:
-        needed = -(-(start + count) // page_size)
-        spans.append(Span(start, count, order[:needed].contiguous()))
-        order = order[needed:]
+    spans = make_spans(shapes, page_size, pages, seed)
     low = KVPool(Geometry(dtype, 2, kv_heads, width, page_size), pages)
     low.tensor.copy_(normal(*low.tensor.shape, seed=seed))
     poison_unused(low, spans)
@@ -130,7 +126,7 @@ def test_very_unlike_scores(kernels: Kernels) -> None:
     pool, other = (KVPool(Geometry("float32", 1, 1, 16, 16), 32) for _ in range(2))
     for each in (pool, other):
         each.tensor.zero_()
-    spans = [Span(0, 300, torch.arange(32))]
+    spans = [Span(0, 300, np.arange(32))]
     heads = 40 * normal(300, 3, 16)
     found = NativeAttention(pool, kernels).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
     expected = SdpaAttention(other).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
