@@ -1,16 +1,16 @@
 """All benchmarks in turn: `python -m benchmarks`."""
 
-import sys
 from collections.abc import Sequence
 
 from benchmarks import handoff, prefill, transfer
+from benchmarks.report import run
 
 
-def main(_arguments: Sequence[str] = ()) -> int:
+def main(_arguments: Sequence[str]) -> int:
     for benchmark in (prefill, handoff, transfer):
         benchmark.main([])
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -6,13 +6,12 @@
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
 import httpx
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from server.local import LocalServer
 
 
@@ -80,4 +79,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from server.local import LocalServer
 from server.ports import free_port
 
@@ -254,4 +254,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

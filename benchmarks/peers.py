@@ -9,7 +9,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 from benchmarks.limit import Limit
 from benchmarks.peer import READY
 from benchmarks.prefill import server_prefill
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.vllm_server import export
 from core.process import keep_freed_memory
 from engine.model.source import load_spec, resolve_source
@@ -162,4 +161,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

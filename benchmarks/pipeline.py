@@ -9,14 +9,13 @@ it, what its hidden states alone take from process to process over as many bare 
 import argparse
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from server.local import LocalServer
 from server.ports import free_port
 
@@ -105,4 +104,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -6,13 +6,12 @@ with the same number of threads. While one computes, the other is idle.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from engine.model.source import resolve_source
 from server.local import LocalServer
 
@@ -94,4 +93,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

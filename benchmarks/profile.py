@@ -8,7 +8,6 @@ time that the client saw, which is HTTP, scheduling, planning and sending.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.overhead import computed
 from benchmarks.prefill import server_prefill
-from benchmarks.report import console, print_table, prompt
+from benchmarks.report import console, print_table, prompt, run
 from core import arrays
 from core.config import EngineConfig, ModelConfig
 from core.orders import Row
@@ -143,4 +142,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -1,11 +1,15 @@
-"""What benchmarks print, and the prompts they use."""
+"""What benchmarks print, the prompts they use, and how they end."""
 
 import random
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
+
+from core.errors import ConfigError
 
 console = Console()
 
@@ -28,3 +32,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """A benchmark as a command: mistakes of the user and Ctrl-C end it without a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"{sys.argv[0]}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -6,13 +6,12 @@ other is idle. Seconds from the first request to the last first token, the KV go
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.prefill import server_prefill
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from server.local import LocalServer
 
 LOADS = ((8, 2000), (1, 8000))  # prompts at once, tokens each
@@ -75,4 +74,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

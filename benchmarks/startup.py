@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from server.local import LocalServer
 
 POLL_S = 0.02
@@ -107,4 +107,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

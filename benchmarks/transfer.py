@@ -27,7 +27,7 @@ import numpy as np
 import zmq
 
 from benchmarks.bare_zmq import BareReceiver
-from benchmarks.report import console, print_table
+from benchmarks.report import console, print_table, run
 from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEATS, SESSION, STALLED, Job
 from core.arrays import pack
 from core.backends import NIXL, SHM, ZMQ, PoolMemory
@@ -286,4 +286,4 @@ def main(given: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -8,7 +8,6 @@ a core busy; the plain vLLM beside each shows what the machine was like. Needs w
 import argparse
 import secrets
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import console, print_table, prompt, spread
+from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
 from server.local import LocalServer
 from server.ports import free_port
@@ -144,4 +143,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)
