@@ -104,7 +104,7 @@ class ModelRunner:
         dtype = resolve_dtype(model.dtype, device)
         length = spec.resolve_length(max_model_len or model.max_model_len)
         native = has_matrix_units(dtype, device)
-        kernels = load_kernels() if device == "cpu" and (dtype == "float32" or not native) else None
+        kernels = load_kernels() if device == "cpu" and (dtype != "float16" or not native) else None
         plan = plan_memory(
             spec,
             dtype,

@@ -11,7 +11,7 @@ from engine.model.rope import rotate
 
 class Arithmetic(Protocol):
     def pack(self, weight: Tensor) -> Tensor:
-        """A matrix [out, in] in the form in which linear() likes it best."""
+        """A matrix [out, in] in the form in which linear() likes it best, for rows of the same dtype."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

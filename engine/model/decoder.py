@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionPass
 from engine.dtypes import Precision
-from engine.model.arithmetic import Arithmetic, linear
+from engine.model.arithmetic import Arithmetic, TorchArithmetic, linear
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelSpec
 from engine.model.rope import rotary_tables
@@ -41,7 +41,8 @@ class Decoder:
         self._precision = precision
         self._arithmetic = arithmetic
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            load = partial(load_layer, spec, checkpoint, precision=precision, pack=arithmetic.pack, device=device)
+            pack = arithmetic.pack if precision.held == precision.compute else TorchArithmetic().pack
+            load = partial(load_layer, spec, checkpoint, precision=precision, pack=pack, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,

@@ -1,5 +1,5 @@
-"""kernels.c, built when the package is installed: a float32 forward pass on the CPU, each part in one parallel region.
-Where it was not built, or the CPU lacks AVX2, torch does the same work."""
+"""kernels.c, built when the package is installed: a forward pass on the CPU, each part in one parallel region. Where it
+was not built, or the CPU lacks AVX2, torch does the same work."""
 
 import ctypes
 from functools import cache
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.native import load_library
 from engine.model.arithmetic import linear
+from engine.native import onednn
 
 LANES = 16  # of kernels.c
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -42,15 +43,16 @@ class PassRecord(ctypes.Structure):
 
 
 class Kernels:
-    """Calls into the library. Tensors are float32 on the CPU; rows may be apart, elements of a row may not."""
+    """Calls into the library. Tensors are on the CPU, in float32, or but for attend() in bfloat16, which is rounded
+    where torch rounds it; rows may be apart, elements of a row may not."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add_norm = library.headrace_add_norm
-        self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F), None
+        self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F, _I), None
         self._rotate = library.headrace_rotate
-        self._rotate.argtypes, self._rotate.restype = (_P, _P, _P, _I, _I, _I, _I), None
+        self._rotate.argtypes, self._rotate.restype = (_P, _P, _P, _I, _I, _I, _I, _I), None
         self._gate = library.headrace_gate
-        self._gate.argtypes, self._gate.restype = (_P, _P, _I, _I), None
+        self._gate.argtypes, self._gate.restype = (_P, _P, _I, _I, _I), None
         self._multiply = library.headrace_multiply
         self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I, _I, _I), None
         self._multiplies = bool(library.headrace_multiplies())
@@ -58,13 +60,18 @@ class Kernels:
         self._attend.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _I, _P, _F)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """[out, in] → [out / LANES, in, LANES], where the kernel is to multiply it; else as it is, for torch."""
+        """[out, in] → [out / LANES, in, LANES] for the kernel, which multiplies float32; bfloat16 is for oneDNN. What
+        neither multiplies here is left as it is, for torch."""
+        if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
+            return onednn.pack(weight)
         if not self._multiplies or weight.dtype != torch.float32 or weight.shape[0] % LANES:
             return weight
         return weight.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [rows, in], a matrix from pack(), bias [out]: [rows, out]."""
+        if weight.is_mkldnn:
+            return onednn.linear(x, weight, bias)
         if weight.dim() == 2:
             return linear(x, weight, bias)
         panels, depth, _ = weight.shape
@@ -75,27 +82,29 @@ class Kernels:
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """hidden [rows, width] += delta, in place; returns RMSNorm of it times weight [width]."""
-        weight = weight.float().contiguous()
+        weight = weight.to(hidden.dtype).contiguous()
         _require(hidden.is_contiguous() and (delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)))
-        _require(hidden.dtype == torch.float32 and (delta is None or delta.dtype == torch.float32))
+        _require(delta is None or delta.dtype == hidden.dtype)
         normed = torch.empty_like(hidden)
         other = None if delta is None else delta.data_ptr()
-        self._add_norm(hidden.data_ptr(), other, weight.data_ptr(), normed.data_ptr(), *hidden.shape, eps)
+        self._add_norm(
+            hidden.data_ptr(), other, weight.data_ptr(), normed.data_ptr(), *hidden.shape, eps, _dtype(hidden)
+        )  # fmt: skip
         return normed
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """engine.model.rope.rotate, of x [rows, heads, width] whose heads are dense."""
         rows, heads, width = x.shape
-        _require(x.dtype == cos.dtype == sin.dtype == torch.float32 and x.stride()[1:] == (width, 1))
+        _require(cos.dtype == sin.dtype == torch.float32 and x.stride()[1:] == (width, 1))
         _require(cos.is_contiguous() and sin.is_contiguous() and cos.numel() == sin.numel() == rows * width)
-        self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, x.stride(0), heads, width)
+        self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, x.stride(0), heads, width, _dtype(x))
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu of the first half of each row [rows, 2 * width], times the second: [rows, width]."""
-        _require(gate_up.dtype == torch.float32 and gate_up.is_contiguous())
+        _require(gate_up.is_contiguous())
         rows, both = gate_up.shape
         activated = gate_up.new_empty(rows, both // 2)
-        self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2)
+        self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
         return activated
 
     def attend(self, record: PassRecord, layer: int, query: Tensor, keys_values: Tensor, scale: float) -> Tensor:
@@ -118,6 +127,12 @@ def load_kernels() -> Kernels | None:
     """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared."""
     library = load_library(Path(__file__).with_name("kernels.c"))
     return Kernels(library) if library is not None and library.headrace_usable() else None
+
+
+def _dtype(rows: Tensor) -> int:
+    """What kernels.c calls the dtype of rows that it computes with."""
+    _require(rows.dtype in (torch.float32, torch.bfloat16))
+    return POOL_DTYPES[rows.dtype]
 
 
 def _require(condition: bool) -> None:

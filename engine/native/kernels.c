@@ -1,5 +1,5 @@
-/* A float32 forward pass on the CPU, each part of it in one parallel region: matrix products, attention over the paged
- * pool, RMSNorm with the residual, the rotary embedding, the gated activation.
+/* A forward pass on the CPU, each part of it in one parallel region: matrix products and attention over the paged pool in
+ * float32; RMSNorm with the residual, the rotary embedding and the gated activation in bfloat16, too.
  *
  * Plain C with GCC's vector extension and OpenMP, called through ctypes (engine/native/__init__.py), which checks
  * shapes, strides and dtypes. Threads are those that torch computes with: both use one OpenMP runtime.
@@ -33,6 +33,8 @@ int headrace_multiplies(void) { return 0; }
 
 typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -42,8 +44,10 @@ HOT vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
 HOT vec either(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
 #if defined(__x86_64__)
 HOT vec larger(vec a, vec b) { return (vec)__builtin_ia32_maxps256(a, b); }
+HOT vec smaller(vec a, vec b) { return (vec)__builtin_ia32_minps256(a, b); }
 #else
 HOT vec larger(vec a, vec b) { return either(a > b, a, b); }
+HOT vec smaller(vec a, vec b) { return either(a < b, a, b); }
 #endif
 
 HOT float total(vec v)
@@ -51,7 +55,7 @@ HOT float total(vec v)
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-/* 2 to the power of x, for x <= 0; 0 below the smallest normal number. A polynomial on [-1/2, 1/2] (Taylor's, to the
+/* 2 to the power of x, for x < 128, and infinity at 128; 0 below the smallest normal number. A polynomial on [-1/2, 1/2] (Taylor's, to the
  * seventh power: below one unit in the last place), times a power of two made in the exponent's bits. */
 HOT vec power_of_two(vec x)
 {
@@ -71,90 +75,152 @@ HOT vec power_of_two(vec x)
     return p * (vec)scale;
 }
 
-HOT vec sigmoid(vec x)
-{
-    ivec negative = x < 0;
-    vec magnitude = either(negative, x, -x);
-    vec e = power_of_two(magnitude * 1.4426950408889634f); /* exp(-|x|) */
-    vec at_negative = e / (1.0f + e);
-    return either(negative, at_negative, 1.0f - at_negative);
-}
+HOT vec sigmoid(vec x) { return 1.0f / (1.0f + power_of_two(smaller(x * -1.4426950408889634f, splat(128)))); }
 
 /* ---- elementwise ------------------------------------------------------------------------------------------------ */
 
-/* hidden += delta (unless that is NULL); normed = hidden / rms(hidden) * weight. All [rows, width], dense. */
-void headrace_add_norm(float *hidden, const float *delta, const float *weight, float *normed, int64_t rows,
-                       int64_t width, float eps)
+/* A row's dtype, FLOAT32 or BFLOAT16, is known to the compiler wherever these are used. Rows are met eight elements at a
+ * time, of which the last ones may be fewer. */
+#define BY_EIGHTS(width, step)                         \
+    do {                                               \
+        int64_t i = 0;                                 \
+        for (const int64_t n = 8; i + n <= width; i += n) \
+            step;                                      \
+        const int64_t n = width - i;                   \
+        if (n)                                         \
+            step;                                      \
+    } while (0)
+
+HOT int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+HOT char *at(const void *rows, int64_t index, int dtype) { return (char *)rows + index * size_of(dtype); }
+
+HOT vec take(const void *row, int64_t i, int64_t n, int dtype)
 {
+    const void *from = at(row, i, dtype);
+    char last[32] = {0};
+    if (n < 8)
+        from = memcpy(last, from, n * size_of(dtype));
+    if (dtype == FLOAT32)
+        return *(const vec *)from;
+    return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16);
+}
+
+/* To the nearest number whose lower half is zero, and of two to the even one. NaN stays NaN: those of 16 bits, and those
+ * that the CPU makes, have a lower half of zeros, too. */
+HOT vec rounded(vec v, int dtype)
+{
+    uvec bits = (uvec)v;
+    return dtype == FLOAT32 ? v : (vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+}
+
+/* v: rounded. */
+HOT void put(void *row, int64_t i, int64_t n, vec v, int dtype)
+{
+    char *to = at(row, i, dtype);
+    if (dtype == FLOAT32) {
+        if (n == 8)
+            *(vec *)to = v;
+        else
+            memcpy(to, &v, n * sizeof(float));
+        return;
+    }
+    typedef uint16_t both __attribute__((vector_size(32)));
+    typedef uint16_t halves_of __attribute__((vector_size(16)));
+    both all = (both)v;
+    halves_of upper = __builtin_shufflevector(all, all, 1, 3, 5, 7, 9, 11, 13, 15);
+    if (n == 8)
+        *(halves *)to = (halves)upper;
+    else
+        memcpy(to, &upper, n * sizeof(uint16_t));
+}
+
+HOT vec add_part(void *x, const void *delta, int64_t i, int64_t n, int dtype)
+{
+    vec v = take(x, i, n, dtype);
+    if (delta) {
+        v = rounded(v + take(delta, i, n, dtype), dtype);
+        put(x, i, n, v, dtype);
+    }
+    return v;
+}
+
+HOT void norm_row(void *x, const void *delta, const void *weight, void *normed, int64_t width, float eps, int dtype)
+{
+    vec sums = splat(0), v;
+    BY_EIGHTS(width, (v = add_part(x, delta, i, n, dtype), sums += v * v));
+    float scale = 1.0f / __builtin_sqrtf(total(sums) / (float)width + eps);
+    BY_EIGHTS(width, (v = rounded(take(x, i, n, dtype) * scale, dtype) * take(weight, i, n, dtype),
+                      put(normed, i, n, rounded(v, dtype), dtype)));
+}
+
+/* hidden += delta (unless that is NULL); normed = hidden / rms(hidden) * weight. All [rows, width], dense. */
+void headrace_add_norm(void *hidden, const void *delta, const void *weight, void *normed, int64_t rows, int64_t width,
+                       float eps, int64_t dtype)
+{
+#define ROW(type) norm_row(at(hidden, row * width, type), delta ? at(delta, row * width, type) : NULL, weight, \
+                           at(normed, row * width, type), width, eps, type)
 #pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        float *x = hidden + row * width;
-        const float *d = delta ? delta + row * width : NULL;
-        vec sums = splat(0);
-        float sum = 0;
-        int64_t i = 0;
-        for (; i + 8 <= width; i += 8) {
-            vec v = load(x + i);
-            if (d) {
-                v += load(d + i);
-                store(x + i, v);
-            }
-            sums += v * v;
-        }
-        for (; i < width; i++) {
-            if (d)
-                x[i] += d[i];
-            sum += x[i] * x[i];
-        }
-        float scale = 1.0f / __builtin_sqrtf((sum + total(sums)) / (float)width + eps);
-        for (i = 0; i + 8 <= width; i += 8)
-            store(normed + row * width + i, load(x + i) * scale * load(weight + i));
-        for (; i < width; i++)
-            normed[row * width + i] = x[i] * scale * weight[i];
+    for (int64_t row = 0; row < rows; row++)
+        if (dtype == FLOAT32)
+            ROW(FLOAT32);
+        else
+            ROW(BFLOAT16);
+#undef ROW
+}
+
+HOT void rotate_part(void *low, void *high, const float *cos, const float *sin, int64_t half, int64_t i, int64_t n,
+                     int dtype)
+{
+    vec a = take(low, i, n, dtype), b = take(high, i, n, dtype);
+    vec low_cos = take(cos, i, n, FLOAT32), low_sin = take(sin, i, n, FLOAT32);
+    vec high_cos = take(cos + half, i, n, FLOAT32), high_sin = take(sin + half, i, n, FLOAT32);
+    put(low, i, n, rounded(a * low_cos + b * low_sin, dtype), dtype);
+    put(high, i, n, rounded(b * high_cos + a * high_sin, dtype), dtype);
+}
+
+HOT void rotate_row(void *x, const float *cos, const float *sin, int64_t heads, int64_t width, int dtype)
+{
+    const int64_t half = width / 2;
+    for (int64_t head = 0; head < heads; head++) {
+        void *low = at(x, head * width, dtype), *high = at(low, half, dtype);
+        BY_EIGHTS(half, rotate_part(low, high, cos, sin, half, i, n, dtype));
     }
 }
 
-/* Rotate x [rows, heads, width] in place, rows `stride` elements apart; cos and sin [rows, width], sin negative in its
- * first half: x * cos + (x with its halves swapped) * sin. */
-void headrace_rotate(float *x, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,
-                     int64_t width)
+/* Rotate x [rows, heads, width] in place, rows `stride` elements apart; cos and sin float32 [rows, width], sin negative in
+ * its first half: x * cos + (x with its halves swapped) * sin. */
+void headrace_rotate(void *x, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,
+                     int64_t width, int64_t dtype)
 {
-    const int64_t half = width / 2;
+#define ROW(type) rotate_row(at(x, row * stride, type), cos + row * width, sin + row * width, heads, width, type)
 #pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *c = cos + row * width, *s = sin + row * width;
-        for (int64_t head = 0; head < heads; head++) {
-            float *low = x + row * stride + head * width, *high = low + half;
-            int64_t i = 0;
-            for (; i + 8 <= half; i += 8) {
-                vec a = load(low + i), b = load(high + i);
-                store(low + i, a * load(c + i) + b * load(s + i));
-                store(high + i, b * load(c + half + i) + a * load(s + half + i));
-            }
-            for (; i < half; i++) {
-                float a = low[i], b = high[i];
-                low[i] = a * c[i] + b * s[i];
-                high[i] = b * c[half + i] + a * s[half + i];
-            }
-        }
-    }
+    for (int64_t row = 0; row < rows; row++)
+        if (dtype == FLOAT32)
+            ROW(FLOAT32);
+        else
+            ROW(BFLOAT16);
+#undef ROW
+}
+
+HOT void gate_row(const void *gate, const void *up, void *activated, int64_t width, int dtype)
+{
+    vec g, v;
+    BY_EIGHTS(width, (g = take(gate, i, n, dtype), v = rounded(g * sigmoid(g), dtype) * take(up, i, n, dtype),
+                      put(activated, i, n, rounded(v, dtype), dtype)));
 }
 
 /* activated [rows, width] = silu(gate) * up, of gate_up [rows, 2 * width]. */
-void headrace_gate(const float *gate_up, float *activated, int64_t rows, int64_t width)
+void headrace_gate(const void *gate_up, void *activated, int64_t rows, int64_t width, int64_t dtype)
 {
+#define ROW(type) gate_row(at(gate_up, 2 * row * width, type), at(gate_up, (2 * row + 1) * width, type), \
+                           at(activated, row * width, type), width, type)
 #pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gate = gate_up + row * 2 * width, *up = gate + width;
-        float *out = activated + row * width;
-        int64_t i = 0;
-        for (; i + 8 <= width; i += 8) {
-            vec g = load(gate + i);
-            store(out + i, g * sigmoid(g) * load(up + i));
-        }
-        for (; i < width; i++)
-            out[i] = gate[i] * sigmoid(splat(gate[i]))[0] * up[i];
-    }
+    for (int64_t row = 0; row < rows; row++)
+        if (dtype == FLOAT32)
+            ROW(FLOAT32);
+        else
+            ROW(BFLOAT16);
+#undef ROW
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */

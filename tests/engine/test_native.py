@@ -18,7 +18,7 @@ from engine.attention.native import NativeAttention
 from engine.attention.sdpa import SdpaAttention
 from engine.device import has_matrix_units
 from engine.model.arithmetic import TorchArithmetic
-from engine.native import Kernels, load_kernels
+from engine.native import Kernels, load_kernels, onednn
 from engine.pool import KVPool
 from tests.engine.models import Prompt, make_runner
 from tests.engine.test_attention import make_spans, poison_unused
@@ -39,25 +39,39 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 70), width=st.integers(1, 70), seed=st.integers(0, 99))
-def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, seed: int) -> None:
-    """Widths that are no multiple of a vector, too."""
-    plain = TorchArithmetic()
-    hidden, delta, weight = normal(rows, width, seed=seed), normal(rows, width, seed=seed + 1), normal(width, seed=2)
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 70), width=st.integers(1, 70), wide=st.booleans(), seed=st.integers(0, 99))
+def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, wide: bool, seed: int) -> None:
+    """Widths that are no multiple of a vector, too. What is rounded to 16 bits is rounded where torch does."""
+    plain, dtype = TorchArithmetic(), torch.float32 if wide else torch.bfloat16
+    close = 1e-5 if wide else 2**-7  # sums in another order may round to the neighbour
+
+    def numbers(*shape: int, add: int) -> torch.Tensor:
+        return normal(*shape, seed=seed + add).to(dtype)
+
+    hidden, delta, weight = numbers(rows, width, add=0), numbers(rows, width, add=1), numbers(width, add=2)
     for change in (None, delta):
         one, other = hidden.clone(), hidden.clone()
         normed = kernels.add_norm(one, change, weight, 1e-5)
-        torch.testing.assert_close(normed, plain.add_norm(other, change, weight, 1e-5), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(normed, plain.add_norm(other, change, weight, 1e-5), atol=close, rtol=close)
         torch.testing.assert_close(one, other, atol=0, rtol=0)
-    gate_up = 30 * normal(rows, 2 * width, seed=seed + 3)
-    torch.testing.assert_close(kernels.gate(gate_up), plain.gate(gate_up), atol=1e-5, rtol=1e-5)
+    gate_up = 30 * numbers(rows, 2 * width, add=3)
+    torch.testing.assert_close(kernels.gate(gate_up), plain.gate(gate_up), atol=close, rtol=close)
     cos, sin = normal(rows, 1, 2 * width, seed=seed + 4), normal(rows, 1, 2 * width, seed=seed + 5)
-    wide = normal(rows, 5, 2 * width, seed=seed + 6)  # two heads of five are rotated; the others stay
-    one, other = wide.clone(), wide.clone()
+    heads = numbers(rows, 5, 2 * width, add=6)  # two heads of five are rotated; the others stay
+    one, other = heads.clone(), heads.clone()
     kernels.rotate(one[:, :2], cos, sin)
     plain.rotate(other[:, :2], cos, sin)
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one, other, atol=close, rtol=close)
+
+
+def test_sixteen_bits_are_rounded_as_torch_rounds(kernels: Kernels) -> None:
+    """Ties to even, infinity and NaN: sums of all bfloat16 numbers with what makes them ties, and a little more."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    for share in (0.0, 2.0**-9, 1.5 * 2.0**-9, -(2.0**-9), 3 * 2.0**-9):
+        hidden, delta = every.clone()[None], (every.float() * share).to(torch.bfloat16)[None]
+        kernels.add_norm(hidden, delta, torch.ones(len(every), dtype=torch.bfloat16), 1e-5)
+        torch.testing.assert_close(hidden, (every + delta[0])[None], atol=0, rtol=0, equal_nan=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,9 +87,25 @@ def test_products_equal_torch(kernels: Kernels, rows: int, panels: int, depth: i
     torch.testing.assert_close(kernels.linear(x, kernels.pack(weight), added), expected, atol=3e-4, rtol=1e-5)
 
 
+def test_matrices_in_the_layout_of_onednn(kernels: Kernels) -> None:
+    """In float32, which it packs on every CPU; bfloat16 wants units for that."""
+    for rows, bias in ((1, None), (7, normal(48, seed=3)), (600, normal(48, seed=3))):
+        x, weight = normal(rows, 40, seed=rows), normal(48, 40, seed=2)
+        found = kernels.linear(x, onednn.pack(weight), bias)
+        torch.testing.assert_close(found, TorchArithmetic().linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not onednn.has_bfloat16(), reason="a CPU whose bfloat16 oneDNN does not multiply")
+def test_sixteen_bit_matrices_are_packed(kernels: Kernels) -> None:
+    x, weight, bias = (normal(*shape).bfloat16() for shape in ((70, 40), (48, 40), (48,)))
+    packed = kernels.pack(weight)
+    assert packed.is_mkldnn
+    torch.testing.assert_close(kernels.linear(x, packed, bias), TorchArithmetic().linear(x, weight, bias))
+
+
 def test_matrices_that_no_kernel_multiplies_are_left_to_torch(kernels: Kernels) -> None:
     x = normal(5, 32)
-    for weight in (normal(20, 32), normal(32, 32).bfloat16()):
+    for weight in (normal(20, 32), normal(32, 32).half()):
         assert kernels.pack(weight) is weight
         torch.testing.assert_close(kernels.linear(x, weight), TorchArithmetic().linear(x, weight), atol=0, rtol=0)
 
@@ -139,6 +169,8 @@ def test_tensors_of_another_kind_are_refused(kernels: Kernels) -> None:
         kernels.gate(normal(4, 8).T)
     with pytest.raises(ValueError, match="not as the kernels need it"):
         kernels.add_norm(normal(4, 8), normal(4, 4), normal(8), 1e-5)
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.gate(normal(4, 8).half())
     with pytest.raises(ValueError, match="not as the kernels need it"):
         kernels.rotate(normal(4, 2, 8).double(), normal(4, 1, 8), normal(4, 1, 8))
 
