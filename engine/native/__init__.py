@@ -2,6 +2,7 @@
 was not built, or the CPU lacks AVX2, torch does the same work."""
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from core.native import load_library
 from engine.model.arithmetic import linear
 from engine.native import onednn
+
+log = logging.getLogger(__name__)
 
 LANES = 16  # of kernels.c
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -126,6 +129,8 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared."""
     library = load_library(Path(__file__).with_name("kernels.c"))
+    if library is None:
+        log.warning("kernels.c was not compiled at the installation, for want of a C compiler: torch takes longer")
     return Kernels(library) if library is not None and library.headrace_usable() else None
 
 

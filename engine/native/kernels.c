@@ -55,8 +55,8 @@ HOT float total(vec v)
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-/* 2 to the power of x, for x < 128, and infinity at 128; 0 below the smallest normal number. A polynomial on [-1/2, 1/2] (Taylor's, to the
- * seventh power: below one unit in the last place), times a power of two made in the exponent's bits. */
+/* 2 to the power of x, for x < 128, and infinity at 128; 0 below the smallest normal number. A polynomial on [-1/2, 1/2]
+ * (Taylor's, to the seventh power: below one unit in the last place), times a power of two made in the exponent's bits. */
 HOT vec power_of_two(vec x)
 {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
@@ -77,22 +77,30 @@ HOT vec power_of_two(vec x)
 
 HOT vec sigmoid(vec x) { return 1.0f / (1.0f + power_of_two(smaller(x * -1.4426950408889634f, splat(128)))); }
 
-/* ---- elementwise ------------------------------------------------------------------------------------------------ */
+/* ---- rows in any dtype ------------------------------------------------------------------------------------------ */
 
-/* A row's dtype, FLOAT32 or BFLOAT16, is known to the compiler wherever these are used. Rows are met eight elements at a
- * time, of which the last ones may be fewer. */
-#define BY_EIGHTS(width, step)                         \
-    do {                                               \
-        int64_t i = 0;                                 \
+/* A step for every eight elements of a row, from i on; n is less than eight for what is left at its end. */
+#define BY_EIGHTS(width, step)                            \
+    do {                                                  \
+        int64_t i = 0;                                    \
         for (const int64_t n = 8; i + n <= width; i += n) \
-            step;                                      \
-        const int64_t n = width - i;                   \
-        if (n)                                         \
-            step;                                      \
+            step;                                         \
+        const int64_t n = width - i;                      \
+        if (n)                                            \
+            step;                                         \
     } while (0)
 
+/* The dtype is known to the compiler wherever these are used. */
 HOT int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 HOT char *at(const void *rows, int64_t index, int dtype) { return (char *)rows + index * size_of(dtype); }
+
+#if defined(__x86_64__)
+typedef short shorts __attribute__((vector_size(16), aligned(2), may_alias));
+HOT vec float16(const void *from) { return (vec)__builtin_ia32_vcvtph2ps256(*(const shorts *)from); }
+#else
+typedef _Float16 float16s __attribute__((vector_size(16), aligned(2), may_alias));
+HOT vec float16(const void *from) { return __builtin_convertvector(*(const float16s *)from, vec); }
+#endif
 
 HOT vec take(const void *row, int64_t i, int64_t n, int dtype)
 {
@@ -102,7 +110,9 @@ HOT vec take(const void *row, int64_t i, int64_t n, int dtype)
         from = memcpy(last, from, n * size_of(dtype));
     if (dtype == FLOAT32)
         return *(const vec *)from;
-    return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16);
+    if (dtype == BFLOAT16)
+        return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16);
+    return float16(from);
 }
 
 /* To the nearest number whose lower half is zero, and of two to the even one. NaN stays NaN: those of 16 bits, and those
@@ -113,26 +123,20 @@ HOT vec rounded(vec v, int dtype)
     return dtype == FLOAT32 ? v : (vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
 
-/* v: rounded. */
+/* In float32, or v rounded to BFLOAT16. */
 HOT void put(void *row, int64_t i, int64_t n, vec v, int dtype)
 {
     char *to = at(row, i, dtype);
-    if (dtype == FLOAT32) {
-        if (n == 8)
-            *(vec *)to = v;
-        else
-            memcpy(to, &v, n * sizeof(float));
-        return;
-    }
-    typedef uint16_t both __attribute__((vector_size(32)));
-    typedef uint16_t halves_of __attribute__((vector_size(16)));
-    both all = (both)v;
-    halves_of upper = __builtin_shufflevector(all, all, 1, 3, 5, 7, 9, 11, 13, 15);
-    if (n == 8)
-        *(halves *)to = (halves)upper;
+    halves upper = __builtin_convertvector((uvec)v >> 16, halves);
+    if (n < 8)
+        memcpy(to, dtype == FLOAT32 ? (const void *)&v : &upper, n * size_of(dtype));
+    else if (dtype == FLOAT32)
+        *(vec *)to = v;
     else
-        memcpy(to, &upper, n * sizeof(uint16_t));
+        *(halves *)to = upper;
 }
+
+/* ---- elementwise ------------------------------------------------------------------------------------------------ */
 
 HOT vec add_part(void *x, const void *delta, int64_t i, int64_t n, int dtype)
 {
@@ -324,27 +328,19 @@ struct scratch {
     float *scores;            /* [TILE, LANES] */
 };
 
-HOT float widened(const void *from, int64_t index, int64_t dtype)
+HOT void widen(float *to, const void *from, int64_t elements, int dtype)
 {
-    if (dtype == BFLOAT16) {
-        uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
-        float value;
-        memcpy(&value, &bits, sizeof value);
-        return value;
-    }
-    return (float)((const _Float16 *)from)[index];
+    BY_EIGHTS(elements, put(to, i, n, take(from, i, n, dtype), FLOAT32));
 }
 
 HOT void copy_rows(float *to, const void *pool, int64_t offset, int64_t elements, int64_t dtype)
 {
     if (dtype == FLOAT32)
-        memcpy(to, (const float *)pool + offset, elements * sizeof(float));
+        memcpy(to, at(pool, offset, FLOAT32), elements * sizeof(float));
     else if (dtype == BFLOAT16)
-        for (int64_t i = 0; i < elements; i++)
-            to[i] = widened(pool, offset + i, BFLOAT16);
+        widen(to, at(pool, offset, BFLOAT16), elements, BFLOAT16);
     else
-        for (int64_t i = 0; i < elements; i++)
-            to[i] = widened(pool, offset + i, FLOAT16);
+        widen(to, at(pool, offset, FLOAT16), elements, FLOAT16);
 }
 
 /* Keys and values of positions [from, from + count), those of this pass from keys_values, earlier ones from the pool. */
