@@ -42,8 +42,7 @@ class SdpaPass:
 
     def _row(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
         """[1, kv_heads, positions, head_dim] each."""
-        pages = (
-            self._pool.tensor[place(span.pages, self._pool.tensor.device), layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        )
+        ids = place(span.pages, self._pool.tensor.device)
+        pages = self._pool.tensor[ids, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = pages[:, None, :, : span.start + span.count].unbind(0)
         return keys, values

@@ -40,8 +40,9 @@ class Decoder:
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
+        # Weights that are converted in every product are not packed.
+        pack = arithmetic.pack if precision.held == precision.compute else TorchArithmetic().pack
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            pack = arithmetic.pack if precision.held == precision.compute else TorchArithmetic().pack
             load = partial(load_layer, spec, checkpoint, precision=precision, pack=pack, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
