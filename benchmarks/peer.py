@@ -8,20 +8,24 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 READY = "ready"
 
 
-def serve(compute: Callable[[list[list[int]]], None]) -> None:
+def take_stdout() -> TextIO:
+    """What answers go to. Whatever else is printed from now on goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(compute: Callable[[list[list[int]]], None], answers: TextIO) -> None:
     """Say that all is loaded, then compute what is asked until standard input ends."""
-    with os.fdopen(_answers, "w", buffering=1) as answers:
+    with answers:
         print(json.dumps(READY), file=answers)
         for line in sys.stdin:
             prompts = json.loads(line)
             started = time.perf_counter()
             compute(prompts)
             print(json.dumps(time.perf_counter() - started), file=answers)
-
-
-_answers = os.dup(1)
-os.dup2(2, 1)

@@ -6,12 +6,13 @@ first token is all it samples.
 
 import sys
 
-from benchmarks.peer import serve
+from benchmarks.peer import serve, take_stdout
 
 PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def main(model: str, dtype: str, threads: int) -> None:
+    answers = take_stdout()
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -31,7 +32,7 @@ def main(model: str, dtype: str, threads: int) -> None:
     def compute(prompts: list[list[int]]) -> None:
         engine.generate([ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts], [one] * len(prompts))
 
-    serve(compute)
+    serve(compute, answers)
 
 
 if __name__ == "__main__":

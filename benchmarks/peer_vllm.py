@@ -7,12 +7,13 @@ is all it samples.
 import os
 import sys
 
-from benchmarks.peer import serve
+from benchmarks.peer import serve, take_stdout
 
 EAGER = True  # nothing compiled: on the CPU as fast as its default, and up within seconds
 
 
 def main(model: str, dtype: str, threads: int) -> None:
+    answers = take_stdout()
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
@@ -35,7 +36,7 @@ def main(model: str, dtype: str, threads: int) -> None:
     def compute(prompts: list[list[int]]) -> None:
         engine.generate([{"prompt_token_ids": ids} for ids in prompts], one, use_tqdm=False)
 
-    serve(compute)
+    serve(compute, answers)
 
 
 if __name__ == "__main__":
