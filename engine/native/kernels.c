@@ -138,6 +138,16 @@ HOT void put(void *row, int64_t i, int64_t n, vec v, int dtype)
 
 /* ---- elementwise ------------------------------------------------------------------------------------------------ */
 
+/* step(type) for every `row` of `rows`, with their `dtype` as a constant. */
+#define EVERY_ROW(step)                                                                                    \
+    _Pragma("omp parallel for schedule(static) if (rows > 1)") for (int64_t row = 0; row < rows; row++)    \
+    {                                                                                                      \
+        if (dtype == FLOAT32)                                                                              \
+            step(FLOAT32);                                                                                 \
+        else                                                                                               \
+            step(BFLOAT16);                                                                                \
+    }
+
 HOT vec add_part(void *x, const void *delta, int64_t i, int64_t n, int dtype)
 {
     vec v = take(x, i, n, dtype);
@@ -163,12 +173,7 @@ void headrace_add_norm(void *hidden, const void *delta, const void *weight, void
 {
 #define ROW(type) norm_row(at(hidden, row * width, type), delta ? at(delta, row * width, type) : NULL, weight, \
                            at(normed, row * width, type), width, eps, type)
-#pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++)
-        if (dtype == FLOAT32)
-            ROW(FLOAT32);
-        else
-            ROW(BFLOAT16);
+    EVERY_ROW(ROW)
 #undef ROW
 }
 
@@ -197,12 +202,7 @@ void headrace_rotate(void *x, const float *cos, const float *sin, int64_t rows, 
                      int64_t width, int64_t dtype)
 {
 #define ROW(type) rotate_row(at(x, row * stride, type), cos + row * width, sin + row * width, heads, width, type)
-#pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++)
-        if (dtype == FLOAT32)
-            ROW(FLOAT32);
-        else
-            ROW(BFLOAT16);
+    EVERY_ROW(ROW)
 #undef ROW
 }
 
@@ -218,12 +218,7 @@ void headrace_gate(const void *gate_up, void *activated, int64_t rows, int64_t w
 {
 #define ROW(type) gate_row(at(gate_up, 2 * row * width, type), at(gate_up, (2 * row + 1) * width, type), \
                            at(activated, row * width, type), width, type)
-#pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++)
-        if (dtype == FLOAT32)
-            ROW(FLOAT32);
-        else
-            ROW(BFLOAT16);
+    EVERY_ROW(ROW)
 #undef ROW
 }
 
