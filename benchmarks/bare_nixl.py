@@ -9,8 +9,8 @@ import time
 import numpy as np
 from nixl import _bindings as nixl
 
-from core.backends import NixlAccess
-from transfer.backends.nixl import LOOPBACK, Agent
+from headrace.core.types.backends import NixlAccess
+from headrace.transfer.backends.nixl import LOOPBACK, Agent
 
 POLL_S = 0.0005
 

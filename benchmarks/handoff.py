@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import httpx
 
 from benchmarks.report import console, print_table, prompt, run, spread
-from server.local import LocalServer
+from headrace.server.launch.local_server import LocalServer
 
 
 def through_peer(decode: LocalServer, ids: list[int]) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.dtypes import TORCH_DTYPES
-from engine.model.config import ModelSpec
+from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.model.config import ModelSpec
 
 LAYERS = 4  # measured in place of all, one after the other, each with weights of its own
 TILE = 256  # queries that meet their mean number of keys at once

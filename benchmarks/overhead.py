@@ -22,8 +22,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.report import console, print_table, prompt, run, spread
-from server.local import LocalServer
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
+from headrace.server.launch.local_server import LocalServer
 
 VOCABULARY = 1000
 STAND_IN = f"stand-in:us_per_token=0,max_len=4096,vocab={VOCABULARY}"

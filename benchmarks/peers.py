@@ -22,9 +22,9 @@ from benchmarks.peer import READY
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.vllm_server import export
-from core.process import keep_freed_memory
-from engine.model.source import load_spec, resolve_source
-from server.local import LocalServer
+from headrace.core.runtime.process import keep_freed_memory
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.server.launch.local_server import LocalServer
 
 LOADS: dict[str, tuple[int, ...]] = {
     "128": (128,),

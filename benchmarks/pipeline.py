@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import console, print_table, prompt, run, spread
-from server.local import LocalServer
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
+from headrace.server.launch.local_server import LocalServer
 
 LAYERS = 16
 VOCABULARY = 1000

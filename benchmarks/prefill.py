@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.report import console, print_table, prompt, run, spread
-from engine.model.source import resolve_source
-from server.local import LocalServer
+from headrace.engine.model.source import resolve_source
+from headrace.server.launch.local_server import LocalServer
 
 
 def transformers_prefill(model: str, dtype: str) -> Callable[[list[int]], None]:

@@ -18,28 +18,28 @@ import torch
 from benchmarks.overhead import computed
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, run
-from core import arrays
-from core.config import EngineConfig, ModelConfig
-from core.orders import Row
-from core.process import keep_freed_memory
-from core.request import SamplingParams
-from engine.attention.base import Attention, AttentionPass, Span
-from engine.runner import ModelRunner
-from server.local import LocalServer
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.runtime.process import keep_freed_memory
+from headrace.core.types import packed
+from headrace.core.types.request import SamplingParams
+from headrace.engine.attention.base import Attention, AttentionPass, AttentionSpan
+from headrace.engine.runner import ModelRunner
+from headrace.server.launch.local_server import LocalServer
 
 PAGE = 16
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def rows_of(ids: Sequence[int], chunk: int) -> list[Row]:
+def rows_of(ids: Sequence[int], chunk: int) -> list[PlanRow]:
     """One prompt, a plan for each row."""
     rows = []
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         end = start + len(part)
         sample = SamplingParams(temperature=0.0) if end == len(ids) else None
-        rows.append(Row(1, start, len(part), arrays.pack(range(-(-end // PAGE))), arrays.pack(part), sample=sample))
+        rows.append(PlanRow(1, start, len(part), packed.pack(range(-(-end // PAGE))), packed.pack(part), sample=sample))
     return rows
 
 
@@ -71,11 +71,11 @@ class TimedAttention:
         self._attention = attention
         self._watch = watch
 
-    def begin(self, spans: Sequence[Span]) -> AttentionPass:
+    def begin(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
         return TimedPass(self._attention.begin(spans), self._watch)
 
 
-def by_part(runner: ModelRunner, rows: Sequence[Row]) -> tuple[float, float, float]:
+def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float, float]:
     """Seconds of products, attention and everything else."""
     products, attention = Stopwatch(), Stopwatch()
     arithmetic = runner._decoder._arithmetic

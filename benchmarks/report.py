@@ -9,7 +9,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from core.errors import ConfigError
+from headrace.core.types.errors import ConfigError
 
 console = Console()
 

@@ -8,19 +8,19 @@ import numpy as np
 import zmq
 
 from benchmarks.bare_zmq import send as send_bare_zmq
-from core.arrays import pack
-from core.backends import NIXL, SHM, NixlAccess, PoolMemory
-from core.clock import SystemClock
-from core.config import TransferConfig
-from core.geometry import Geometry
-from core.orders import AdmitPeer, Send
-from core.request import FirstToken
-from transfer.arrays import ArrayPageStore
-from transfer.backends.base import Reach
-from transfer.backends.shm import ShmReach
-from transfer.keys import SECRET_SUFFIX
-from transfer.sender import Sender
-from transfer.sockets import Context
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import AdmitPeer, SendChunk
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.types.backends import NIXL, SHM, NixlAccess, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.backends.base import Transport
+from headrace.transfer.backends.shm import ShmTransport
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.data.sender import Sender
+from headrace.transfer.sockets.curve_keys import SECRET_SUFFIX
+from headrace.transfer.sockets.zmq_sockets import Context
 
 SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
 NAME = "benchmark"  # of the key pair
@@ -51,7 +51,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def send(job: Job) -> None:
-    """Send all pages for every line on standard input, until that ends."""
+    """SendChunk all pages for every line on standard input, until that ends."""
     config = job.config()
     store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
@@ -65,11 +65,11 @@ def send(job: Job) -> None:
         assert job.access is not None
         send_bare_nixl(memory, job.access, GEOMETRY.page_bytes, job.chunk_pages, config.window_bytes, REPEATS)
         return
-    reaches: dict[str, Reach] = {SHM: ShmReach()}
+    reaches: dict[str, Transport] = {SHM: ShmTransport()}
     if job.way == NIXL:
-        from transfer.backends.nixl import LOOPBACK, NixlReach
+        from headrace.transfer.backends.nixl import LOOPBACK, NixlTransport
 
-        reaches[NIXL] = NixlReach(memory, LOOPBACK)
+        reaches[NIXL] = NixlTransport(memory, LOOPBACK)
     context: Context = zmq.Context()
     sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches=reaches)
     peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
@@ -115,7 +115,7 @@ def _order(sender: Sender, session: str, request: int, job: Job) -> None:
         ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
         last = first + job.chunk_pages >= job.pages
         tokens = len(ids) // 4 * GEOMETRY.page_size
-        order = Send(
+        order = SendChunk(
             after=0,
             seq=0,
             request=request if session == SESSION else -1,

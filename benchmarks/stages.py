@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, run, spread
-from server.local import LocalServer
+from headrace.server.launch.local_server import LocalServer
 
 LOADS = ((8, 2000), (1, 8000))  # prompts at once, tokens each
 WARM_UP = 600

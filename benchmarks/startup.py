@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import console, print_table, prompt, run, spread
-from server.local import LocalServer
+from headrace.server.launch.local_server import LocalServer
 
 POLL_S = 0.02
 LATER = 5
@@ -66,7 +66,9 @@ def start_once(flags: Sequence[str], tokens: int) -> tuple[float, float, float, 
 def help_seconds() -> float:
     """How long the command takes to say what it can do."""
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "server.cli", "serve", "--help"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "headrace.server.cli", "serve", "--help"], stdout=subprocess.DEVNULL, check=True
+    )
     return time.perf_counter() - started
 
 

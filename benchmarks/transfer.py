@@ -29,18 +29,18 @@ import zmq
 from benchmarks.bare_zmq import BareReceiver
 from benchmarks.report import console, print_table, run
 from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEATS, SESSION, STALLED, Job
-from core.arrays import pack
-from core.backends import NIXL, SHM, ZMQ, PoolMemory
-from core.codec import Codec
-from core.orders import Arrived, Dial, Expect, FetchFailed
-from server.keys import write_pair
-from transfer.arrays import ArrayPageStore
-from transfer.backends.base import Exposure
-from transfer.backends.shm import SharedPool
-from transfer.keys import read_public
-from transfer.messages import AnswerMessage, Attach
-from transfer.receiver import Receiver
-from transfer.sockets import Context
+from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive, ReceiveFailed
+from headrace.core.runtime.codec import Codec
+from headrace.core.types.backends import NIXL, SHM, ZMQ, PoolMemory
+from headrace.core.types.packed import pack
+from headrace.server.config.curve_keys import write_pair
+from headrace.transfer.backends.base import RegisteredPool
+from headrace.transfer.backends.shm import SharedPool
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.protocol.messages import AnswerMessage, Attach
+from headrace.transfer.sockets.curve_keys import read_public
+from headrace.transfer.sockets.zmq_sockets import Context
 
 CURVE = "zmq, CURVE"
 
@@ -115,10 +115,10 @@ class BareNixl:
     """What NIXL alone does with the same pages."""
 
     def __init__(self, job: Job) -> None:
-        from transfer.backends.nixl import LOOPBACK, NixlExposure
+        from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
         store = ArrayPageStore(GEOMETRY, job.pages)
-        self._exposure = NixlExposure(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+        self._exposure = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
         self._child = Child(msgspec.structs.replace(job, access=self._exposure.grant(SESSION)))
 
     def move(self) -> None:
@@ -140,12 +140,12 @@ class Transfer:
         self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.way == SHM else None for _ in range(2))
         self._pools = [pool for pool in (self._pool, stalled) if pool is not None]
         store = ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None)
-        exposures: dict[str, Exposure] = {} if self._pool is None else {SHM: self._pool}
+        exposures: dict[str, RegisteredPool] = {} if self._pool is None else {SHM: self._pool}
         memory = _memory(self._pool)
         if job.way == NIXL:
-            from transfer.backends.nixl import LOOPBACK, NixlExposure
+            from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
-            exposure = NixlExposure(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+            exposure = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
             exposures, memory = {NIXL: exposure}, PoolMemory(nixl=exposure.memory)
         job = msgspec.structs.replace(job, memory=memory, stalled=job.stalled and _memory(stalled))
         self._child = Child(job)
@@ -165,7 +165,7 @@ class Transfer:
             context=self._context,
             exposures=exposures,
         )
-        dial = Dial(
+        dial = OpenSession(
             seq=0,
             session=SESSION,
             endpoints=(f"tcp://127.0.0.1:{self._child.port}",),
@@ -189,12 +189,12 @@ class Transfer:
             poller.poll(10)
             now = CLOCK.now()
             for event in [*self._receiver.receive(now), *self._receiver.tick(now)]:
-                if isinstance(event, FetchFailed):
+                if isinstance(event, ReceiveFailed):
                     raise RuntimeError(event.message)
-                arrived += isinstance(event, Arrived)
+                arrived += isinstance(event, KvReceived)
 
     def _expect(self, request: int) -> None:
-        order = Expect(
+        order = PrepareReceive(
             seq=0,
             request=request,
             session=SESSION,

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, print_table, prompt, run, spread
-from core.config import EngineConfig, ModelConfig
-from core.process import keep_freed_memory
-from engine.device import resolve_device
-from engine.dtypes import TORCH_DTYPES
-from engine.layers import head_flops, layer_flops
-from engine.model.config import ModelSpec
-from engine.model.source import load_spec, resolve_source
-from engine.runner import ModelRunner
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.runtime.process import keep_freed_memory
+from headrace.engine.device import resolve_device
+from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.layer_split import head_flops, layer_flops
+from headrace.engine.runner import ModelRunner
 
 _LLAMA: dict[str, Any] = {"num_key_value_heads": 8, "hidden_size": 4096, "num_attention_heads": 32}
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
-from server.local import LocalServer
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
+from headrace.server.launch.local_server import LocalServer
 
 Prepare = Callable[[list[int]], dict[str, Any]]  # has a prompt computed elsewhere, and returns its kv_transfer_params
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from engine.model.source import resolve_source
-from server.ports import free_port
+from headrace.engine.model.source import resolve_source
+from headrace.server.launch.free_port import free_port
 
 PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"))
 READY_S = 240.0

@@ -1,10 +1,10 @@
-"""Configuration slices: frozen, complete, parsed once in server/config.py. Each part gets its own slice only."""
+"""Configuration slices: frozen, complete, parsed once in server/config/load.py. Each part gets its own slice only."""
 
 from typing import Literal
 
 import msgspec
 
-from core.backends import SHM, ZMQ
+from headrace.core.types.backends import SHM, ZMQ
 
 Role = Literal["prefill", "decode", "colocated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -119,10 +119,12 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The front end. fallback "local": a decode server computes prompts itself when no prefill server can.
     prefill_api_key: the key a decode server shows to its prefill servers; "" shows none. allow_prefill: prefill servers
-    that clients and routers may name to a decode server, beside its own (core/allowed.py). curve_server_keys: key files
-    of prefill servers, each FILE for all or HOST=FILE for one (server/keys.py). bootstrap_port: on a prefill server
+    that clients and routers may name to a decode server, beside its own (core/types/allow_list.py).
+    curve_server_keys: key files
+    of prefill servers, each FILE for all or HOST=FILE for one (server/config/curve_keys.py). bootstrap_port: on a
+    prefill server
     another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names none,
-    0 for the usual one (server/naming.py)."""
+    0 for the usual one (server/upstream/handoff_params.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"

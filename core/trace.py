@@ -48,7 +48,8 @@ class TransferTrace(msgspec.Struct, frozen=True):
 
 
 class StageTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage noted. dropped_*: how many did not fit in. wall_offset_s: see core.clock.wall_offset()."""
+    """What one stage noted. dropped_*: how many did not fit in. wall_offset_s: see
+    headrace.core.runtime.clock.wall_offset()."""
 
     plans: tuple[PlanTrace, ...]
     transfers: tuple[TransferTrace, ...]
@@ -80,7 +81,7 @@ class RequestName(msgspec.Struct, frozen=True):
     peer: str
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadSample(msgspec.Struct, frozen=True):
     """The scheduler's counts from a moment on. in_flight, issued: plans, the latter since recording began. queues:
     requests by phase, as SchedulerTrace.phases names them. unplanned: prompt tokens."""
 
@@ -100,7 +101,7 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[RequestName, ...]
     spans: tuple[PhaseTrace, ...]
     phases: tuple[str, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[LoadSample, ...]
     dropped: int
 
 

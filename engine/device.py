@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from core.config import Dtype
-from core.errors import ConfigError
+from headrace.core.config import Dtype
+from headrace.core.types.errors import ConfigError
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
 # Devices of NVIDIA's driver, the same on Tegra and under WSL, and AMD's.

@@ -19,15 +19,23 @@ import queue
 import time
 from collections import deque
 
-from core.orders import Forward, Halt, OrderMessage, PlanDone, PromptLogprobs, Release, Sampled
-from engine.meter import Meter
-from engine.pipeline import PipelineLinks
-from engine.runner import Runner
-from engine.wire import Computed, Outbox
+from headrace.core.messages.orders import (
+    AnyOrder,
+    Forward,
+    PlanDone,
+    PromptLogprobs,
+    ReleaseRequest,
+    SampledToken,
+    ShutdownStage,
+)
+from headrace.engine.io_thread import Computed, EventOutbox
+from headrace.engine.parallel.pipeline import PipelineLinks
+from headrace.engine.runner import Runner
+from headrace.engine.telemetry.meter import Meter
 
 
 class StageLoop:
-    """Executes the stream until Halt. Raises LinkBroken, and whatever the runner raises."""
+    """Executes the stream until ShutdownStage. Raises LinkBroken, and whatever the runner raises."""
 
     def __init__(
         self,
@@ -35,8 +43,8 @@ class StageLoop:
         runner: Runner,
         links: PipelineLinks,
         meter: Meter,
-        inbox: "queue.Queue[OrderMessage]",
-        outbox: Outbox,
+        inbox: "queue.Queue[AnyOrder]",
+        outbox: EventOutbox,
     ) -> None:
         self._stage = stage
         self._runner = runner
@@ -44,14 +52,14 @@ class StageLoop:
         self._meter = meter
         self._inbox = inbox
         self._outbox = outbox
-        self._ahead: deque[OrderMessage] = deque()  # taken in, in order, and not yet executed
+        self._ahead: deque[AnyOrder] = deque()  # taken in, in order, and not yet executed
 
     def run(self) -> None:
         while True:
             match self._next():
                 case Forward() as plan:
                     self._execute(plan)
-                case Release(request=request):
+                case ReleaseRequest(request=request):
                     self._runner.release(request)
                     self._links.release(request)
                 case _:
@@ -59,15 +67,16 @@ class StageLoop:
                     return
 
     def halts_within(self, timeout_s: float) -> bool:
-        """After a failure: drop what is left to do, and see whether a Halt is among it or comes in this time."""
+        """After a failure: drop what is left to do, and see whether a ShutdownStage is among it or comes in this
+        time."""
         deadline = time.monotonic() + timeout_s
-        halted = any(isinstance(order, Halt) for order in self._ahead)
+        halted = any(isinstance(order, ShutdownStage) for order in self._ahead)
         while not halted and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                halted = isinstance(self._inbox.get(timeout=left), Halt)
+                halted = isinstance(self._inbox.get(timeout=left), ShutdownStage)
         return halted
 
-    def _next(self) -> OrderMessage:
+    def _next(self) -> AnyOrder:
         if not self._ahead:
             self._meter.idle()
             self._take_in(self._inbox.get())
@@ -78,7 +87,7 @@ class StageLoop:
         while not self._inbox.empty():  # nobody else takes from it
             self._take_in(self._inbox.get_nowait())
 
-    def _take_in(self, order: OrderMessage) -> None:
+    def _take_in(self, order: AnyOrder) -> None:
         self._ahead.append(order)
         if isinstance(order, Forward):
             self._links.expect(order)
@@ -92,7 +101,7 @@ class StageLoop:
         self._look_ahead()
         hidden = runner.forward(plan.rows, hidden)
         meter.step()
-        samples: list[Sampled] = []
+        samples: list[SampledToken] = []
         prompt_logprobs: list[PromptLogprobs] = []
         if links.last:
             samples, prompt_logprobs = runner.sample(plan.rows, hidden)

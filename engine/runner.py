@@ -9,27 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core import arrays
-from core.config import EngineConfig, ModelConfig
-from core.geometry import Geometry
-from core.orders import PromptLogprobs, Row, Sampled
-from core.request import SamplingParams, TokenLogprob
-from engine.attention import choose_attention
-from engine.attention.base import Span
-from engine.copies import place
-from engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
-from engine.dtypes import TORCH_DTYPES, Precision
-from engine.logprobs import prompt_logprobs, token_logprobs
-from engine.memory import plan_memory, stage_geometry
-from engine.model.arithmetic import TorchArithmetic
-from engine.model.checkpoint import open_checkpoint
-from engine.model.compiled import choose_arithmetic
-from engine.model.decoder import Decoder
-from engine.model.fingerprint import fingerprint
-from engine.model.source import load_spec, resolve_source
-from engine.native import load_kernels
-from engine.pool import Allocate, KVPool
-from engine.sampling import Sampler, SampleRow
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow, PromptLogprobs, SampledToken
+from headrace.core.types import packed
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.request import SamplingParams, TokenLogprob
+from headrace.engine.attention import choose_attention
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.dtypes import TORCH_DTYPES, Precision
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
+from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.checkpoint import open_checkpoint
+from headrace.engine.model.compiled import choose_arithmetic
+from headrace.engine.model.decoder import Decoder
+from headrace.engine.model.fingerprint import fingerprint
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.native import load_kernels
+from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
+from headrace.engine.sampling.sampler import Sampler, SampleRow
 
 WARM_UP_REQUEST = -1
 WARM_UP_TOKENS = 32
@@ -65,12 +65,12 @@ class Runner(Protocol):
         """(request, token) sampled elsewhere, which rows without tokens go on with."""
         ...
 
-    def forward(self, rows: Sequence[Row], hidden: Tensor | None = None) -> Tensor:
+    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
         """Hidden states [tokens, hidden] after this stage's layers. Those of the stage before come in; the first
         stage is given none. KV of the rows is in the pool afterwards."""
         ...
 
-    def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
         """What the rows ask for, from the last stage's hidden states; in the order of the rows that asked for it."""
         ...
 
@@ -143,11 +143,11 @@ class ModelRunner:
     def warm_up(self) -> None:
         """A chunk and a decoding row, so that kernels and threads exist before the first plan."""
         count = min(WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
-        pages = arrays.pack(range(self.geometry.pages_for(count)))
+        pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
         for row in (
-            Row(WARM_UP_REQUEST, 0, count, pages, arrays.pack([0] * count), sample=greedy),
-            Row(WARM_UP_REQUEST, count - 1, 1, pages, arrays.pack([0]), sample=greedy),
+            PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), sample=greedy),
+            PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy),
         ):
             incoming = None
             if not self._first:
@@ -157,18 +157,18 @@ class ModelRunner:
                 self.sample([row], hidden)
         self.release(WARM_UP_REQUEST)
 
-    def execute(self, rows: Sequence[Row]) -> tuple[list[Sampled], list[PromptLogprobs]]:
+    def execute(self, rows: Sequence[PlanRow]) -> tuple[list[SampledToken], list[PromptLogprobs]]:
         """A whole forward pass, where this stage is the only one. Raises what forward() raises."""
         return self.sample(rows, self.forward(rows))
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
         self._sampled.update(tokens)
 
-    def forward(self, rows: Sequence[Row], hidden: Tensor | None = None) -> Tensor:
+    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
         """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
         with torch.inference_mode():
             positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
-            spans = [Span(row.start, row.count, self._page_ids(row)) for row in rows]
+            spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden.device))
@@ -177,7 +177,7 @@ class ModelRunner:
             self.pool.computed()
             return result
 
-    def sample(self, rows: Sequence[Row], hidden: Tensor) -> tuple[list[Sampled], list[PromptLogprobs]]:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
         ends = np.cumsum([row.count for row in rows]).tolist()
         with torch.inference_mode():
             return self._sample(rows, ends, hidden), self._prompt_logprobs(rows, ends, hidden)
@@ -185,7 +185,7 @@ class ModelRunner:
     def release(self, request: int) -> None:
         self._sampled.pop(request, None)
 
-    def _ids(self, row: Row) -> NDArray[np.int32]:
+    def _ids(self, row: PlanRow) -> NDArray[np.int32]:
         if not row.tokens:
             if row.count != 1 or row.request not in self._sampled:
                 raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
@@ -195,7 +195,7 @@ class ModelRunner:
             raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
         return ids
 
-    def _page_ids(self, row: Row) -> NDArray[np.int64]:
+    def _page_ids(self, row: PlanRow) -> NDArray[np.int64]:
         pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
         if len(pages) < self.geometry.pages_for(row.start + row.count):
             raise ValueError(f"request {row.request} has {len(pages)} pages for {row.start + row.count} positions")
@@ -203,7 +203,7 @@ class ModelRunner:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
         return pages
 
-    def _sample(self, rows: Sequence[Row], ends: list[int], hidden: Tensor) -> list[Sampled]:
+    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[SampledToken]:
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         if not asked:
             return []
@@ -214,14 +214,14 @@ class ModelRunner:
         requests = [row.request for row, _, _ in asked]
         self._sampled.update(zip(requests, tokens, strict=True))
         logprobs = _wanted_logprobs(logits, tokens, [params.logprobs for _, _, params in asked])
-        return [Sampled(*entry) for entry in zip(requests, tokens, logprobs, strict=True)]
+        return [SampledToken(*entry) for entry in zip(requests, tokens, logprobs, strict=True)]
 
-    def _prompt_logprobs(self, rows: Sequence[Row], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
         results = []
         for row, end in zip(rows, ends, strict=True):
             if row.prompt_logprobs is None:
                 continue
-            targets = arrays.unpack(row.tokens)[1:].tolist()
+            targets = packed.unpack(row.tokens)[1:].tolist()
             targets += [] if row.next_token is None else [row.next_token]
             rows_of = hidden[end - row.count : end - row.count + len(targets)]
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)

@@ -1,6 +1,6 @@
-"""A stage process: `python -m engine.stage PARENT`, configuration as JSON on standard input.
+"""A stage process: `python -m headrace.engine.stage PARENT`, configuration as JSON on standard input.
 
-The main thread computes (engine/loop.py); the I/O thread (engine/wire.py) owns the sockets.
+The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) owns the sockets.
 """
 
 import logging
@@ -12,25 +12,25 @@ import msgspec
 import torch
 import zmq
 
-from core.clock import SystemClock
-from core.config import StageConfig
-from core.errors import ConfigError
-from core.orders import Halt, OrderMessage, StageFailed, StageReady, stage_identity
-from core.process import die_with_parent, freeze_loaded, keep_freed_memory
-from engine.control import dial_scheduler
-from engine.layers import ranges
-from engine.loop import StageLoop
-from engine.measure import measure
-from engine.meter import Meter
-from engine.model.standin import is_stand_in
-from engine.pipeline import LinkBroken, PipelineLinks, join_group
-from engine.recorder import Recorder
-from engine.runner import ModelRunner, Runner
-from engine.sharing import KvSharing
-from engine.standin import StandInRunner
-from engine.wire import QUEUE_LIMIT, Outbox, StageWire
-from transfer.receiver import Receiver
-from transfer.sender import Sender
+from headrace.core.config import StageConfig
+from headrace.core.messages.orders import AnyOrder, ShutdownStage, StageFailed, StageReady, stage_identity
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory
+from headrace.core.types.errors import ConfigError
+from headrace.engine.io_thread import QUEUE_LIMIT, EventOutbox, StageIoThread
+from headrace.engine.kv.kv_memory import KvMemory
+from headrace.engine.loop import StageLoop
+from headrace.engine.model.stub import is_stand_in
+from headrace.engine.order_connection import dial_scheduler
+from headrace.engine.parallel.layer_split import ranges
+from headrace.engine.parallel.pipeline import LinkBroken, PipelineLinks, join_group
+from headrace.engine.runner import ModelRunner, Runner
+from headrace.engine.stub_runner import StubRunner
+from headrace.engine.telemetry.meter import Meter
+from headrace.engine.telemetry.recorder import Recorder
+from headrace.engine.telemetry.speed import measure
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.data.sender import Sender
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -44,24 +44,24 @@ def run(config: StageConfig) -> int:
     not find together."""
     if config.stages > 1:
         join_group(config, torch.device(config.model.device))
-    sharing = KvSharing(config)
+    sharing = KvMemory(config)
     try:
         return _serve(config, sharing)
     finally:
         sharing.close()
 
 
-def _serve(config: StageConfig, sharing: KvSharing) -> int:
+def _serve(config: StageConfig, sharing: KvMemory) -> int:
     runner = _runner(config, sharing)
     links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
     context: Context = zmq.Context()
-    inbox: queue.Queue[OrderMessage] = queue.Queue(QUEUE_LIMIT)
-    outbox = Outbox(context)
+    inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
+    outbox = EventOutbox(context)
     clock = SystemClock()
     meter = Meter(config.stage, clock)
     recorder = Recorder(config.stage, meter)
     sender, receiver = _ends(config, runner, sharing, recorder, context)
-    wire = StageWire(
+    wire = StageIoThread(
         control=dial_scheduler(
             context,
             config.endpoint,
@@ -89,7 +89,7 @@ def _serve(config: StageConfig, sharing: KvSharing) -> int:
 
 
 def _ends(
-    config: StageConfig, runner: Runner, sharing: KvSharing, recorder: Recorder, context: Context
+    config: StageConfig, runner: Runner, sharing: KvMemory, recorder: Recorder, context: Context
 ) -> tuple[Sender, Receiver]:
     """This stage's ends of data connections, in both directions."""
     sender = Sender(
@@ -112,7 +112,7 @@ def _ends(
     return sender, receiver
 
 
-def _ready(config: StageConfig, runner: Runner, sharing: KvSharing, data_port: int) -> StageReady:
+def _ready(config: StageConfig, runner: Runner, sharing: KvMemory, data_port: int) -> StageReady:
     return StageReady(
         stage=config.stage,
         geometry=runner.geometry,
@@ -130,10 +130,10 @@ def _ready(config: StageConfig, runner: Runner, sharing: KvSharing, data_port: i
     )
 
 
-def _runner(config: StageConfig, sharing: KvSharing) -> Runner:
+def _runner(config: StageConfig, sharing: KvMemory) -> Runner:
     """With the layers of this stage, warmed up."""
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
-    make: Callable[..., Runner] = StandInRunner if is_stand_in(config.model.model) else ModelRunner
+    make: Callable[..., Runner] = StubRunner if is_stand_in(config.model.model) else ModelRunner
     runner = make(config.model, config.engine, layer_range=layers, allocate=sharing.allocate)
     keep_freed_memory()  # not before the weights are there: what was theirs on the way is to be given back
     runner.warm_up()
@@ -147,9 +147,9 @@ def _cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | N
     return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: Outbox, patience_s: float) -> int:
-    """Run the loop to its end, and say why when that is no Halt. Returns the exit status. patience_s: for whoever
-    ends a broken group, before a stage complains of it."""
+def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, patience_s: float) -> int:
+    """Run the loop to its end, and say why when that is no ShutdownStage. Returns the exit status. patience_s: for
+    whoever ends a broken group, before a stage complains of it."""
     try:
         loop.run()
         return 0
@@ -161,7 +161,7 @@ def _compute(loop: StageLoop, stage: int, outbox: Outbox, patience_s: float) -> 
     except Exception as error:
         log.exception("stage %d cannot go on", stage)
         outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
-    outbox.post(Halt(seq=0))
+    outbox.post(ShutdownStage(seq=0))
     return 1
 
 

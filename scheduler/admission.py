@@ -1,14 +1,14 @@
 """Admission: a Submit becomes a record, or is refused with a typed error."""
 
-from core.arrays import packed_length, unpack
-from core.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
-from core.intake import Failed, Submit
-from core.peers import AskRenew
-from scheduler.deadlines import Timer
-from scheduler.ending import release
-from scheduler.record import Phase, Request
-from scheduler.rendezvous import Rendezvous
-from scheduler.state import State
+from headrace.core.messages.frontend import RequestFailed, Submit
+from headrace.core.messages.peers import AskRenew
+from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from headrace.core.types.packed import packed_length, unpack
+from headrace.scheduler.lifecycle.completion import release
+from headrace.scheduler.prefill.rendezvous import Rendezvous
+from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.state import State
 
 MIN_RETRY_S = 0.05
 HOLD_RETRY_S = 1.0  # peers come within a moment, as a rule
@@ -81,7 +81,7 @@ class Admission:
     def _refuse(self, submit: Submit, error: ErrorInfo) -> None:
         state = self._state
         state.counters.add("requests_total", labels=("refused", error.code))
-        state.out.add(Failed(rid=submit.rid, error=error))
+        state.out.add(RequestFailed(rid=submit.rid, error=error))
         if submit.exit == "wire" and submit.ticket:
             self._rendezvous.refuse(submit.ticket, error)
         if submit.posted and submit.ticket:

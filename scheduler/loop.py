@@ -19,26 +19,26 @@ from typing import Any
 
 import zmq
 
-from core.clock import Clock
-from core.intake import Output, Shutdown
-from core.kv_events import KvEvent
-from core.orders import Order
-from core.peers import DeskEffect, DialerEffect
-from core.polling import Poll
-from core.ports import Port
-from scheduler.scheduler import Effect, Event, Scheduler
+from headrace.core.messages.frontend import SchedulerReply, Shutdown
+from headrace.core.messages.kv_events import KvEvent
+from headrace.core.messages.orders import Order
+from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
+from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.event_source import EventSource
+from headrace.core.runtime.polling import Poll
+from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 1.0
-AnyPort = Port[Any, Any]  # of one kind of Event each
+AnyPort = EventSource[Any, Any]  # of one kind of Event each
 
 
 class SchedulerLoop:
     """Drains ports into one Scheduler and applies what it decides.
 
-    front takes Output effects, stages Orders, desk and dialer their own, publisher KvEvents; the last three may be
-    absent, and effects for them are then a programming error. observe sees every event before it is handled.
+    front takes SchedulerReply effects, stages Orders, desk and dialer their own, publisher KvEvents; the last three
+    may be absent, and effects for them are then a programming error. observe sees every event before it is handled.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class SchedulerLoop:
     def _port_for(self, effect: Effect) -> AnyPort:
         if isinstance(effect, Order):
             return self._stages
-        if isinstance(effect, Output):
+        if isinstance(effect, SchedulerReply):
             return self._front
-        if isinstance(effect, DeskEffect) and self._desk is not None:
+        if isinstance(effect, ControlServerEffect) and self._desk is not None:
             return self._desk
-        if isinstance(effect, DialerEffect) and self._dialer is not None:
+        if isinstance(effect, ControlClientEffect) and self._dialer is not None:
             return self._dialer
         if isinstance(effect, KvEvent) and self._publisher is not None:
             return self._publisher

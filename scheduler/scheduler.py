@@ -7,9 +7,8 @@ Submit ─► admission ─► rendezvous (exit "wire") ─► waiting ─► pl
 all of them ─► endings
 """
 
-from core.config import SchedulerConfig
-from core.errors import CANCELLED, DRAINING, ErrorInfo
-from core.intake import (
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import (
     Abort,
     AddPrefill,
     Drain,
@@ -25,26 +24,26 @@ from core.intake import (
     StatsReply,
     Submit,
 )
-from core.joining import Gathering
-from core.orders import (
-    Acked,
-    Arrived,
-    ChunkArrived,
-    Expecting,
-    FetchFailed,
-    Forgotten,
-    Halt,
-    HungUp,
+from headrace.core.messages.membership import Gathering
+from headrace.core.messages.orders import (
+    ChunkAcked,
+    ChunkReceived,
+    KvReceived,
     PeerLost,
     PlanDone,
-    Quiet,
-    Recorded,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceivePrepared,
+    RecordingStopped,
+    SendCancelled,
     SendFailed,
-    StageBeat,
+    SessionClosed,
+    ShutdownStage,
     StageFailed,
+    StageHeartbeat,
     StageReady,
 )
-from core.peers import (
+from headrace.core.messages.peers import (
     EndPeer,
     PeerCancelled,
     PeerGone,
@@ -58,22 +57,23 @@ from core.peers import (
     TicketFailed,
     TicketFinished,
 )
-from core.stats import Stats
-from scheduler import integrity
-from scheduler.admission import Admission
-from scheduler.deadlines import Key, Timer
-from scheduler.ending import Endings, release
-from scheduler.events import Effect, Event
-from scheduler.fetch import Fetch
-from scheduler.generate import Generate
-from scheduler.handoff import Handoff
-from scheduler.holding import Holding
-from scheduler.planner import Planner
-from scheduler.rendezvous import Rendezvous
-from scheduler.stages import Stages
-from scheduler.state import State
-from scheduler.statistics import snapshot
-from scheduler.tracing import Tracing
+from headrace.core.stats import Stats
+from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo
+from headrace.scheduler.admission import Admission
+from headrace.scheduler.batching.planner import Planner
+from headrace.scheduler.batching.stages import StageGroup
+from headrace.scheduler.decode.fetch import RemoteFetch
+from headrace.scheduler.decode.generation import TokenGeneration
+from headrace.scheduler.lifecycle import integrity
+from headrace.scheduler.lifecycle.completion import Completion, release
+from headrace.scheduler.prefill.handoff import KvHandoff
+from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.prefill.rendezvous import Rendezvous
+from headrace.scheduler.state.deadlines import Key, Timer
+from headrace.scheduler.state.events import Effect, Event
+from headrace.scheduler.state.state import State
+from headrace.scheduler.telemetry.statistics import snapshot
+from headrace.scheduler.telemetry.tracing import Tracing
 
 __all__ = ["Effect", "Event", "Scheduler"]
 
@@ -87,15 +87,15 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._state = State(config)
-        self._endings = Endings(self._state)
-        self._holding = Holding(self._state, self._endings)
-        self._handoff = Handoff(self._state, self._endings, self._holding)
+        self._endings = Completion(self._state)
+        self._holding = HeldRequests(self._state, self._endings)
+        self._handoff = KvHandoff(self._state, self._endings, self._holding)
         self._rendezvous = Rendezvous(self._state, self._endings, self._handoff)
         self._admission = Admission(self._state, self._rendezvous)
-        self._generate = Generate(self._state, self._endings, self._handoff)
-        self._fetch = Fetch(self._state, self._endings, self._generate)
+        self._generate = TokenGeneration(self._state, self._endings, self._handoff)
+        self._fetch = RemoteFetch(self._state, self._endings, self._generate)
         self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
-        self._stages = Stages(self._state, self._endings, self._generate)
+        self._stages = StageGroup(self._state, self._endings, self._generate)
         self._tracing = Tracing(self._state)
         self._drained = False
         self._problems: list[str] = []
@@ -140,21 +140,21 @@ class Scheduler:
                 self._admission.submit(event, now)
             case PlanDone():
                 self._stages.done(event, now)
-            case Acked():
+            case ChunkAcked():
                 self._handoff.acked(event, now)
-            case Quiet() | Forgotten():
+            case SendCancelled() | ReceiveCancelled():
                 self._answered(event)
             case SendFailed():
                 self._handoff.send_failed(event, now)
             case PeerLost():
                 state.out.add(EndPeer(session=event.session, reason=f"stage {event.stage}: {event.reason}"))
-            case Expecting():
+            case ReceivePrepared():
                 self._fetch.expecting(event)
-            case ChunkArrived():
+            case ChunkReceived():
                 self._fetch.chunk_arrived(event)
-            case Arrived():
+            case KvReceived():
                 self._fetch.arrived(event, now)
-            case FetchFailed():
+            case ReceiveFailed():
                 self._fetch.fetch_failed(event, now)
             case PeerReserved():
                 self._rendezvous.reserved(event, now)
@@ -203,7 +203,7 @@ class Scheduler:
                 self._tracing.start(event, now)
             case EndTrace():
                 self._tracing.end(event, now)
-            case Recorded():
+            case RecordingStopped():
                 self._tracing.recorded(event)
             case Drain():
                 self._drain(now)
@@ -211,10 +211,10 @@ class Scheduler:
                 self._shutdown(now)
             case TicketCancelled():
                 self._fetch.ticket_cancelled(event)
-            case HungUp():
+            case SessionClosed():
                 self._fetch.hung_up(event)
-            case StageBeat():
-                pass  # the loop keeps the stages' counters; pages come back with Forgotten, not with Cancelled
+            case StageHeartbeat():
+                pass  # the loop keeps the stages' counters; pages come back with ReceiveCancelled, not with Cancelled
 
     def _conclude(self, now: float) -> list[Effect]:
         """What any change may have made possible."""
@@ -230,7 +230,7 @@ class Scheduler:
                 state.out.add(event)
         return state.out.take()
 
-    def _answered(self, event: Quiet | Forgotten) -> None:
+    def _answered(self, event: SendCancelled | ReceiveCancelled) -> None:
         request = self._state.records.get(event.request)
         if request is None:
             self._state.drop("unknown_request")
@@ -262,7 +262,7 @@ class Scheduler:
         self._rendezvous.drop_reservations(error)
         self._stages.stop(error, now)
         self._stages.announce("shutdown")
-        state.out.add(Halt(seq=state.out.next_seq()))
+        state.out.add(ShutdownStage(seq=state.out.next_seq()))
 
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
         if timer is Timer.PLAN:

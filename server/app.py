@@ -2,17 +2,17 @@
 
 from fastapi import FastAPI
 
-from core.config import ServerConfig
-from server.api.debug import debug_routes
-from server.api.discovery import bootstrap_routes, discovery_routes
-from server.api.errors import install_handlers
-from server.api.generate import generate_routes
-from server.api.middleware import Accounts, ApiKeys
-from server.api.native import handoff_routes, native_routes
-from server.api.openai import openai_routes
-from server.api.operations import operation_routes
-from server.api.tokenization import tokenizer_routes
-from server.service import Service
+from headrace.core.config import ServerConfig
+from headrace.server.api.native.prefill import handoff_routes, native_routes
+from headrace.server.api.openai.routes import openai_routes
+from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes
+from headrace.server.api.operations.health import operation_routes
+from headrace.server.api.operations.tokenization import tokenizer_routes
+from headrace.server.api.operations.trace import debug_routes
+from headrace.server.api.response.errors import install_handlers
+from headrace.server.api.response.middleware import Accounts, ApiKeys
+from headrace.server.api.sglang.generate import generate_routes
+from headrace.server.frontend.service import Service
 
 
 def create_app(service: Service, config: ServerConfig) -> FastAPI:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.errors import ConfigError
-from server import keys, place
-from server.config import add_flags, load, nearest, to_toml
-from server.settings import SETTINGS
-from server.version import headrace_version
+from headrace.core.types.errors import ConfigError
+from headrace.server.config import curve_keys
+from headrace.server.config.load import add_flags, load, nearest, to_toml
+from headrace.server.config.settings import SETTINGS
+from headrace.server.stage_group import rank_info
+from headrace.server.version import headrace_version
 
 MISTAKE = 2  # exit status for a wrong flag, file or model
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
@@ -45,13 +46,13 @@ def _run(given: argparse.Namespace) -> int:
         case "check":
             return _check(given)
         case "stage":
-            from server import stage  # torch takes seconds to load
+            from headrace.server.stage_group import stage  # torch takes seconds to load
 
             return stage.main(given, os.environ)
         case "keys":
-            return keys.main(given)
+            return curve_keys.main(given)
         case "demo":
-            from server import demo
+            from headrace.server import demo
 
             return demo.main(given)
         case _:
@@ -63,7 +64,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given, extra = parser.parse_known_args(arguments)
     if extra:
         settings = [*(setting.key for setting in SETTINGS), "config"]
-        known = {"serve": settings, "check": settings, "stage": list(place.FLAGS), "keys": ["name", "force"]}
+        known = {"serve": settings, "check": settings, "stage": list(rank_info.FLAGS), "keys": ["name", "force"]}
         name = extra[0].partition("=")[0]
         hint = nearest(name.lstrip("-"), known.get(given.command, ["model", "dtype"]), "--")
         raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
@@ -81,8 +82,10 @@ def _build_parser() -> argparse.ArgumentParser:
     for each in (serve, check):
         add_flags(each)
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
-    place.add_flags(stage)
-    keys.add_flags(commands.add_parser("keys", help=keys.DESCRIPTION, description=keys.DESCRIPTION, allow_abbrev=False))
+    rank_info.add_flags(stage)
+    curve_keys.add_flags(
+        commands.add_parser("keys", help=curve_keys.DESCRIPTION, description=curve_keys.DESCRIPTION, allow_abbrev=False)
+    )
     demo = commands.add_parser(
         "demo", help="hand four prompts from a prefill to a decode server on this machine", allow_abbrev=False
     )
@@ -95,15 +98,15 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from server.launch import serve
-    from server.resolve import resolve
+    from headrace.server.config.resolve import resolve
+    from headrace.server.launch.serve import serve
 
     return serve(resolve(load(vars(given), os.environ)).config)
 
 
 def _check(given: argparse.Namespace) -> int:
     config = load(vars(given), os.environ)
-    from server.resolve import resolve
+    from headrace.server.config.resolve import resolve
 
     resolved = resolve(config)
     print(to_toml(resolved.config), end="")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from server.local import LocalServer, ServerFailed
+from headrace.server.launch.local_server import LocalServer, ServerFailed
 
 MAX_TOKENS = 48
 LONG_TEXT = "adventure.txt"
@@ -45,7 +45,7 @@ class Conversation:
 
 def conversations() -> list[Conversation]:
     """The four prompts: one long real text, three short ones."""
-    story = (files("server") / "data" / LONG_TEXT).read_text(encoding="utf-8")
+    story = (files("headrace.server") / "data" / LONG_TEXT).read_text(encoding="utf-8")
     return [
         Conversation("a story", f"{story}\n\nIn two sentences: whom does Alice follow, and what happens to her?"),
         Conversation("physics", "Explain in two sentences why the sky is blue."),

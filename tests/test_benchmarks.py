@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.report import run
 from benchmarks.utilisation import chunk_flops
-from core.errors import ConfigError
-from engine.model.source import load_spec, resolve_source
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.source import load_spec, resolve_source
 from tests.engine.models import CONFIGS, save_model
 
 

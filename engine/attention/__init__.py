@@ -2,12 +2,12 @@
 
 import torch
 
-from engine.attention.base import Attention
-from engine.attention.cpu import CpuAttention
-from engine.attention.native import NativeAttention
-from engine.attention.sdpa import SdpaAttention
-from engine.native import Kernels
-from engine.pool import KVPool
+from headrace.engine.attention.base import Attention
+from headrace.engine.attention.cpu import CpuAttention
+from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.native import Kernels
 
 
 def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | None = None) -> Attention:
@@ -20,6 +20,6 @@ def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | Non
         return CpuAttention(pool, dtype if native_units else torch.float32)
     if dtype == torch.float32:
         return SdpaAttention(pool)
-    from engine.attention.cuda import VarlenAttention  # the kernel's module is not in every torch
+    from headrace.engine.attention.cuda import VarlenAttention  # the kernel's module is not in every torch
 
     return VarlenAttention(pool)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionSpan:
     """One row of a batch: positions [start, start + count) of a request.
 
     pages: int64 page ids, on the host; they cover [0, start + count).
@@ -37,4 +37,4 @@ class AttentionPass(Protocol):
 class Attention(Protocol):
     """Attention over one KV pool. Slots that no span covers never influence a result, whatever they hold."""
 
-    def begin(self, spans: Sequence[Span]) -> AttentionPass: ...
+    def begin(self, spans: Sequence[AttentionSpan]) -> AttentionPass: ...

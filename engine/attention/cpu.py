@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.base import Span
-from engine.attention.slots import SlotWriter
-from engine.pool import KVPool
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.slots import SlotWriter
+from headrace.engine.kv.pool import KVPool
 
 DIAGONAL = 128  # larger blocks waste more on masked scores, smaller ones are slower to multiply
 GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
@@ -35,16 +35,16 @@ class CpuAttention:
         self._pool = pool
         self._compute_dtype = compute_dtype
 
-    def begin(self, spans: Sequence[Span]) -> "CpuPass":
+    def begin(self, spans: Sequence[AttentionSpan]) -> "CpuPass":
         return CpuPass(self._pool, self._compute_dtype, spans)
 
 
 class CpuPass:
-    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[AttentionSpan]) -> None:
         self._writer = SlotWriter(pool, spans)
         self._compute_dtype = compute_dtype
         self._chunks: list[_Chunk] = []
-        singles: list[tuple[int, Span]] = []
+        singles: list[tuple[int, AttentionSpan]] = []
         offset = 0
         for span in spans:
             if span.count == 1:
@@ -67,7 +67,7 @@ class CpuPass:
 class _Chunk:
     """A row of several tokens at batch rows [offset, offset + count)."""
 
-    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, span: Span, offset: int) -> None:
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, span: AttentionSpan, offset: int) -> None:
         self._pool = pool
         self._compute_dtype = compute_dtype
         self._start = span.start
@@ -103,7 +103,7 @@ class _Chunk:
 class _Group:
     """Single-token rows of similar length, padded to the longest. Padding is zeroed, then masked."""
 
-    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, members: list[tuple[int, Span]]) -> None:
+    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, members: list[tuple[int, AttentionSpan]]) -> None:
         self._pool = pool
         self._compute_dtype = compute_dtype
         self._rows = torch.tensor([row for row, _ in members])
@@ -131,10 +131,10 @@ class _Group:
         output[self._rows] = attended.reshape(rows, -1, geometry.head_dim).to(output.dtype)
 
 
-def grouped(pool: KVPool, singles: list[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
+def grouped(pool: KVPool, singles: list[tuple[int, AttentionSpan]]) -> list[list[tuple[int, AttentionSpan]]]:
     """Rows in groups of similar length, each within GROUP_BYTES."""
     token_bytes = pool.geometry.token_bytes // pool.geometry.layers
-    groups: list[list[tuple[int, Span]]] = []
+    groups: list[list[tuple[int, AttentionSpan]]] = []
     for member in sorted(singles, key=lambda item: item[1].start):
         length = member[1].start + 1
         group = groups[-1] if groups else []

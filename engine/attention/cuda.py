@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from engine.attention.base import Span
-from engine.attention.slots import SlotWriter, slot_index
-from engine.copies import place
-from engine.pool import KVPool
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.slots import SlotWriter, slot_index
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
 
 CAUSAL = (-1, 0)  # everything to the left; aligned at the last key of each row
 
@@ -23,12 +23,12 @@ class VarlenAttention:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def begin(self, spans: Sequence[Span]) -> "VarlenPass":
+    def begin(self, spans: Sequence[AttentionSpan]) -> "VarlenPass":
         return VarlenPass(self._pool, spans)
 
 
 class VarlenPass:
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._pool = pool
         self._writer = SlotWriter(pool, spans)
         self._longest_query = max(span.count for span in spans)

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from engine.attention.base import Span
-from engine.attention.slots import SlotWriter
-from engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
-from engine.pool import KVPool
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.slots import SlotWriter
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 
 ITEM_ROWS = 192  # more reuse of a tile, against more even shares of the threads
 
@@ -28,12 +28,12 @@ class NativeAttention:
         self._pool = pool
         self._kernels = kernels
 
-    def begin(self, spans: Sequence[Span]) -> "NativePass":
+    def begin(self, spans: Sequence[AttentionSpan]) -> "NativePass":
         return NativePass(self._pool, self._kernels, spans)
 
 
 class NativePass:
-    def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan]) -> None:
         self._pool = pool
         self._kernels = kernels
         self._spans = spans

@@ -6,22 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import Span
-from engine.attention.slots import SlotWriter
-from engine.copies import place
-from engine.pool import KVPool
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.slots import SlotWriter
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
 
 
 class SdpaAttention:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def begin(self, spans: Sequence[Span]) -> "SdpaPass":
+    def begin(self, spans: Sequence[AttentionSpan]) -> "SdpaPass":
         return SdpaPass(self._pool, spans)
 
 
 class SdpaPass:
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._pool = pool
         self._spans = spans
         self._writer = SlotWriter(pool, spans)
@@ -40,7 +40,7 @@ class SdpaPass:
             offset += span.count
         return torch.cat(parts)
 
-    def _row(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+    def _row(self, layer: int, span: AttentionSpan) -> tuple[Tensor, Tensor]:
         """[1, kv_heads, positions, head_dim] each."""
         ids = place(span.pages, self._pool.tensor.device)
         pages = self._pool.tensor[ids, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)

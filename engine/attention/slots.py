@@ -7,15 +7,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import Span
-from engine.copies import place
-from engine.pool import KVPool
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
 
 
 class SlotWriter:
     """Scatters the keys and values of a batch into the pages of its spans, one operation per layer."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._slots = pool.slots
         self._layer_stride = pool.blocks_per_layer * pool.geometry.page_size
         self._index = slot_index(pool, spans, prefixes=False)
@@ -26,7 +26,7 @@ class SlotWriter:
         self._slots.index_copy_(0, self._index + layer * self._layer_stride, rows)
 
 
-def slot_index(pool: KVPool, spans: Sequence[Span], *, prefixes: bool) -> Tensor:
+def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
     """Rows of pool.slots with layer 0 of the spans' positions, one span after the other, what is before each span too
     with `prefixes`: int64 [positions * 2 * kv_heads], on the pool's device.
 
@@ -39,7 +39,7 @@ def slot_index(pool: KVPool, spans: Sequence[Span], *, prefixes: bool) -> Tensor
     return (place(firsts, pool.tensor.device)[:, None] + heads).reshape(-1)
 
 
-def _first_slots(pool: KVPool, span: Span, first: int) -> NDArray[np.int64]:
+def _first_slots(pool: KVPool, span: AttentionSpan, first: int) -> NDArray[np.int64]:
     """The row of pool.slots with layer 0 of the first K head, for each of the positions [first, span's end)."""
     pages, slots = np.divmod(np.arange(first, span.start + span.count), pool.geometry.page_size)
     return span.pages[pages] * (pool.blocks_per_page * pool.geometry.page_size) + slots

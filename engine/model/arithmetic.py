@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.rope import rotate
+from headrace.engine.model.rope import rotate
 
 
 class Arithmetic(Protocol):

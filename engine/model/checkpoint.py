@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import ConfigError
-from engine.model.config import ModelSpec
-from engine.model.gguf_file import GgufFile
-from engine.model.source import ModelSource, read_json
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.source import ModelSource, read_json
 
 INDEX = "model.safetensors.index.json"
 _GGUF_TOP = {

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config import Compile
-from core.errors import ConfigError
-from engine.model.arithmetic import Arithmetic, TorchArithmetic, add_norm, gate
-from engine.model.rope import rotate
+from headrace.core.config import Compile
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, add_norm, gate
+from headrace.engine.model.rope import rotate
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from core.errors import ConfigError
+from headrace.core.types.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 FAMILIES = {

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionPass
-from engine.dtypes import Precision
-from engine.model.arithmetic import Arithmetic, TorchArithmetic, linear
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelSpec
-from engine.model.rope import rotary_tables
-from engine.model.weights import LayerWeights, load_head, load_layer
+from headrace.engine.attention.base import AttentionPass
+from headrace.engine.dtypes import Precision
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, linear
+from headrace.engine.model.checkpoint import Checkpoint
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.rope import rotary_tables
+from headrace.engine.model.weights import LayerWeights, load_head, load_layer
 
 LOADERS = 4  # threads that read layers; each holds a tensor of its own while it converts it
 

@@ -5,9 +5,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelSpec
-from engine.model.rope import inverse_frequencies
+from headrace.engine.model.checkpoint import Checkpoint
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.rope import inverse_frequencies
 
 SAMPLED_ROWS = 8
 

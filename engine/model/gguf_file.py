@@ -15,8 +15,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from core.errors import ConfigError
-from engine.model.config import ModelSpec, RopeKind, RopeSpec
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.model.config import RopeSpec
+from headrace.engine.model.config import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

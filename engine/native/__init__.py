@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.native import load_library
-from engine.model.arithmetic import linear
-from engine.native import onednn
+from headrace.core.runtime.native_library import load_library
+from headrace.engine.model.arithmetic import linear
+from headrace.engine.native import onednn
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Kernels:
         return normed
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """engine.model.rope.rotate, of x [rows, heads, width] whose heads are dense."""
+        """headrace.engine.model.rope.rotate, of x [rows, heads, width] whose heads are dense."""
         rows, heads, width = x.shape
         _require(cos.dtype == sin.dtype == torch.float32 and x.stride()[1:] == (width, 1))
         _require(cos.is_contiguous() and sin.is_contiguous() and cos.numel() == sin.numel() == rows * width)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.request import FirstToken
+from headrace.core.types.request import FirstToken
 
 
 class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +40,16 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     id: str
 
 
-class Keep(Command, frozen=True, kw_only=True):
+class RenewLease(Command, frozen=True, kw_only=True):
     """The ticket will be loaded later: renew its lease until then. Answered by nothing."""
 
     ticket: TicketRef
 
 
-class Load(Command, frozen=True, kw_only=True):
+class LoadKv(Command, frozen=True, kw_only=True):
     """Fetch the KV of positions [start, tokens) of a prompt of this many tokens. prompt_hash: of that prompt
-    (core.arrays.prompt_hash), "" has nothing compared. Answered by Loaded, Failed or Cancelled, once."""
+    (headrace.core.types.packed.prompt_hash), "" has nothing compared. Answered by Loaded, LoadFailed or
+    LoadCancelled, once."""
 
     ticket: TicketRef
     start: int
@@ -60,31 +61,31 @@ class Load(Command, frozen=True, kw_only=True):
         return self.tokens - self.start
 
 
-class Reject(Command, frozen=True, kw_only=True):
-    """The KV is wanted but must not be loaded, for this reason: answered by Failed with it. A ticket that was kept
+class RejectTicket(Command, frozen=True, kw_only=True):
+    """The KV is wanted but must not be loaded, for this reason: answered by LoadFailed with it. A ticket that was kept
     under this id is released."""
 
     code: str
     message: str
 
 
-class Cancel(Command, frozen=True, kw_only=True):
-    """Load no more, and let the ticket go. Answered by Cancelled if a load has not been answered yet."""
+class CancelLoad(Command, frozen=True, kw_only=True):
+    """LoadKv no more, and let the ticket go. Answered by LoadCancelled if a load has not been answered yet."""
 
 
-class Done(Command, frozen=True, kw_only=True):
+class ReleaseLoad(Command, frozen=True, kw_only=True):
     """What was Loaded has been copied out: its place may be used again."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """Base of answers."""
 
     id: str
 
 
-class Loaded(Result, frozen=True, kw_only=True):
-    """The KV of [start, start + count) lies in the staging area from token `at` on, until Done. seconds: from the
-    command to here."""
+class Loaded(LoadResult, frozen=True, kw_only=True):
+    """The KV of [start, start + count) lies in the staging area from token `at` on, until ReleaseLoad. seconds: from
+    the command to here."""
 
     at: int
     start: int
@@ -93,16 +94,16 @@ class Loaded(Result, frozen=True, kw_only=True):
     seconds: float
 
 
-class Failed(Result, frozen=True, kw_only=True):
+class LoadFailed(LoadResult, frozen=True, kw_only=True):
     """Nothing is there, and nothing comes."""
 
     code: str
     message: str
 
 
-class Cancelled(Result, frozen=True, kw_only=True):
-    """Answer to Cancel. Nothing is written for this load any more."""
+class LoadCancelled(LoadResult, frozen=True, kw_only=True):
+    """Answer to CancelLoad. Nothing is written for this load any more."""
 
 
-AnyCommand = Keep | Load | Reject | Cancel | Done
-AnyResult = Loaded | Failed | Cancelled
+AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad
+AnyResult = Loaded | LoadFailed | LoadCancelled

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from integrations.peer.commands import Discover, Found
+from headrace.integrations.peer.commands import Discover, Found
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 1 << 16
 THREADS = 4
 
 
-class Handoff(msgspec.Struct, frozen=True):
+class HandoffEndpoints(msgspec.Struct, frozen=True):
     """What GET /v1/handoff answers, as far as it is needed."""
 
     desk_port: int
@@ -50,7 +50,7 @@ class Lookups:
             body = answer.read(MAX_BYTES)
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            port = msgspec.json.decode(body, type=Handoff).desk_port
+            port = msgspec.json.decode(body, type=HandoffEndpoints).desk_port
         finally:
             connection.close()
         if not 1 <= port <= 65535:

@@ -6,13 +6,13 @@ from enum import Enum, auto
 
 import msgspec
 
-from core.addresses import url
-from core.allowed import Rules, is_allowed
-from core.arrays import pack
-from core.orders import Expect
-from core.peers import AskDial, AskReserve
-from integrations.peer.commands import Discover, Load, TicketRef
-from transfer.keys import ServerKeys
+from headrace.core.messages.orders import PrepareReceive
+from headrace.core.messages.peers import AskReserve, ConnectPrefill
+from headrace.core.types.addresses import url
+from headrace.core.types.allow_list import Rules, is_allowed
+from headrace.core.types.packed import pack
+from headrace.integrations.peer.commands import Discover, LoadKv, TicketRef
+from headrace.transfer.sockets.curve_keys import ServerKeys
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-class Phase(Enum):
+class LoadPhase(Enum):
     KEPT = auto()
     QUEUED = auto()
     RESERVED = auto()
@@ -49,17 +49,17 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Record:
+class TicketRecord:
     """One use of a ticket. load: None while it is only kept. begun: when the load was asked for. session, generation,
     row, page: of its reservation; pages: of the staging area, from page on."""
 
     id: str
     ticket: TicketRef
     serial: int
-    phase: Phase
+    phase: LoadPhase
     deadline: float = math.inf
     begun: float = 0.0
-    load: Load | None = None
+    load: LoadKv | None = None
     session: str = ""
     generation: int = 0
     row: int = 0
@@ -70,10 +70,10 @@ class Record:
     def page_list(self) -> bytes:
         return pack(range(self.page, self.page + self.pages))
 
-    def expect(self) -> Expect:
+    def expect(self) -> PrepareReceive:
         """The order for the receiver, once there is a place."""
         assert self.load is not None, "only loads have a place"
-        return Expect(
+        return PrepareReceive(
             seq=0,
             request=self.serial,
             session=self.session,
@@ -102,7 +102,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Server:
+class PrefillRecord:
     """A prefill server. ticket: one that names it. key: its CURVE key, "" for connections in the clear. session: None
     while there is none; reason: why, for messages; unfit: trying again does not help. next_lookup: when its HTTP port
     is to be asked again; infinite while nothing is to be asked."""
@@ -115,17 +115,17 @@ class Server:
     reason: str = "it has not answered yet"
     unfit: bool = False
     next_lookup: float = math.inf
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, TicketRecord] = field(default_factory=dict)
 
-    def approach(self) -> Discover | AskDial:
+    def approach(self) -> Discover | ConnectPrefill:
         """The first step towards a session."""
         if self.ticket.http:
             return Discover(name=self.name, host=self.ticket.host, port=self.ticket.port)
         return self.dial(self.ticket.port)
 
-    def dial(self, desk_port: int) -> AskDial:
+    def dial(self, desk_port: int) -> ConnectPrefill:
         """To the desk, once its port is known."""
-        return AskDial(name=self.name, endpoint=url("tcp", self.ticket.host, desk_port), server_key=self.key)
+        return ConnectPrefill(name=self.name, endpoint=url("tcp", self.ticket.host, desk_port), server_key=self.key)
 
 
 def name_of(ticket: TicketRef) -> str:

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from core.geometry import Geometry
-from transfer.layout import WHOLE, Box, Bytes
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 
 PAGE_TOKENS = 64
 
 
-class Runs:
+class PageRuns:
     """Hands out runs of consecutive pages, the first that fits from below, so that memory above is never touched."""
 
     def __init__(self, pages: int) -> None:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from core.allowed import allowed_prefills, canonical
-from core.arrays import pack, prompt_hash
-from core.config import TransferConfig
-from core.errors import ConfigError, ErrorInfo, HeadraceError, invalid
-from core.geometry import Geometry
-from engine.model.config import ModelSpec, spec_from_config
-from engine.model.fingerprint import fingerprint
-from integrations.peer.commands import Done, Failed, Load, Loaded, TicketRef
-from integrations.peer.loop import Peer
-from integrations.peer.records import Limits
-from integrations.peer.staging import Staging
-from transfer.keys import known_servers
+from headrace.core.config import TransferConfig
+from headrace.core.types.allow_list import allowed_prefills, canonical
+from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError, invalid
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack, prompt_hash
+from headrace.engine.model.config import ModelSpec, spec_from_config
+from headrace.engine.model.fingerprint import fingerprint
+from headrace.integrations.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
+from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.staging import Staging
+from headrace.integrations.peer.thread import PeerThread
+from headrace.transfer.sockets.curve_keys import known_servers
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 STAGING_TOKENS = 8192
@@ -75,7 +75,7 @@ class RemotePrefill:
             pages=self._staging.pages,
             server_keys=server_keys,
         )
-        self._peer = Peer(
+        self._peer = PeerThread(
             limits,
             self._staging,
             name="transformers",
@@ -112,13 +112,13 @@ class RemotePrefill:
         place = TicketRef(name=ticket, host=self._host, port=self._port, http=True)
         name = secrets.token_hex(16)
         self._peer.submit(
-            Load(id=name, ticket=place, start=0, tokens=len(tokens), prompt_hash=prompt_hash(pack(tokens)))
+            LoadKv(id=name, ticket=place, start=0, tokens=len(tokens), prompt_hash=prompt_hash(pack(tokens)))
         )
         while True:
             for result in self._peer.results(wait_s=1.0):
                 if result.id == name and isinstance(result, Loaded):
                     return self._cache(result)
-                if result.id == name and isinstance(result, Failed):
+                if result.id == name and isinstance(result, LoadFailed):
                     raise HeadraceError(ErrorInfo(code=result.code, message=result.message, status=502))
 
     def _cache(self, loaded: Loaded) -> DynamicCache:
@@ -127,7 +127,7 @@ class RemotePrefill:
         cache = DynamicCache(config=self._model.config)
         for layer, (keys, values) in enumerate(staged[:, :, None, :, loaded.at : loaded.at + loaded.count - 1]):
             cache.update(keys.to(self._model.device, copy=True), values.to(self._model.device, copy=True), layer)
-        self._peer.submit(Done(id=loaded.id))
+        self._peer.submit(ReleaseLoad(id=loaded.id))
         return cache
 
 

@@ -14,15 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from core.clock import SystemClock
-from core.errors import ConfigError
-from integrations.peer.loop import Peer
-from integrations.peer.records import Limits
-from integrations.peer.staging import Staging
-from integrations.vllm.model import cache_geometry, model_fingerprint, ordered_layers
-from integrations.vllm.planner import Orders, Planner
-from integrations.vllm.settings import read_settings
-from integrations.vllm.worker import Worker
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.types.errors import ConfigError
+from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.staging import Staging
+from headrace.integrations.peer.thread import PeerThread
+from headrace.integrations.vllm.model import cache_geometry, model_fingerprint, ordered_layers
+from headrace.integrations.vllm.planner import LoadPlanner, Orders
+from headrace.integrations.vllm.settings import read_settings
+from headrace.integrations.vllm.worker import Worker
 
 log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
@@ -47,13 +47,13 @@ class HeadraceConnector(KVConnectorBase_V1):
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(f"{len(kv_cache_config.kv_cache_groups)} groups of KV caches: this connector fills one")
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._planner: Planner = self.make_planner()
+        self._planner: LoadPlanner = self.make_planner()
         self._worker: Worker | None = None
-        self._peer: Peer | None = None
+        self._peer: PeerThread | None = None
         self._idle = False
 
-    def make_planner(self) -> Planner:
-        return Planner()
+    def make_planner(self) -> LoadPlanner:
+        return LoadPlanner()
 
     # In the scheduler's process.
 
@@ -97,7 +97,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             load_timeout_s=settings.load_timeout_s,
             server_keys=settings.server_keys(),
         )
-        self._peer = Peer(
+        self._peer = PeerThread(
             limits,
             staging,
             name=f"vllm {config.instance_id}",

@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from integrations.vllm.params import BOOTSTRAP_PORT
+from headrace.integrations.vllm.params import BOOTSTRAP_PORT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

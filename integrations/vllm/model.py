@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.errors import ConfigError
-from core.geometry import Geometry
-from engine.model.checkpoint import open_checkpoint
-from engine.model.fingerprint import fingerprint
-from engine.model.source import load_spec, resolve_source
+from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import Geometry
+from headrace.engine.model.checkpoint import open_checkpoint
+from headrace.engine.model.fingerprint import fingerprint
+from headrace.engine.model.source import load_spec, resolve_source
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _NUMBER = re.compile(r"\.(\d+)\.")

@@ -5,10 +5,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from core.allowed import canonical
-from core.arrays import pack, prompt_hash
-from integrations.peer.commands import TicketRef
-from transfer.messages import Host, Name, PortNumber, Positive, Ticket
+from headrace.core.types.allow_list import canonical
+from headrace.core.types.packed import pack, prompt_hash
+from headrace.integrations.peer.commands import TicketRef
+from headrace.transfer.protocol.messages import Host, Name, PortNumber, Positive, Ticket
 
 PROMPT_MISMATCH = "prompt_mismatch"
 BAD_PARAMS = "bad_kv_transfer_params"
@@ -20,7 +20,8 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ticket, or tickets with one entry for each prompt of the request; or transfer_id. remote_host, remote_port: the desk
     of the prefill server; or remote_bootstrap_addr: its HTTP port, which tells where the desk is. prompt_hashes: of the
-    prompts, in the order of the tickets (core.arrays.prompt_hash). remote_num_tokens: their lengths, one number for a
+    prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash). remote_num_tokens: their lengths,
+    one number for a
     sole one. fingerprint: of the prefill server's model. wait: the prompt may still be on its way to it; by default it
     may unless remote_num_tokens is there, since only a computed prompt has that.
     """
@@ -76,7 +77,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for. ticket: None when none could be read. refusal: None when it may be loaded."""
 
     ticket: TicketRef | None
@@ -85,7 +86,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
 
 
-def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool) -> Wish | None:
+def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool) -> LoadRequest | None:
     """What kv_transfer_params asks for; None when they ask for nothing. beyond_tokens: its KV does not
     follow from its token ids alone (a LoRA adapter, images, embeddings), and no hash of them would tell."""
     if not params or not params.get("do_remote_prefill"):
@@ -94,7 +95,7 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond
     try:
         read = msgspec.convert(params, KvParams)
     except msgspec.ValidationError as error:
-        return Wish(ticket=None, tokens=len(tokens), refusal=Refusal(BAD_PARAMS, str(error)))
+        return LoadRequest(ticket=None, tokens=len(tokens), refusal=Refusal(BAD_PARAMS, str(error)))
     digest = prompt_hash(pack(tokens))
     name, problem = read.choose(len(tokens), digest)
     ticket = read.reference(name) if name else None
@@ -105,7 +106,7 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond
         refusal = Refusal(
             "not_supported", "only prompts that are token ids and nothing else (LoRA, images, embeddings) are fetched"
         )
-    return Wish(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)
+    return LoadRequest(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)
 
 
 def _split(address: str) -> tuple[str | None, int | None]:

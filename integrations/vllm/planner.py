@@ -1,7 +1,7 @@
 """The connector's half in vLLM's scheduler: which request loads which ticket, and what the worker is told. Pure.
 
 on_new_request ──► WAITING ──blocks allocated──► LOADING ──worker has finished──► SETTLED
- (Keep)              │ finished, nothing to load (Cancel)      │ finished: Cancel
+ (RenewLease)              │ finished, nothing to load (CancelLoad)      │ finished: CancelLoad
                      └─────────────────────────────────────────┴──────► SETTLED
 
 Requests that name a ticket which another one has named already (n > 1, several prompts in one body) wait until that
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from integrations.peer.commands import AnyCommand, Cancel, Keep, Load, Reject
-from integrations.vllm.params import Wish, read_wish
+from headrace.integrations.peer.commands import AnyCommand, CancelLoad, LoadKv, RejectTicket, RenewLease
+from headrace.integrations.vllm.params import LoadRequest, read_wish
 
 
 class RequestView(Protocol):
@@ -29,7 +29,7 @@ class RequestView(Protocol):
     prompt_embeds: Any
 
 
-class State(Enum):
+class LoadState(Enum):
     WAITING = auto()
     LOADING = auto()
     SETTLED = auto()
@@ -39,8 +39,8 @@ class State(Enum):
 class Claim:
     """A request that asks for a ticket. leader: the request that named it first, if that is another one."""
 
-    wish: Wish
-    state: State = State.WAITING
+    wish: LoadRequest
+    state: LoadState = LoadState.WAITING
     leader: "Claim | None" = None
 
 
@@ -51,7 +51,7 @@ class Orders(msgspec.Struct, frozen=True):
     blocks: dict[str, tuple[int, ...]] = {}
 
 
-class Planner:
+class LoadPlanner:
     """One for each engine."""
 
     def __init__(self) -> None:
@@ -76,40 +76,40 @@ class Planner:
         claim.leader = self._leaders.get(_key(wish))
         if claim.leader is None:
             self._leaders[_key(wish)] = claim
-            self._commands.append(Keep(id=request.request_id, ticket=wish.ticket))
+            self._commands.append(RenewLease(id=request.request_id, ticket=wish.ticket))
 
     def matched(self, request: RequestView, computed: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond the computed ones, whether that is asynchronous); (None, False): ask
         again later. Has no side effects."""
         claim = self._claims.get(request.request_id)
-        if claim is None or claim.state is not State.WAITING:
+        if claim is None or claim.state is not LoadState.WAITING:
             return 0, False
         if claim.leader is not None:
-            return (0 if claim.leader.state is State.SETTLED else None), False
+            return (0 if claim.leader.state is LoadState.SETTLED else None), False
         count = claim.wish.tokens - computed
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: RequestView, blocks: tuple[int, ...], count: int) -> None:
         """The request has its blocks; `count` of its tokens are to be loaded into them."""
         claim = self._claims.get(request.request_id)
-        if claim is None or claim.state is not State.WAITING or claim.leader is not None:
+        if claim is None or claim.state is not LoadState.WAITING or claim.leader is not None:
             return
         name, wish = request.request_id, claim.wish
         if request.kv_transfer_params is not None:
             request.kv_transfer_params["do_remote_prefill"] = False  # whatever happens, a ticket serves once
         if not count:
             self._settle(claim)
-            self._commands.append(Cancel(id=name))
+            self._commands.append(CancelLoad(id=name))
             return
-        claim.state = State.LOADING
+        claim.state = LoadState.LOADING
         self._blocks[name] = blocks
         if wish.ticket is None or wish.refusal is not None:
             code, message = ("", "") if wish.refusal is None else (wish.refusal.code, wish.refusal.message)
-            self._commands.append(Reject(id=name, code=code, message=message))
+            self._commands.append(RejectTicket(id=name, code=code, message=message))
             return
         start = wish.tokens - count
         self._commands.append(
-            Load(id=name, ticket=wish.ticket, start=start, tokens=wish.tokens, prompt_hash=wish.prompt_hash)
+            LoadKv(id=name, ticket=wish.ticket, start=start, tokens=wish.tokens, prompt_hash=wish.prompt_hash)
         )
 
     def loaded(self, names: set[str]) -> None:
@@ -122,9 +122,9 @@ class Planner:
         claim = self._claims.pop(request.request_id, None)
         if claim is None or claim.leader is not None:
             return
-        if claim.state is not State.SETTLED:
+        if claim.state is not LoadState.SETTLED:
             self._settle(claim)
-            self._commands.append(Cancel(id=request.request_id))
+            self._commands.append(CancelLoad(id=request.request_id))
         if claim.wish.ticket is not None and self._leaders.get(_key(claim.wish)) is claim:
             del self._leaders[_key(claim.wish)]
 
@@ -135,9 +135,9 @@ class Planner:
         return orders
 
     def _settle(self, claim: Claim) -> None:
-        claim.state = State.SETTLED
+        claim.state = LoadState.SETTLED
 
 
-def _key(wish: Wish) -> tuple[str, int, str]:
+def _key(wish: LoadRequest) -> tuple[str, int, str]:
     assert wish.ticket is not None, "only readable wishes have a key"
     return wish.ticket.host, wish.ticket.port, wish.ticket.name

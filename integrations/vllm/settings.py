@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from core.allowed import Rules, allowed_prefills
-from core.config import TransferConfig
-from core.errors import ConfigError
-from transfer.keys import ServerKeys, known_servers
+from headrace.core.config import TransferConfig
+from headrace.core.types.allow_list import Rules, allowed_prefills
+from headrace.core.types.errors import ConfigError
+from headrace.transfer.sockets.curve_keys import ServerKeys, known_servers
 
 Seconds = Annotated[float, Meta(gt=0)]
 

@@ -14,18 +14,18 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "headrace_vllm"
 PARTS = {  # package here: package there
-    "integrations.vllm": NAME,
-    "integrations.peer": f"{NAME}.peer",
+    "headrace.integrations.vllm": NAME,
+    "headrace.integrations.peer": f"{NAME}.peer",
     "core": f"{NAME}.core",
     "transfer": f"{NAME}.transfer",
-    "transfer.backends": f"{NAME}.transfer.backends",
-    "engine.model": f"{NAME}.engine.model",
+    "headrace.transfer.backends": f"{NAME}.transfer.backends",
+    "headrace.engine.model": f"{NAME}.engine.model",
     "engine": f"{NAME}.engine",
 }
 MODEL = ("checkpoint", "config", "fingerprint", "gguf_file", "rope", "source", "standin")
 ONLY = {  # of packages that are not copied whole
     "engine": ("__init__.py",),
-    "engine.model": ("__init__.py", *(f"{name}.py" for name in MODEL)),
+    "headrace.engine.model": ("__init__.py", *(f"{name}.py" for name in MODEL)),
 }
 NOT = {"setup.py", "nixl.py"}  # the latter writes from a pool that the connector has not got, and needs a package more
 IMPORT = re.compile(rf"^( *(?:from|import) )({'|'.join(map(re.escape, PARTS))})(?=[. \n])", re.MULTILINE)

@@ -13,9 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from core.clock import Clock
-from integrations.peer.commands import AnyCommand, AnyResult, Cancel, Done, Failed, Load, Loaded, Reject
-from integrations.peer.loop import PeerFailed
+from headrace.core.runtime.clock import Clock
+from headrace.integrations.peer.commands import (
+    AnyCommand,
+    AnyResult,
+    CancelLoad,
+    Loaded,
+    LoadFailed,
+    LoadKv,
+    RejectTicket,
+    ReleaseLoad,
+)
+from headrace.integrations.peer.thread import PeerFailed
 
 log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
 
@@ -26,21 +35,21 @@ IDLE_WAIT_S = 0.005
 
 
 class PeerPort(Protocol):
-    """What is needed of integrations.peer.loop.Peer."""
+    """What is needed of headrace.integrations.peer.thread.Peer."""
 
     def submit(self, *commands: AnyCommand) -> None: ...
 
     def results(self, wait_s: float = 0.0) -> list[AnyResult]: ...
 
 
-class Attention(Protocol):
+class AttentionLayer(Protocol):
     """One attention layer of vLLM."""
 
     impl: Any
 
 
 @dataclass(slots=True)
-class Write:
+class CacheWrite:
     """KV that has arrived and is not all in the cache. slots: int64, one for each token. layer: the next one."""
 
     loaded: Loaded
@@ -55,7 +64,7 @@ class Worker:
     def __init__(
         self,
         peer: PeerPort,
-        layers: Sequence[tuple[Attention, Tensor]],
+        layers: Sequence[tuple[AttentionLayer, Tensor]],
         staged: Tensor,
         block_size: int,
         clock: Clock,
@@ -67,7 +76,7 @@ class Worker:
         self._clock = clock
         self._blocks: dict[str, tuple[int, ...]] = {}  # of loads that vLLM waits for
         self._cancelled: set[str] = set()
-        self._writes: dict[str, Write] = {}
+        self._writes: dict[str, CacheWrite] = {}
         self._dead = ""
 
     def __len__(self) -> int:
@@ -76,9 +85,9 @@ class Worker:
     def obey(self, commands: tuple[AnyCommand, ...], blocks: dict[str, tuple[int, ...]]) -> None:
         """Begin what the scheduler's half asks for in this step."""
         for command in commands:
-            if isinstance(command, Load | Reject):
+            if isinstance(command, LoadKv | RejectTicket):
                 self._blocks[command.id] = blocks[command.id]
-            elif isinstance(command, Cancel) and command.id in self._blocks:
+            elif isinstance(command, CancelLoad) and command.id in self._blocks:
                 self._cancelled.add(command.id)
         if commands:
             self._peer.submit(*commands)
@@ -92,11 +101,11 @@ class Worker:
         waits = idle and self._blocks and not self._writes
         for result in self._results(IDLE_WAIT_S if waits else 0.0):
             if isinstance(result, Loaded) and result.id not in self._cancelled and result.id in self._blocks:
-                self._writes[result.id] = Write(result, self._slots(result))
+                self._writes[result.id] = CacheWrite(result, self._slots(result))
                 continue
             if isinstance(result, Loaded):
-                self._peer.submit(Done(id=result.id))
-            elif isinstance(result, Failed):
+                self._peer.submit(ReleaseLoad(id=result.id))
+            elif isinstance(result, LoadFailed):
                 log.warning("KV of request %s is not loaded: %s: %s", result.id, result.code, result.message)
                 failed.add(result.id)
             finished.add(result.id)
@@ -115,7 +124,7 @@ class Worker:
                 log.error("the peer has ended, and no KV will be loaded any more: %s", error)
                 self._dead = str(error)
             lost = self._blocks.keys() - self._writes.keys()
-            return [Failed(id=name, code="peer_failed", message=self._dead) for name in lost]
+            return [LoadFailed(id=name, code="peer_failed", message=self._dead) for name in lost]
 
     def _write(self) -> set[str]:
         """Go on with what has arrived, first come first served."""
@@ -127,12 +136,12 @@ class Worker:
             done.add(name)
         for name in done:
             loaded = self._writes.pop(name).loaded
-            self._peer.submit(Done(id=name))
+            self._peer.submit(ReleaseLoad(id=name))
             log.debug("%d tokens of request %s came in %.1f ms", loaded.count, name, 1000 * loaded.seconds)
         return done
 
-    def _go_on(self, write: Write, deadline: float) -> bool:
-        """Write layer by layer; False when the time is up before the last one."""
+    def _go_on(self, write: CacheWrite, deadline: float) -> bool:
+        """CacheWrite layer by layer; False when the time is up before the last one."""
         at, end = write.loaded.at, write.loaded.at + write.loaded.count
         while write.layer < len(self._layers):
             layer, cache = self._layers[write.layer]

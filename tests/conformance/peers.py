@@ -13,19 +13,26 @@ import httpx
 import numpy as np
 from msgspec.structs import replace
 
-from core.arrays import pack
-from core.config import TransferConfig
-from core.geometry import Component, Geometry
-from core.orders import Arrived, Dial, Expect, FetchFailed
-from core.peers import AskDial, AskReserve, PrefillDown, PrefillUp, TicketFailed, TicketFinished
-from core.request import FirstToken
 from examples import minimal_peer
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive, ReceiveFailed
+from headrace.core.messages.peers import (
+    AskReserve,
+    ConnectPrefill,
+    PrefillDown,
+    PrefillUp,
+    TicketFailed,
+    TicketFinished,
+)
+from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.backends.strided_pool import StridedPool
+from headrace.transfer.control.client import ControlClient
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.protocol.matching import make_hello
 from tests.conformance.scripted import HEAD_DIM, HEADS, LATENT, LAYERS, PAGE, TICKET, TOKENS
 from tests.transfer.harness import Loop, gather, random_store, zmq_context
-from transfer.arrays import StridedPool
-from transfer.dialer import Dialer
-from transfer.matching import make_hello
-from transfer.receiver import Receiver
 
 GEOMETRY = Geometry("float32", LAYERS, HEADS, HEAD_DIM, PAGE)
 
@@ -93,12 +100,13 @@ def minimal(url: str) -> Result:
 
 
 def ours(url: str, geometry: Geometry = GEOMETRY) -> Result:
-    """Dialer and Receiver. Like every user of them it takes a request for failed by the first event that says so."""
+    """ControlClient and Receiver. Like every user of them it takes a request for failed by the first event that says
+    so."""
     about = httpx.get(f"{url}/v1/handoff").json()
     config = TransferConfig(peer_timeout_s=5.0)
     with zmq_context() as context:
         store = random_store(geometry, 16)
-        dialer = Dialer(config, context)
+        dialer = ControlClient(config, context)
         receiver = Receiver(config, stage=0, geometry=geometry, store=store, context=context)
         loop = Loop(dialer, receiver)
         try:
@@ -113,7 +121,7 @@ def ours_with_a_latent(url: str) -> Result:
 
 
 def _fetch(
-    loop: Loop, dialer: Dialer, receiver: Receiver, store: StridedPool, geometry: Geometry, about: dict[str, Any]
+    loop: Loop, dialer: ControlClient, receiver: Receiver, store: StridedPool, geometry: Geometry, about: dict[str, Any]
 ) -> Result:
     dialer.ready(
         make_hello(
@@ -121,29 +129,29 @@ def _fetch(
             fingerprint=about["fingerprint"], geometries=(geometry,), kv_pages=16, max_model_len=256, metadata_rows=4,
         )
     )  # fmt: skip
-    loop.apply(dialer, AskDial(name="p", endpoint=f"tcp://127.0.0.1:{about['desk_port']}"))
+    loop.apply(dialer, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{about['desk_port']}"))
     loop.until(lambda: loop.of(dialer, PrefillUp) or _down(loop, dialer), 20)
     if not loop.of(dialer, PrefillUp):
         return Result(failure=loop.of(dialer, PrefillDown)[-1].reason)
     up = loop.of(dialer, PrefillUp)[0]
-    loop.apply(receiver, Dial(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
+    loop.apply(receiver, OpenSession(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
                               window_bytes=up.window_bytes))  # fmt: skip
     pages = [9, 3, 12]
     names: dict[str, Any] = {"session": up.session, "ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
-    loop.apply(receiver, Expect(seq=0, request=1, start=0, count=TOKENS, **names))
+    loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=TOKENS, **names))
     loop.apply(dialer, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
     failures = (TicketFailed, PrefillDown)
     loop.until(
         lambda: (
-            loop.of(receiver, Arrived)
-            or loop.of(receiver, FetchFailed)
+            loop.of(receiver, KvReceived)
+            or loop.of(receiver, ReceiveFailed)
             or any(loop.of(dialer, kind) for kind in (*failures, TicketFinished))
         ),
         30,
     )
     for _ in range(5):
         loop.turn(0.01)  # what is on its way out
-    if arrived := loop.of(receiver, Arrived):
+    if arrived := loop.of(receiver, KvReceived):
         found = hashlib.sha256()
         for name in store.tensors:
             found.update(np.ascontiguousarray(np.moveaxis(gather(store, geometry, pages, 0, TOKENS, name), 0, 3)))
@@ -154,14 +162,14 @@ def _fetch(
     return Result(failure=_why(loop, dialer, receiver))
 
 
-def _down(loop: Loop, dialer: Dialer) -> bool:
+def _down(loop: Loop, dialer: ControlClient) -> bool:
     """It was refused for good, or is not answered."""
     lasting = [event for event in loop.of(dialer, PrefillDown) if not event.reason.startswith("not_ready")]
     return bool(lasting)
 
 
-def _why(loop: Loop, dialer: Dialer, receiver: Receiver) -> str:
-    if bad := loop.of(receiver, FetchFailed):
+def _why(loop: Loop, dialer: ControlClient, receiver: Receiver) -> str:
+    if bad := loop.of(receiver, ReceiveFailed):
         return f"{bad[0].code}: {bad[0].message}"
     if failed := loop.of(dialer, TicketFailed):
         return f"{failed[0].error.code}: {failed[0].error.message}"

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.arrays import pack
-from core.geometry import Geometry
-from core.orders import Arrived, Dial, Expect
-from core.peers import AskDial, AskReserve, PrefillUp
 from examples import minimal_peer
+from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive
+from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack
+from headrace.transfer.control.client import ControlClient
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.protocol.matching import make_hello
 from tests.e2e.harness import Server, serving
+from tests.transfer.control.test_control import CONFIG
 from tests.transfer.harness import Loop, gather, random_store, zmq_context
-from tests.transfer.test_desk import CONFIG
-from transfer.dialer import Dialer
-from transfer.matching import make_hello
-from transfer.receiver import Receiver
 
 PEER = Path(minimal_peer.__file__)
 GEOMETRY = Geometry("float32", layers=4, kv_heads=1, head_dim=32, page_size=16)
@@ -46,13 +46,13 @@ def prefill(server: Server, ticket: str, **fields: Any) -> Any:
 
 
 def with_our_own(server: Server) -> tuple[int, str]:
-    """First token and digest of the KV as Dialer and Receiver take it."""
+    """First token and digest of the KV as ControlClient and Receiver take it."""
     fingerprint = server.get("/v1/handoff").json()["fingerprint"]
     desk = f"tcp://127.0.0.1:{server.get('/v1/handoff').json()['desk_port']}"
     pages = list(range(40, 40 - GEOMETRY.pages_for(len(PROMPT)), -1))
     with zmq_context() as context:
         store = random_store(GEOMETRY, 64)
-        dialer = Dialer(CONFIG, context)
+        dialer = ControlClient(CONFIG, context)
         receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=store, context=context)
         loop = Loop(dialer, receiver)
         dialer.ready(
@@ -68,11 +68,11 @@ def with_our_own(server: Server) -> tuple[int, str]:
                 metadata_rows=8,
             )
         )
-        loop.apply(dialer, AskDial(name="p", endpoint=desk))
+        loop.apply(dialer, ConnectPrefill(name="p", endpoint=desk))
         up = loop.wait_for(dialer, PrefillUp)
         loop.apply(
             receiver,
-            Dial(
+            OpenSession(
                 seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
                 window_bytes=up.window_bytes,
             ),
@@ -84,11 +84,11 @@ def with_our_own(server: Server) -> tuple[int, str]:
             "pages": pack(pages),
             "row": 0,
         }
-        loop.apply(receiver, Expect(seq=0, request=1, start=0, count=len(PROMPT), **names))
+        loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=len(PROMPT), **names))
         loop.apply(dialer, AskReserve(prompt_tokens=len(PROMPT), cached_tokens=0, **names))
         client = threading.Thread(target=prefill, args=(server, "ours"))
         client.start()
-        arrived = loop.wait_for(receiver, Arrived, timeout_s=30)
+        arrived = loop.wait_for(receiver, KvReceived, timeout_s=30)
         tokens = gather(store, GEOMETRY, pages, 0, len(PROMPT))  # [tokens, layers, 2, heads, bytes]
         client.join(30)
         loop.close()

@@ -4,11 +4,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.catalog import CATALOG
+from headrace.server.telemetry.catalog import CATALOG
 from tests.deployment.files import ROOT
 
 PACKAGES = ("scheduler", "transfer", "engine", "server")
-COUNTING = ("add", "observe")  # methods of core.stats.Counters and Histograms
+COUNTING = ("add", "observe")  # methods of headrace.core.stats.Counters and Histograms
 SAMPLES = ("Sample", "HistogramSample")
 
 

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from core.config import Config
-from core.errors import ConfigError
-from server.config import add_flags, load
+from headrace.core.config import Config
+from headrace.core.types.errors import ConfigError
+from headrace.server.config.load import add_flags, load
 from tests.deployment.files import COMPOSE, ROOT, load_yaml
 
 SERVERS = ("prefill", "decode")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.catalog import CATALOG
-from server.metrics import PREFIX, render
+from headrace.server.telemetry.catalog import CATALOG
+from headrace.server.telemetry.metrics import PREFIX, render
 from tests.deployment.files import COMPOSE, DASHBOARD, ROOT, RULES, load_json, load_yaml, promtool
 
 SCRAPED = {"instance", "job", "role"}  # labels that Prometheus adds (configs/prometheus.yml)

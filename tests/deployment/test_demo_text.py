@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-DATA = files("server") / "data"
+DATA = files("headrace.server") / "data"
 
 
 def test_length_in_tokens() -> None:

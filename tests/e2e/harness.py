@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import psutil
 
-from server.local import LocalServer
+from headrace.server.launch.local_server import LocalServer
 
 
 class Server(LocalServer):

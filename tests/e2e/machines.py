@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 
 SUBNET = "198.18.97"  # of a range that is set aside for tests of networks
 
@@ -128,7 +128,7 @@ class Stages:
         machine = self._where[rank]
         place = ["--rank", str(rank), "--world-size", str(len(self._where)), "--master", self._master]
         own = ["--transfer-host", machine.address]
-        command = ["server.cli", "stage", "--scheduler", self.scheduler(rank), *place, *own, *flags]
+        command = ["headrace.server.cli", "stage", "--scheduler", self.scheduler(rank), *place, *own, *flags]
         return self.run(rank, command, environment)
 
     def start_all(self) -> list[Tree]:

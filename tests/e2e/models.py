@@ -1,7 +1,7 @@
 """Models for servers under test, each with an oracle: what comes after a prompt, said by somebody else.
 
 Most tests are about everything but the model. They run with the stand-in, which loads at once and whose tokens show
-every wrong page (engine/standin.py), and with SmolLM2 in the full run.
+every wrong page (engine/stub_runner.py), and with SmolLM2 in the full run.
 """
 
 import random
@@ -12,13 +12,13 @@ from functools import cache
 import msgspec
 import pytest
 
-from core.arrays import pack
-from core.config import EngineConfig, ModelConfig
-from core.orders import Row
-from core.request import SamplingParams
-from engine.standin import StandInRunner
-from server.text import TextStream
-from server.tokenizer import Tokenizer, load_tokenizer
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types.packed import pack
+from headrace.core.types.request import SamplingParams
+from headrace.engine.stub_runner import StubRunner
+from headrace.server.tokenizer.detokenizer import TextStream
+from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e import gold
 from tests.e2e.harness import Server
 
@@ -33,7 +33,7 @@ class StandInOracle:
     def __init__(self, sizes: str, room: int) -> None:
         """room: positions of the longest prompt with its tokens."""
         settings = ModelConfig(model=f"{sizes},us_per_token=0", dtype="float32", device="cpu", max_model_len=room)
-        self._runner = StandInRunner(settings, EngineConfig(page_size=room, kv_pages=1))
+        self._runner = StubRunner(settings, EngineConfig(page_size=room, kv_pages=1))
         self._tokenizer = load_tokenizer(sizes, "")
 
     @property
@@ -45,7 +45,7 @@ class StandInOracle:
         found: list[int] = []
         while len(found) < tokens:
             start, ids = (len(prompt) + len(found) - 1, found[-1:]) if found else (0, list(prompt))
-            row = Row(0, start, len(ids), pack([0]), pack(ids), sample=GREEDY)
+            row = PlanRow(0, start, len(ids), pack([0]), pack(ids), sample=GREEDY)
             found.append(self._runner.execute([row])[0][0].token)
         self._runner.release(0)
         return tuple(found)

@@ -6,16 +6,15 @@ from typing import Any
 import numpy as np
 import zmq
 
-from core.arrays import pack
-from core.codec import Codec
-from core.config import TransferConfig
-from core.geometry import Geometry
-from core.request import FirstToken
-from tests.e2e.harness import Server
-from transfer import checksum, metadata
-from transfer.layout import pages_for
-from transfer.matching import make_hello
-from transfer.messages import (
+from headrace.core.config import TransferConfig
+from headrace.core.runtime.codec import Codec
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol.layout import pages_for
+from headrace.transfer.protocol.matching import make_hello
+from headrace.transfer.protocol.messages import (
     Ack,
     AnswerMessage,
     Attach,
@@ -32,6 +31,7 @@ from transfer.messages import (
     StageMessage,
     Welcome,
 )
+from tests.e2e.harness import Server
 
 PAGES = 256
 PATIENCE_MS = 30_000

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import httpx
 
-from server.tokenizer import Tokenizer
+from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.e2e.models import StandInOracle, spoken
 
 Way = Literal["whole", "streamed", "prefill"]

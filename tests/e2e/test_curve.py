@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.keys import write_pair
+from headrace.server.config.curve_keys import write_pair
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 from tests.e2e.models import Model, both
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import SUBNET, Stages, Tree, machines
 from tests.e2e.models import NAME, SMOLLM2, Model, both, stand_in
@@ -166,7 +166,7 @@ def test_torchrun_starts_the_stages_and_starts_them_again(rendezvous: tuple[str,
     with waiting_server("--role", "colocated", *SMOLLM2.flags, *ROOM) as (server, stages):
         where = f"127.0.0.1:{free_port()}" if "c10d" in rendezvous else str(free_port())
         launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "5"]
-        stage = ["-m", "server.cli", "stage", "--scheduler", stages.scheduler(0)]
+        stage = ["-m", "headrace.server.cli", "stage", "--scheduler", stages.scheduler(0)]
         agent = stages.run(0, [*launcher, *rendezvous, where, *stage])
         server.started()
         SMOLLM2.check(server, LENGTHS, TOKENS)

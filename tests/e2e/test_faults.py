@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 from tests.e2e.models import NAME, Model, both
 
@@ -148,7 +148,7 @@ def test_stage_killed_fails_requests_and_comes_back(model: Model) -> None:
         client = threading.Thread(target=lambda: results.append(server.post("/v1/completions", body(prompt))))
         client.start()
         wait_until(lambda: pages_in_use(server) > 0, 20, "the prefill has begun")
-        server.child("engine.stage").kill()
+        server.child("headrace.engine.stage").kill()
         client.join(30)
         assert results[0].status_code == 503
         assert "stage 0" in results[0].json()["error"]["message"]

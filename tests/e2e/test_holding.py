@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import zmq
 
-from core.geometry import Geometry
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.protocol import metadata
+from headrace.transfer.protocol.messages import Cancelled, Failed, Finished
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 from tests.e2e.peer import Peer
-from transfer import metadata
-from transfer.messages import Cancelled, Failed, Finished
 
 LEASE_S = 3.0
 FLAGS = (

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from core.kv_events import AllBlocksCleared, BlockStored, KvEventBatch
-from server.ports import free_port
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored, KvEventBatch
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, serving, wait_until
 from tests.scheduler.router import Router, name_of
 
@@ -96,7 +96,7 @@ def test_a_router_follows_the_cache_of_a_real_server() -> None:
         wait_until(lambda: subscriber.knows(int(cached)), 10, "as many pages as the server has cached")
         assert name_of("tenant 96", [(number,) * PAGE for number in range(96, 100)]) in subscriber.router.pages
         before = subscriber.cleared
-        server.child("engine.stage").send_signal(signal.SIGKILL)
+        server.child("headrace.engine.stage").send_signal(signal.SIGKILL)
         wait_until(lambda: subscriber.knows(0), 10, "that nothing is cached any more")
         assert subscriber.cleared > before
         wait_until(server.ready, 60, "the stage back")

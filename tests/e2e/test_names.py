@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
 WAIT_S = 4.0

@@ -41,7 +41,7 @@ def check_texts(server: Server) -> None:
 
 def stages_of(server: Server) -> list[psutil.Process]:
     """The stage processes, in stage order."""
-    children = [child for child in server.children() if "engine.stage" in child.cmdline()]
+    children = [child for child in server.children() if "headrace.engine.stage" in child.cmdline()]
     return sorted(children, key=lambda child: int(child.environ().get("RANK", "0")))
 
 

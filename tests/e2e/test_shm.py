@@ -1,7 +1,7 @@
 """Two servers on one machine, with KV written straight into the decode server's pool: whoever dies, stops or cancels.
 
-The stand-in model's texts show every wrong page (engine/standin.py); they are compared with those of one runner alone,
-or with those before something went wrong.
+The stand-in model's texts show every wrong page (engine/stub_runner.py); they are compared with those of one runner
+alone, or with those before something went wrong.
 """
 
 import signal
@@ -50,7 +50,7 @@ def begun(prefill: Server, decode: Server, pool: ThreadPoolExecutor) -> Future[h
 def pool_of(decode: Server) -> Path:
     """The file that the decode server's stage has mapped; other servers of the machine have theirs. By its number: the
     kernel goes on calling it by the one name it had before it was linked."""
-    lines = Path(f"/proc/{decode.child('engine.stage').pid}/maps").read_text().splitlines()
+    lines = Path(f"/proc/{decode.child('headrace.engine.stage').pid}/maps").read_text().splitlines()
     mapped = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return next(path for path in Path("/dev/shm").glob("headrace-kv-*") if path.stat().st_ino in mapped)
 
@@ -154,7 +154,7 @@ def test_a_decode_stage_that_starts_again_has_another_pool_and_says_so() -> None
         expected = text_of(ask(decode, TEXT[:900]))
         first = pool_of(decode)
         answer = begun(prefill, decode, pool)
-        decode.child("engine.stage").kill()
+        decode.child("headrace.engine.stage").kill()
         assert answer.result().status_code == 503
         wait_until(lambda: decode.get("/ready").status_code == 200, 60, f"it is back\n{decode.log}")
         assert pool_of(decode) != first
@@ -169,7 +169,7 @@ def test_a_prefill_stage_that_dies_ends_the_session_before_its_pages_are_used_ag
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))
         answer = begun(prefill, decode, pool)
-        prefill.child("engine.stage").kill()
+        prefill.child("headrace.engine.stage").kill()
         assert answer.result().status_code in (502, 503)
         wait_until(lambda: pages_in_use(decode) == 0, 10, f"pages back\n{decode.log}")
         wait_until(lambda: prefill.get("/ready").status_code == 200, 60, f"it is back\n{prefill.log}")

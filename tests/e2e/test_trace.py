@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.harness import Server, pair, serving
-from tests.server.trace_format import Event, check, lanes, of
+from tests.server.telemetry.trace_format import Event, check, lanes, of
 
 MODEL = "stand-in:layers=6,us_per_token=60,vocab=1000,max_len=2048"
 FLAGS = ("--model", MODEL, "--chunk-tokens", "64", "--kv-pages", "1024", "--threads", "1")

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from core import arrays
-from core.config import EngineConfig, ModelConfig
-from core.orders import PromptLogprobs, Row, Sampled
-from core.request import SamplingParams
-from engine.model.source import resolve_source
-from engine.runner import ModelRunner
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow, PromptLogprobs, SampledToken
+from headrace.core.types import packed
+from headrace.core.types.request import SamplingParams
+from headrace.engine.model.source import resolve_source
+from headrace.engine.runner import ModelRunner
 
 VOCABULARY = 199
 GREEDY = SamplingParams(temperature=0.0, logprobs=VOCABULARY)
@@ -122,15 +122,15 @@ class Prompt:
         self.pages = pages
         self._page_size = page_size
 
-    def row(self, start: int, count: int, **fields: Any) -> Row:
+    def row(self, start: int, count: int, **fields: Any) -> PlanRow:
         end = start + count
-        fields.setdefault("tokens", arrays.pack(self.tokens[start:end]))
+        fields.setdefault("tokens", packed.pack(self.tokens[start:end]))
         if end == len(self.tokens):
             fields.setdefault("sample", GREEDY)
         pages = self.pages[: -(-end // self._page_size)]
-        return Row(self.request, start, count, arrays.pack(pages), **fields)
+        return PlanRow(self.request, start, count, packed.pack(pages), **fields)
 
-    def chunks(self, size: int) -> list[Row]:
+    def chunks(self, size: int) -> list[PlanRow]:
         return [self.row(start, min(size, len(self.tokens) - start)) for start in range(0, len(self.tokens), size)]
 
 
@@ -145,15 +145,15 @@ def shuffled_pages(count: int, pool: int, seed: int = 0) -> list[int]:
     return ids
 
 
-def run_chunks(runner: ModelRunner, rows: list[Row]) -> Sampled:
+def run_chunks(runner: ModelRunner, rows: list[PlanRow]) -> SampledToken:
     """Execute rows one plan each; the sample of the last one."""
-    results: tuple[list[Sampled], list[PromptLogprobs]] = ([], [])
+    results: tuple[list[SampledToken], list[PromptLogprobs]] = ([], [])
     for row in rows:
         results = runner.execute([row])
     return results[0][0]
 
 
-def reported_logprobs(sampled: Sampled) -> torch.Tensor:
+def reported_logprobs(sampled: SampledToken) -> torch.Tensor:
     """All log-probabilities of a sample that asked for the whole vocabulary, by token id."""
     assert sampled.logprob is not None
     logprobs = torch.empty(len(sampled.logprob.top_ids))

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from core.codec import Codec
-from core.joining import AnswerMessage, Join, Waiting
+from headrace.core.messages.membership import AnswerMessage, JoinRequest, Waiting
+from headrace.core.runtime.codec import Codec
 from tests.transfer.examples import EXAMPLES
 
-JOIN: Codec[Join] = Codec(Join)
+JOIN: Codec[JoinRequest] = Codec(JoinRequest)
 JOIN_ANSWER: Codec[AnswerMessage] = Codec(AnswerMessage)
 VALID: tuple[bytes, ...] = (
     *(example.encoded[0] for example in EXAMPLES),
-    JOIN.encode(Join(rank=0, world_size=1, incarnation="i", version="v", host="127.0.0.1", key="k")),
+    JOIN.encode(JoinRequest(rank=0, world_size=1, incarnation="i", version="v", host="127.0.0.1", key="k")),
     JOIN_ANSWER.encode(Waiting(message="m")),
 )
 NESTED = b"\x82\xa4type\xa4Ping\xa1x" + b"\x91" * 100_000 + b"\xc0"  # deeper than any parser's stack

@@ -7,16 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.arrays import pack
-from core.orders import Dial, Expect, Forget, HangUp
-from core.peers import AskDial, AskReserve, PrefillUp
+from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
+from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
+from headrace.core.types.packed import pack
+from headrace.transfer.control.client import ControlClient
+from headrace.transfer.data.receiver import Receiver
 from tests.conformance.peers import GEOMETRY
 from tests.conformance.scripted import FINGERPRINT, TICKET, TOKENS, Scripted, row
 from tests.fuzz.mutations import VALID, Mutator
+from tests.transfer.control.test_sessions import hello
 from tests.transfer.harness import CONFIG, Loop, random_store, value, zmq_context
-from tests.transfer.test_sessions import hello
-from transfer.dialer import Dialer
-from transfer.receiver import Receiver
 
 PAGES = [9, 3, 12]
 
@@ -28,7 +28,7 @@ class Victim:
         self.server = server
         self.store = random_store(GEOMETRY, 16)
         self.before = self.store.data.copy()
-        self.dialer = Dialer(CONFIG, context)
+        self.dialer = ControlClient(CONFIG, context)
         self.receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=self.store, context=context)
         self.loop = Loop(self.dialer, self.receiver)
         self.loop.raw += [server.desk, server.stage]
@@ -36,7 +36,7 @@ class Victim:
         self.session = ""
         ours = hello(fingerprint=FINGERPRINT, geometries=(GEOMETRY,), kv_pages=16, metadata_rows=4)
         self.dialer.ready(ours)
-        self.loop.apply(self.dialer, AskDial(name="p", endpoint=f"tcp://127.0.0.1:{server.desk_port}"))
+        self.loop.apply(self.dialer, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{server.desk_port}"))
 
     def listen(self) -> None:
         """Let the server hear what has come, and greet whoever says hello or attaches."""
@@ -65,19 +65,19 @@ class Victim:
             self.turn()
         up = self.loop.of(self.dialer, PrefillUp)[-1]
         if up.session != self.session:
-            self.loop.apply(self.receiver, HangUp(seq=0, session=self.session))
+            self.loop.apply(self.receiver, CloseSession(seq=0, session=self.session))
             self.session, self.server.data_route = up.session, b""
             self.loop.apply(
                 self.receiver,
-                Dial(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
+                OpenSession(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
                      window_bytes=up.window_bytes),
             )  # fmt: skip
-        self.loop.apply(self.receiver, Forget(seq=0, request=self.requests))
+        self.loop.apply(self.receiver, CancelReceive(seq=0, request=self.requests))
         self.requests += 1
         names: dict[str, Any] = {
             "session": up.session, "ticket": TICKET, "generation": self.requests, "pages": pack(PAGES), "row": 2,
         }  # fmt: skip
-        self.loop.apply(self.receiver, Expect(seq=0, request=self.requests, start=0, count=TOKENS, **names))
+        self.loop.apply(self.receiver, PrepareReceive(seq=0, request=self.requests, start=0, count=TOKENS, **names))
         self.loop.apply(self.dialer, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
         for _ in range(20):
             if self.server.reserve.get("generation") == self.requests and self.server.data_route:

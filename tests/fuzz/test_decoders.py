@@ -10,20 +10,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.codec import Codec, DecodeError
-from core.errors import ConfigError, HeadraceError
-from core.joining import AnswerMessage as JoinAnswer
-from core.joining import Join
 from examples import minimal_peer
-from server.api.bodies import parse_body
-from server.api.schema import ChatBody, CompletionBody, PrefillBody
-from server.fetch import refusal
+from headrace.core.messages.membership import AnswerMessage as JoinAnswer
+from headrace.core.messages.membership import JoinRequest
+from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.types.errors import ConfigError, HeadraceError
+from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
+from headrace.server.upstream.prefill_request import refusal
+from headrace.transfer.protocol import metadata
+from headrace.transfer.sockets.curve_keys import key_text, read_pair, read_public
 from tests.fuzz.mutations import CLAIMS, NESTED, NO_TEXT, VALID, Mutator, spoilt
 from tests.transfer.examples import ANSWER, DESK, PEER, ROW, STAGE
-from transfer import metadata
-from transfer.keys import key_text, read_pair, read_public
 
-JOINS: Codec[Join] = Codec(Join)
+JOINS: Codec[JoinRequest] = Codec(JoinRequest)
 JOIN_ANSWERS: Codec[JoinAnswer] = Codec(JoinAnswer)
 CODECS: tuple[Codec[Any], ...] = (PEER, DESK, ANSWER, STAGE, JOINS, JOIN_ANSWERS)
 EFFORTS = [pytest.param(150, id="short"), pytest.param(5_000, id="long", marks=pytest.mark.full)]

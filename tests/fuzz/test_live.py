@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from server.local import free_port
+from headrace.server.launch.local_server import free_port
 from tests.conformance.client import Client, Target, answer
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import Machine, Tree
@@ -40,7 +40,7 @@ def everything() -> Iterator[tuple[Server, Target, int]]:
     flags = ("--role", "prefill", *MODEL, "--stages", "external", "--stage-port", str(stage_port), *key)
     events = ("--kv-events-port", str(free_port()), "--kv-events-replay-port", str(free_port()))
     with closing(Server(*flags, *events, "--peer-timeout", "5")) as server:
-        command = ["server.cli", "stage", "--scheduler", f"tcp://127.0.0.1:{stage_port}", "--rank", "0"]
+        command = ["headrace.server.cli", "stage", "--scheduler", f"tcp://127.0.0.1:{stage_port}", "--rank", "0"]
         stage = Tree(Machine("127.0.0.1", "127.0.0.1", [], {}), [*command, "--world-size", "1", *key])
         try:
             with running(server):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import pair
 from tests.routers.fleet import KINDS, Router, Site, routed
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, wait_until
 
 READY_S = 60.0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from server.ports import free_port
+from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, wait_until
 from tests.routers.fleet import KINDS, Router, Site, routed
 

@@ -2,16 +2,26 @@
 
 from typing import TypeVar
 
-from core.arrays import pack, unpack
-from core.config import SchedulerConfig
-from core.errors import ErrorInfo
-from core.geometry import Geometry
-from core.intake import Abort, AddPrefill, Failed, Finished, Submit, Tokens
-from core.orders import Acked, Expecting, Forgotten, Forward, PlanDone, Quiet, Sampled, Send, StageReady
-from core.peers import PeerJoined, PeerReserved, PrefillUp
-from core.request import SamplingParams
-from core.stats import Stats
-from scheduler.scheduler import Effect, Event, Scheduler
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.orders import (
+    ChunkAcked,
+    Forward,
+    PlanDone,
+    ReceiveCancelled,
+    ReceivePrepared,
+    SampledToken,
+    SendCancelled,
+    SendChunk,
+    StageReady,
+)
+from headrace.core.messages.peers import PeerJoined, PeerReserved, PrefillUp
+from headrace.core.stats import Stats
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack, unpack
+from headrace.core.types.request import SamplingParams
+from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 E = TypeVar("E")
 PAGE = 4
@@ -90,7 +100,7 @@ class Bench:
         """Report a plan computed; tokens for its sampled rows, in order."""
         rows = [row for row in forward.rows if row.sample is not None]
         assert len(rows) == len(tokens)
-        samples = tuple(Sampled(row.request, token) for row, token in zip(rows, tokens, strict=True))
+        samples = tuple(SampledToken(row.request, token) for row, token in zip(rows, tokens, strict=True))
         last = self.config.stages - 1 if stage is None else stage
         return self.do(PlanDone(stage=last, seq=forward.seq, duration_s=seconds, samples=samples))
 
@@ -134,11 +144,11 @@ class Bench:
             )
         )
 
-    def ack(self, send: Send, stage: int = 0) -> list[Effect]:
-        return self.do(Acked(stage=stage, request=send.request, chunk=send.chunk, bytes=100))
+    def ack(self, send: SendChunk, stage: int = 0) -> list[Effect]:
+        return self.do(ChunkAcked(stage=stage, request=send.request, chunk=send.chunk, bytes=100))
 
     def quiet(self, request: int, stage: int = 0) -> list[Effect]:
-        return self.do(Quiet(stage=stage, request=request))
+        return self.do(SendCancelled(stage=stage, request=request))
 
     # The wire, as the decode side sees it.
 
@@ -151,10 +161,10 @@ class Bench:
         )
 
     def expecting(self, request: int, stage: int = 0) -> list[Effect]:
-        return self.do(Expecting(stage=stage, request=request))
+        return self.do(ReceivePrepared(stage=stage, request=request))
 
     def forgotten(self, request: int, stage: int = 0) -> list[Effect]:
-        return self.do(Forgotten(stage=stage, request=request))
+        return self.do(ReceiveCancelled(stage=stage, request=request))
 
     # What was seen.
 
@@ -170,16 +180,16 @@ class Bench:
         return self.all(kind)[-1]
 
     def error(self, rid: str = "a") -> ErrorInfo:
-        return next(effect.error for effect in self.seen if isinstance(effect, Failed) and effect.rid == rid)
+        return next(effect.error for effect in self.seen if isinstance(effect, RequestFailed) and effect.rid == rid)
 
-    def finished(self, rid: str = "a") -> Finished:
-        return next(effect for effect in self.seen if isinstance(effect, Finished) and effect.rid == rid)
+    def finished(self, rid: str = "a") -> RequestFinished:
+        return next(effect for effect in self.seen if isinstance(effect, RequestFinished) and effect.rid == rid)
 
     def tokens(self, rid: str = "a") -> list[int]:
         return [token for effect in self.all(Tokens) if effect.rid == rid for token in effect.tokens]
 
     def ended(self, rid: str = "a") -> int:
-        return sum(isinstance(effect, Finished | Failed) and effect.rid == rid for effect in self.seen)
+        return sum(isinstance(effect, RequestFinished | RequestFailed) and effect.rid == rid for effect in self.seen)
 
     def metric(self, name: str, *labels: str) -> float:
         stats: Stats = self.scheduler.statistics()

@@ -4,7 +4,7 @@ import struct
 from collections import Counter
 from hashlib import sha256
 
-from core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
 
 
 class Router:

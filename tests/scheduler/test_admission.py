@@ -2,9 +2,9 @@
 
 import pytest
 
-from core.intake import Drain, Drained, EngineState, Failed, QueryStats, Shutdown, StatsReply
-from core.orders import Halt
-from core.peers import TellFailed
+from headrace.core.messages.frontend import Drain, Drained, EngineState, QueryStats, RequestFailed, Shutdown, StatsReply
+from headrace.core.messages.orders import ShutdownStage
+from headrace.core.messages.peers import TellFailed
 from tests.scheduler.bench import Bench, none, only
 
 
@@ -14,7 +14,7 @@ def test_not_ready_until_every_stage_is() -> None:
     assert (bench.error("early").code, bench.error("early").status) == ("not_ready", 503)
     bench.up()
     assert bench.one(EngineState) == EngineState(ready=True)
-    assert none(bench.submit("a"), Failed)
+    assert none(bench.submit("a"), RequestFailed)
 
 
 def test_a_stage_with_another_page_size_is_refused() -> None:
@@ -110,7 +110,7 @@ def test_an_active_rid_or_ticket_is_a_conflict() -> None:
     bench.submit("b", exit="wire", ticket="t")
     assert (bench.error("b").code, bench.error("b").status) == ("ticket_in_use", 409)
     effects = bench.submit("a", exit="wire", ticket="u")
-    assert only(effects, Failed).error.status == 409
+    assert only(effects, RequestFailed).error.status == 409
     bench.join()
     bench.reserve("t")
     assert bench.metric("queue_requests", "waiting") == 1, "the first use of the ticket is untouched"
@@ -147,9 +147,9 @@ def test_shutdown_fails_everyone_and_halts_the_stages() -> None:
     bench.reserve("t")
     bench.plan()
     effects = bench.do(Shutdown())
-    assert only(effects, Failed).error.status == 503
+    assert only(effects, RequestFailed).error.status == 503
     assert only(effects, TellFailed).ticket == "t"
-    only(effects, Halt)
+    only(effects, ShutdownStage)
     bench.assert_empty()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.tokenizer import Tokenizer
+from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import tiny_tokenizer
 
 

@@ -13,30 +13,30 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from core.clock import Clock
-from core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
-from core.errors import CANCELLED, ErrorInfo
-from core.intake import (
+from headrace.core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
+from headrace.core.messages.frontend import (
     Abort,
+    AnyFrontendRequest,
+    AnySchedulerReply,
     Drain,
     Drained,
     EngineState,
-    Failed,
-    Finished,
-    IntakeMessage,
-    OutputMessage,
     QueryStats,
+    RequestFailed,
+    RequestFinished,
     Reserved,
     StatsReply,
     Submit,
     Tokens,
 )
-from core.request import Handoff, Timing, TokenLogprob, Usage
-from core.stats import Stats
-from server.app import create_app
-from server.chat_template import ChatTemplate
-from server.service import Service
-from server.tokenizer import Tokenizer
+from headrace.core.runtime.clock import Clock
+from headrace.core.stats import Stats
+from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
+from headrace.server.app import create_app
+from headrace.server.frontend.service import Service
+from headrace.server.tokenizer.chat_template import ChatTemplate
+from headrace.server.tokenizer.tokenizer import Tokenizer
 
 MERGES = ["he", "ll", "hell", "hello", "Ġw", "or", "ld", "Ġwor", "Ġworld", "ĊĊ", ".ĊĊ"]
 TEMPLATE = (
@@ -62,7 +62,7 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(rust, (rust.token_to_id("<eos>"),), ChatTemplate(TEMPLATE, {"eos_token": "<eos>"}))
 
 
-Script = Callable[["FakeLink", Submit], Iterable[OutputMessage]]
+Script = Callable[["FakeLink", Submit], Iterable[AnySchedulerReply]]
 P = ParamSpec("P")
 
 
@@ -87,21 +87,21 @@ class FakeLink:
         self.answers_probes = answers_probes
         self.state: EngineState | None = EngineState(ready=True, desk_port=5555, instance="i" * 32, fingerprint="fp")
         self.stats = Stats()
-        self.sent: list[IntakeMessage] = []
+        self.sent: list[AnyFrontendRequest] = []
         self.closed = False
         self.failed = False
         self._open: set[str] = set()
         self._draining = False
-        self._take: Callable[[OutputMessage], None] | None = None
-        self._early: list[OutputMessage] = []
+        self._take: Callable[[AnySchedulerReply], None] | None = None
+        self._early: list[AnySchedulerReply] = []
         self._news = asyncio.Event()
 
-    def open(self, take: Callable[[OutputMessage], None]) -> None:
+    def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
         self._take = take
         for message in ([] if self.state is None else [self.state]) + self._early:
             self._deliver(message)
 
-    def send(self, message: IntakeMessage) -> None:
+    def send(self, message: AnyFrontendRequest) -> None:
         self.sent.append(message)
         self._news.set()
         self._news = asyncio.Event()
@@ -114,7 +114,9 @@ class FakeLink:
                     self.say(output)
             case Abort() if message.rid in self._open:
                 error = message.error or ErrorInfo(code=CANCELLED, message="cancelled", status=499)
-                self.say(finished(message.rid, "stop") if message.finish else Failed(rid=message.rid, error=error))
+                self.say(
+                    finished(message.rid, "stop") if message.finish else RequestFailed(rid=message.rid, error=error)
+                )
             case Drain():
                 self._draining = True
                 self._say_drained()
@@ -122,10 +124,10 @@ class FakeLink:
     def close(self) -> None:
         self.closed = True
 
-    def say(self, message: OutputMessage) -> None:
+    def say(self, message: AnySchedulerReply) -> None:
         """Have the scheduler send this."""
         self._deliver(message)
-        if isinstance(message, Finished | Failed):
+        if isinstance(message, RequestFinished | RequestFailed):
             self._open.discard(message.rid)
             self._say_drained()
 
@@ -133,7 +135,7 @@ class FakeLink:
         if self._draining and not self._open:
             self._deliver(Drained())
 
-    def _deliver(self, message: OutputMessage) -> None:
+    def _deliver(self, message: AnySchedulerReply) -> None:
         """In order, and in a later turn of the event loop, as over a socket."""
         if self._take is None:
             self._early.append(message)
@@ -152,13 +154,15 @@ class FakeLink:
         return self.of(kind)[count - 1]
 
 
-def finished(rid: str, reason: str = "length", *, prompt: int = 3, completion: int = 1, cached: int = 0) -> Finished:
-    return Finished(
+def finished(
+    rid: str, reason: str = "length", *, prompt: int = 3, completion: int = 1, cached: int = 0
+) -> RequestFinished:
+    return RequestFinished(
         rid=rid,
         reason=reason,
         usage=Usage(prompt, completion, cached),
         timing=Timing(bootstrap_s=0.0101, queue_s=0.0022, forward_s=0.0303, transfer_s=0.0044, decode_s=0.0505),
-        handoff=Handoff(pages=2, bytes=4096, chunks=1),
+        handoff=HandoffStats(pages=2, bytes=4096, chunks=1),
     )
 
 
@@ -166,7 +170,7 @@ def saying(tokenizer: Tokenizer, text: str, reason: str = "length", *, cached: i
     """A script that answers every prompt with this text, one token per message, and logprobs where asked for."""
     ids = tokenizer.encode(text)
 
-    def script(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:
+    def script(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
         count = len(submit.prompt) // 4
         wanted = submit.sampling.logprobs
         sent = ids[: submit.sampling.max_tokens]
@@ -184,10 +188,10 @@ def made_up_logprob(token: int, alternatives: int) -> TokenLogprob:
 
 
 def failing(error: ErrorInfo) -> Script:
-    return lambda _link, submit: [Failed(rid=submit.rid, error=error)]
+    return lambda _link, submit: [RequestFailed(rid=submit.rid, error=error)]
 
 
-def reserving(_link: FakeLink, submit: Submit) -> Iterable[OutputMessage]:
+def reserving(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
     """A decode scheduler's first answer to a request whose KV comes by wire."""
     return [Reserved(rid=submit.rid)] if submit.entrance == "wire" else []
 

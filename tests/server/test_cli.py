@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from core.config import Config
-from server import cli
-from server.config import load
+from headrace.core.config import Config
+from headrace.server import cli
+from headrace.server.config.load import load
 
 MISTAKES = [
     ([], "COMMAND"),
@@ -60,9 +60,9 @@ def test_serve_gets_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) ->
         started.append(config)
         return 7
 
-    launch = ModuleType("server.launch")
+    launch = ModuleType("headrace.server.launch.serve")
     launch.serve = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "server.launch", launch)
+    monkeypatch.setitem(sys.modules, "headrace.server.launch.serve", launch)
     assert cli.main(["serve", "--kv-pages", "2048"]) == 7
     (config,) = started
     assert config.model.dtype != "auto"

@@ -1,4 +1,4 @@
-"""A decode server as simple as the protocol's promises allow: Dialer and Receiver, with deadlines and a pool.
+"""A decode server as simple as the protocol's promises allow: ControlClient and Receiver, with deadlines and a pool.
 
 Pages that are given back are poisoned at once, so a byte that is written too late is found.
 """
@@ -8,34 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from core.arrays import pack
-from core.backends import NIXL, writes_directly
-from core.geometry import Geometry
-from core.orders import (
-    Arrived,
-    Dial,
-    Expect,
-    FetchFailed,
-    Forget,
-    HangUp,
-    HungUp,
+from headrace.core.messages.orders import (
+    CancelReceive,
+    CloseSession,
+    KvReceived,
+    OpenSession,
+    PrepareReceive,
+    ReceiveFailed,
+    SessionClosed,
 )
-from core.peers import (
+from headrace.core.messages.peers import (
     AskCancel,
-    AskDial,
     AskReserve,
+    ConnectPrefill,
     PrefillDown,
     PrefillUp,
     TicketCancelled,
     TicketFailed,
 )
+from headrace.core.types.backends import NIXL, writes_directly
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.control.client import ControlClient
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.protocol.layout import pages_for
+from headrace.transfer.protocol.matching import make_hello
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, poison, slots_of
-from transfer.arrays import ArrayPageStore
-from transfer.dialer import Dialer
-from transfer.layout import pages_for
-from transfer.matching import make_hello
-from transfer.receiver import Receiver
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class DecodeSide(Side):
         self.open: dict[int, Incoming] = {}
         self.ended: list[Incoming] = []
         context: Any = Context(world.network)
-        self.dialer = Dialer(world.config, context)
+        self.dialer = ControlClient(world.config, context)
         agents = world.backend == NIXL
         self.shared = world.agents.share(self.store) if agents else world.pools.share(geometry, self.store)
         exposures = {world.backend: self.shared}
@@ -83,7 +83,7 @@ class DecodeSide(Side):
                 backends=(world.backend,), memory=(self.shared.memory,),
             )
         )  # fmt: skip
-        self.apply(self.dialer, AskDial(name="p", endpoint=endpoint))
+        self.apply(self.dialer, ConnectPrefill(name="p", endpoint=endpoint))
 
     def fetch(self, ticket: str) -> None:
         random = self.world.network.random
@@ -99,7 +99,7 @@ class DecodeSide(Side):
         one = Incoming(use, ticket, use, self.session, pages, tokens, cached, self.world.network.now + PATIENCE_S)
         self.open[one.serial] = one
         names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": use % 64}
-        order = Expect(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
+        order = PrepareReceive(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
         self.apply(self.receiver, order)
         if not one.end:
             ask = AskReserve(prompt_tokens=tokens, cached_tokens=cached, pages=pack(pages), **names)
@@ -113,13 +113,13 @@ class DecodeSide(Side):
                 self.session = "" if session == self.session else self.session
                 for one in self.of_session(session):
                     self.give_up(one, "down")
-                self.apply(self.receiver, HangUp(seq=0, session=session))
-            case HungUp(session=session):
+                self.apply(self.receiver, CloseSession(seq=0, session=session))
+            case SessionClosed(session=session):
                 for one in self.of_session(session):
                     self.finish(one)
-            case Arrived(request=request) if request in self.open:
+            case KvReceived(request=request) if request in self.open:
                 self.arrived(self.open[request])
-            case FetchFailed(request=request, code=code) if request in self.open:
+            case ReceiveFailed(request=request, code=code) if request in self.open:
                 assert code not in ("bad_chunk", "bad_metadata", "checksum_mismatch"), event
                 self.cancel(self.open[request], "failed")
             case TicketFailed(ticket=ticket, generation=generation):
@@ -132,7 +132,7 @@ class DecodeSide(Side):
 
     def dial(self, up: PrefillUp) -> None:
         self.session = up.session
-        order = Dial(
+        order = OpenSession(
             seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries, window_bytes=up.window_bytes,
             backend=up.backend,
         )  # fmt: skip
@@ -163,7 +163,7 @@ class DecodeSide(Side):
     def give_up(self, one: Incoming, why: str) -> None:
         if not one.end:
             one.end = why
-            self.apply(self.receiver, Forget(seq=0, request=one.serial))
+            self.apply(self.receiver, CancelReceive(seq=0, request=one.serial))
             if not self.direct:
                 self.give_back(one)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from core.arrays import pack
-from core.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
-from core.codec import Codec
-from core.geometry import Component, Geometry
-from core.request import FirstToken, TokenLogprob
-from transfer import checksum, metadata
-from transfer.messages import (
+from headrace.core.runtime.codec import Codec
+from headrace.core.types.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol.messages import (
     Ack,
     AnswerMessage,
     Attach,

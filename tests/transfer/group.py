@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from core.arrays import pack
-from core.backends import SHM, ZMQ, PoolLayout, PoolMemory
-from core.geometry import KV, Geometry
-from core.orders import Acked, AdmitPeer, Arrived, Dial, Expect, Send
+from headrace.core.messages.orders import AdmitPeer, ChunkAcked, KvReceived, OpenSession, PrepareReceive, SendChunk
+from headrace.core.types.backends import SHM, ZMQ, PoolLayout, PoolMemory
+from headrace.core.types.geometry import KV, Geometry
+from headrace.core.types.packed import pack
+from headrace.transfer.backends.shm import SharedPool, ShmTransport
+from headrace.transfer.backends.strided_pool import StridedPool, c_order
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.data.sender import Sender
 from tests.transfer.harness import CONFIG, FIRST, Loop, part, random_store, scramble
 from tests.transfer.ranks import assemble
 from tests.transfer.raw import SESSION
-from transfer.arrays import StridedPool, c_order
-from transfer.backends.shm import SharedPool, ShmReach
-from transfer.receiver import Receiver
-from transfer.sender import Sender
 
 PAGES = 64
 
@@ -53,7 +53,7 @@ class Group:
         for i, target in enumerate(self.targets):
             scramble(target, 50 + i)
         self.senders = [
-            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, reaches={SHM: ShmReach()})
+            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, reaches={SHM: ShmTransport()})
             for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
         ]
         self.receivers = [
@@ -84,7 +84,7 @@ class Group:
 
     def dial(self, receiver: Receiver) -> None:
         endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
-        order = Dial(
+        order = OpenSession(
             seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096,
             backend=self.backend,
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Group:
         for receiver in self.receivers:
             self.loop.apply(
                 receiver,
-                Expect(
+                PrepareReceive(
                     seq=0, request=1, session=SESSION, ticket="t", generation=1, start=start, count=count,
                     pages=pack(pages), row=0,
                 ),
@@ -103,7 +103,7 @@ class Group:
     def send(self, sender: Sender, chunk: int, start: int, count: int, *, last: bool, pages: range, dst: range) -> None:
         self.loop.apply(
             sender,
-            Send(
+            SendChunk(
                 seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=chunk, start=start,
                 count=count, pages=pack(part(self.sources[0].page_size, pages, 0, start, count)),
                 dst_pages=pack(part(self.destinations[0].page_size, dst, 0, start, count)), row=0, dst_row=0,
@@ -112,16 +112,16 @@ class Group:
         )  # fmt: skip
 
     def hand_over(self, start: int, end: int, cuts: Sequence[int], pages: range, dst: range) -> None:
-        """Send [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
+        """SendChunk [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
         self.expect(part(self.destinations[0].page_size, dst, 0, start, end - start), start, end - start)
         for chunk, (left, right) in enumerate(pairwise(cuts)):
             for sender in reversed(self.senders):
                 self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
         for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
-            arrived = self.loop.wait_for(receiver, Arrived)
+            arrived = self.loop.wait_for(receiver, KvReceived)
             assert arrived.bytes == (end - start) * geometry.token_bytes
         for sender in self.senders:
-            self.loop.wait_for(sender, Acked, len(cuts) - 1)
+            self.loop.wait_for(sender, ChunkAcked, len(cuts) - 1)
 
     def positions(
         self,

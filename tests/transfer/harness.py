@@ -7,24 +7,24 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from core.arrays import pack
-from core.backends import FAKE, SHM, ZMQ, PoolMemory
-from core.clock import SystemClock
-from core.config import TransferConfig
-from core.geometry import KV, Geometry
-from core.orders import AdmitPeer, Dial, Expect, Send
-from core.ports import Port
-from core.request import FirstToken
-from transfer.arrays import ArrayPageStore, StridedPool
-from transfer.backends.base import Exposure, Reach
-from transfer.backends.fake import FakeReach
-from transfer.backends.shm import SharedPool, ShmReach
-from transfer.layout import pages_for
-from transfer.receiver import Receiver
-from transfer.sender import Sender
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.event_source import EventSource
+from headrace.core.types.backends import FAKE, SHM, ZMQ, PoolMemory
+from headrace.core.types.geometry import KV, Geometry
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.backends.base import RegisteredPool, Transport
+from headrace.transfer.backends.fake import FakeTransport
+from headrace.transfer.backends.shm import SharedPool, ShmTransport
+from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.data.sender import Sender
+from headrace.transfer.protocol.layout import pages_for
 
 E = TypeVar("E")
-AnyPort = Port[Any, Any]
+AnyPort = EventSource[Any, Any]
 CLOCK = SystemClock()
 FIRST = FirstToken(token=42, prompt_tokens=64, cached_tokens=0)
 CONFIG = TransferConfig(peer_timeout_s=1.0, window_bytes=1 << 20)
@@ -139,8 +139,8 @@ class Pair:
         receiver_context: Any = None,
         server_key: str = "",
         backend: str = ZMQ,
-        reaches: Mapping[str, Reach] | None = None,
-        exposures: Mapping[str, Exposure] | None = None,
+        reaches: Mapping[str, Transport] | None = None,
+        exposures: Mapping[str, RegisteredPool] | None = None,
         memory: PoolMemory | None = None,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
@@ -157,7 +157,7 @@ class Pair:
             geometry=source,
             store=self.store,
             context=context,
-            reaches=reaches or {SHM: ShmReach(), FAKE: FakeReach()},
+            reaches=reaches or {SHM: ShmTransport(), FAKE: FakeTransport()},
         )
         self.server_key = server_key
         self.receiver = Receiver(
@@ -186,7 +186,7 @@ class Pair:
         self.loop.apply(self.sender, order)
 
     def dial(self, port: int) -> None:
-        order = Dial(
+        order = OpenSession(
             seq=0,
             session=self.session,
             endpoints=(f"tcp://127.0.0.1:{port}",),
@@ -200,7 +200,7 @@ class Pair:
     def expect(self, request: int, pages: Sequence[int], start: int, count: int, *, generation: int = 1) -> None:
         self.loop.apply(
             self.receiver,
-            Expect(
+            PrepareReceive(
                 seq=0,
                 request=request,
                 session=self.session,
@@ -229,7 +229,7 @@ class Pair:
         """Order a chunk. pages and dst_pages are those of the whole request, from position origin on."""
         self.loop.apply(
             self.sender,
-            Send(
+            SendChunk(
                 after=0,
                 seq=0,
                 request=request,

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from core.backends import Placement, PoolLayout
-from core.geometry import KV, Component, Geometry
+from headrace.core.types.backends import Placement, PoolLayout
+from headrace.core.types.geometry import KV, Component, Geometry
 
 
 def random_layout(geometry: Geometry, pages: int, random: Random) -> PoolLayout:

@@ -6,12 +6,12 @@ taken the right back. Some are lost, as far as the writer can tell, and may land
 
 import random
 
-from core.backends import NixlAccess, NixlMemory, PoolMemory
-from core.geometry import Geometry
+from headrace.core.types.backends import NixlAccess, NixlMemory, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from tests.transfer.memory_zmq import Network
-from transfer.arrays import ArrayPageStore
-from transfer.backends.base import RemotePages
-from transfer.layout import WHOLE, Box, Bytes
 
 VERSION = "in memory"
 

@@ -7,12 +7,12 @@ and a process that is killed loses its own.
 
 import random
 
-from core.backends import NixlAccess, PoolMemory, SharedMemory
-from core.geometry import Geometry
+from headrace.core.types.backends import NixlAccess, PoolMemory, SharedMemory
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from tests.transfer.memory_zmq import Network
-from transfer.arrays import ArrayPageStore
-from transfer.backends.base import RemotePages
-from transfer.layout import WHOLE, Box, Bytes
 
 HOST = "one host"
 

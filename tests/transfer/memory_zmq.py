@@ -140,7 +140,7 @@ class Context:
 
 
 class Socket:
-    """As much of a ROUTER or a DEALER as transfer/sockets.py uses."""
+    """As much of a ROUTER or a DEALER as transfer/sockets/zmq_sockets.py uses."""
 
     def __init__(self, network: Network, kind: int) -> None:
         self.network, self.kind = network, kind

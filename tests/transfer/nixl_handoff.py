@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from core.arrays import pack
-from core.backends import NIXL, NixlMemory, PoolMemory
-from core.config import TransferConfig
-from core.geometry import Geometry
-from core.orders import AdmitPeer, Dial, Expect, Send
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
+from headrace.core.types.backends import NIXL, NixlMemory, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.data.receiver import Receiver
 from tests.transfer.harness import FIRST, Loop, random_store
 from tests.transfer.nixl_stage import Process, Setup
-from transfer.arrays import ArrayPageStore
-from transfer.receiver import Receiver
 
 BIG = Geometry("float16", layers=8, kv_heads=4, head_dim=64, page_size=32)  # 256 KiB a page
 PAGES = 400
@@ -34,12 +34,12 @@ class Handoff:
         pages: int = PAGES,
         config: TransferConfig = CONFIG,
     ) -> None:
-        from transfer.backends.nixl import LOOPBACK, NixlExposure
+        from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
         self.source, self.destination = source, destination
         self.store = random_store(source, pages, seed=1)  # the twin of what the other process has
         self.target = random_store(destination, pages, seed=2)
-        self.exposure = NixlExposure(destination, pages, memoryview(self.target.memory), LOOPBACK)
+        self.exposure = NixlRegisteredPool(destination, pages, memoryview(self.target.memory), LOOPBACK)
         self.receiver = Receiver(
             config,
             stage=0,
@@ -69,8 +69,8 @@ class Handoff:
             )
         )
 
-    def dial(self, session: str) -> Dial:
-        return Dial(
+    def dial(self, session: str) -> OpenSession:
+        return OpenSession(
             seq=0,
             session=session,
             endpoints=(f"tcp://127.0.0.1:{self.stage.hello['port']}",),
@@ -79,8 +79,8 @@ class Handoff:
             backend=NIXL,
         )
 
-    def expect(self, request: int, session: str, pages: Any, start: int, count: int) -> Expect:
-        return Expect(
+    def expect(self, request: int, session: str, pages: Any, start: int, count: int) -> PrepareReceive:
+        return PrepareReceive(
             seq=0,
             request=request,
             session=session,
@@ -95,7 +95,7 @@ class Handoff:
     def send(self, request: int, session: str, pages: Any, dst_pages: Any, start: int, count: int) -> None:
         """All in one chunk."""
         self.stage.order(
-            Send(
+            SendChunk(
                 after=0,
                 seq=0,
                 request=request,

@@ -17,34 +17,55 @@ import msgspec
 import numpy as np
 import zmq
 
-from core.backends import NIXL
-from core.config import TransferConfig
-from core.geometry import Geometry
-from core.orders import (
-    Acked,
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import (
     AdmitPeer,
-    Arrived,
-    Cancel,
-    ChunkArrived,
-    Dial,
+    CancelReceive,
+    CancelSend,
+    ChunkAcked,
+    ChunkReceived,
+    CloseSession,
     DropPeer,
-    Expect,
-    Expecting,
-    FetchFailed,
-    Forget,
-    Forgotten,
-    HangUp,
-    HungUp,
+    KvReceived,
+    OpenSession,
     PeerLost,
-    Quiet,
-    Release,
-    Send,
+    PrepareReceive,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceivePrepared,
+    ReleaseRequest,
+    SendCancelled,
+    SendChunk,
     SendFailed,
+    SessionClosed,
 )
+from headrace.core.types.backends import NIXL
+from headrace.core.types.geometry import Geometry
 from tests.transfer.harness import CLOCK, Loop, random_store
 
-Order = AdmitPeer | DropPeer | Send | Cancel | Release | Dial | HangUp | Expect | Forget
-Event = Acked | Quiet | SendFailed | PeerLost | Arrived | ChunkArrived | Expecting | FetchFailed | Forgotten | HungUp
+Order = (
+    AdmitPeer
+    | DropPeer
+    | SendChunk
+    | CancelSend
+    | ReleaseRequest
+    | OpenSession
+    | CloseSession
+    | PrepareReceive
+    | CancelReceive
+)
+Event = (
+    ChunkAcked
+    | SendCancelled
+    | SendFailed
+    | PeerLost
+    | KvReceived
+    | ChunkReceived
+    | ReceivePrepared
+    | ReceiveFailed
+    | ReceiveCancelled
+    | SessionClosed
+)
 E = TypeVar("E")
 
 
@@ -108,9 +129,9 @@ class Process:
 
 
 def main(kind: str, setup: Setup) -> None:
-    from transfer.backends.nixl import LOOPBACK, NixlExposure, NixlReach
-    from transfer.receiver import Receiver
-    from transfer.sender import Sender
+    from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool, NixlTransport
+    from headrace.transfer.data.receiver import Receiver
+    from headrace.transfer.data.sender import Sender
 
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX writes its log to standard output
@@ -121,10 +142,10 @@ def main(kind: str, setup: Setup) -> None:
     port: Any
     hello: dict[str, Any] = {}
     if kind == "stage":
-        port = Sender(setup.config, **common, reaches={NIXL: NixlReach(memory, LOOPBACK)})
+        port = Sender(setup.config, **common, reaches={NIXL: NixlTransport(memory, LOOPBACK)})
         hello = {"port": port.port}
     else:
-        exposure = NixlExposure(setup.geometry, setup.pages, memory, LOOPBACK)
+        exposure = NixlRegisteredPool(setup.geometry, setup.pages, memory, LOOPBACK)
         port = Receiver(setup.config, **common, exposures={NIXL: exposure})
         hello = {"memory": msgspec.to_builtins(exposure.memory)}
     print(json.dumps(hello), file=said, flush=True)

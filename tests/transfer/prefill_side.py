@@ -1,4 +1,4 @@
-"""A prefill server as simple as the protocol's promises allow: Desk and Sender, with deadlines and a pool.
+"""A prefill server as simple as the protocol's promises allow: ControlServer and Sender, with deadlines and a pool.
 
 Pages are overwritten as soon as they may be, so a byte that is read too late is found.
 """
@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from core.arrays import pack, unpack
-from core.backends import NIXL
-from core.errors import ErrorInfo
-from core.geometry import Geometry
-from core.orders import (
-    Acked,
+from headrace.core.messages.orders import (
     AdmitPeer,
-    Cancel,
+    CancelSend,
+    ChunkAcked,
     DropPeer,
     PeerLost,
-    Quiet,
-    Release,
-    Send,
+    ReleaseRequest,
+    SendCancelled,
+    SendChunk,
     SendFailed,
 )
-from core.peers import (
+from headrace.core.messages.peers import (
     EndPeer,
     PeerCancelled,
     PeerGone,
@@ -32,16 +28,20 @@ from core.peers import (
     TellFailed,
     TellFinished,
 )
-from core.request import FirstToken
+from headrace.core.types.backends import NIXL
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import pack, unpack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.control.server import ControlServer
+from headrace.transfer.data.sender import Sender
+from headrace.transfer.protocol.layout import pages_for
+from headrace.transfer.protocol.matching import BackendOffer
 from tests.transfer.harness import random_store
 from tests.transfer.memory_agents import VERSION, AgentReach
 from tests.transfer.memory_pools import HOST, MemoryReach
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, poison, slots_of
-from transfer.desk import Desk
-from transfer.layout import pages_for
-from transfer.matching import Offer
-from transfer.sender import Sender
 
 
 @dataclass(eq=False)
@@ -74,10 +74,10 @@ class PrefillSide(Side):
         self.sender = Sender(
             world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches=reaches
         )
-        self.desk = Desk(world.config, context, new_session=world.new_id)
+        self.desk = ControlServer(world.config, context, new_session=world.new_id)
         ports = (self.sender.port,)
         self.desk.ready(
-            Offer(
+            BackendOffer(
                 instance=world.new_id(),
                 fingerprint="model",
                 geometries=(geometry,),
@@ -105,7 +105,7 @@ class PrefillSide(Side):
                 for one in list(self.open.values()):
                     if (one.reserved.session, one.reserved.ticket, one.reserved.generation) == name:
                         self.close(one, None)
-            case Acked(request=request) if request in self.open and not self.open[request].closing:
+            case ChunkAcked(request=request) if request in self.open and not self.open[request].closing:
                 one = self.open[request]
                 one.acked, one.deadline = one.acked + 1, self.world.network.now + PATIENCE_S
                 if one.acked == one.chunks:
@@ -115,7 +115,7 @@ class PrefillSide(Side):
             case SendFailed(request=request, code=code, message=text) if request in self.open:
                 assert code != "checksum_mismatch", "source pages have changed before they were acknowledged (G3)"
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
-            case Quiet(request=request) if request in self.open:
+            case SendCancelled(request=request) if request in self.open:
                 one = self.open[request]
                 assert not self.world.network.flying(one.reserved.ticket, one.reserved.generation), "not quiet (G2)"
                 pages = self.reach.opened.get(one.reserved.session)
@@ -164,7 +164,7 @@ class PrefillSide(Side):
         reserved = one.reserved
         first, size = start // self.geometry.page_size, self.world.peer_page_size
         skip = start // size - reserved.cached_tokens // size
-        order = Send(
+        order = SendChunk(
             seq=0, after=0, request=one.serial, session=reserved.session, ticket=reserved.ticket,
             generation=reserved.generation, chunk=number, start=start, count=end - start,
             pages=pack(one.pages[first : first + pages_for(self.geometry.page_size, start, end - start)]),
@@ -178,17 +178,17 @@ class PrefillSide(Side):
     def close(self, one: Outgoing, error: ErrorInfo | None) -> None:
         """Make it quiet; then it is told, and its pages are free."""
         if one.closing:
-            one.error = one.error and error  # a Cancel that comes meanwhile is the answer that is waited for
+            one.error = one.error and error  # a CancelSend that comes meanwhile is the answer that is waited for
             return
         one.closing, one.error = True, error
-        self.apply(self.sender, Cancel(seq=0, request=one.serial))
+        self.apply(self.sender, CancelSend(seq=0, request=one.serial))
 
     def tell(self, one: Outgoing, kind: Any, **fields: Any) -> None:
         del self.open[one.serial]
         poison(self.store, one.pages)
         self.free += one.pages
         reserved = one.reserved
-        self.apply(self.sender, Release(seq=0, request=one.serial))
+        self.apply(self.sender, ReleaseRequest(seq=0, request=one.serial))
         names = {"session": reserved.session, "ticket": reserved.ticket, "generation": reserved.generation}
         self.apply(self.desk, kind(**names, **fields))
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from core.geometry import KV, Component, Geometry
-from transfer.arrays import StridedPool
+from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.transfer.backends.strided_pool import StridedPool
 
 
 def grid(page_size: int, layers: Sequence[int], heads: Sequence[int], head_dim: int = 4) -> list[Geometry]:

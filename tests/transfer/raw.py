@@ -4,15 +4,15 @@ from typing import Any
 
 import zmq
 
-from core.arrays import pack
-from core.codec import Codec
-from core.config import TransferConfig
-from core.geometry import Component, Geometry
-from core.orders import Dial, Expect
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import OpenSession, PrepareReceive
+from headrace.core.runtime.codec import Codec
+from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.packed import pack
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Pong, StageMessage
 from tests.transfer.harness import CONFIG, FIRST, Loop, random_store
-from transfer import checksum, metadata
-from transfer.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Pong, StageMessage
-from transfer.receiver import Receiver
 
 SESSION = "s" * 32
 ANSWERS: Codec[AnswerMessage] = Codec(AnswerMessage)
@@ -63,7 +63,7 @@ class RawStage:
         endpoints, geometries = (f"tcp://127.0.0.1:{port}",), (self.geometry,)
         self.loop.apply(
             self.receiver,
-            Dial(seq=0, session=SESSION, endpoints=endpoints, geometries=geometries, window_bytes=1 << 20),
+            OpenSession(seq=0, session=SESSION, endpoints=endpoints, geometries=geometries, window_bytes=1 << 20),
         )
         self.loop.until(lambda: self.socket.poll(0))
         self.route, attach = self.socket.recv_multipart()
@@ -72,7 +72,7 @@ class RawStage:
         self.expect(1)
 
     def expect(self, request: int, generation: int = 1) -> None:
-        order = Expect(
+        order = PrepareReceive(
             seq=0, request=request, session=SESSION, ticket="t", generation=generation, start=0, count=32,
             pages=pack([4, 5]), row=3,
         )  # fmt: skip

@@ -3,8 +3,8 @@
 Every other pair of seeds has components beside keys and values, and every third seed another backend.
 """
 
-from core.backends import NIXL, SHM, ZMQ
-from core.geometry import Component, Geometry
+from headrace.core.types.backends import NIXL, SHM, ZMQ
+from headrace.core.types.geometry import Component, Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.harness import value
 from tests.transfer.memory_agents import MemoryAgents

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from core.backends import ZMQ
-from core.config import TransferConfig
-from core.errors import ErrorInfo
+from headrace.core.config import TransferConfig
+from headrace.core.types.backends import ZMQ
+from headrace.core.types.errors import ErrorInfo
+from headrace.transfer.backends.strided_pool import ArrayPageStore
 from tests.transfer.harness import AnyPort
 from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Network
-from transfer.arrays import ArrayPageStore
 
 PAGES = 32
 PATIENCE_S = 3.0  # of either side, for progress of one ticket

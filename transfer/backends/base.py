@@ -1,7 +1,8 @@
 """What a backend that writes into the peer's pool has to have, on either side.
 
-    sending stage:    Reach.open ─► RemotePages.write … flush ─► Write done ─► header (written) ─► Ack
-    receiving stage:  memory in the hello, Exposure.grant in Attach; when a session has ended, revoke until it is True
+    sending stage:    Transport.open ─► RemotePages.write … flush ─► RemoteWrite done ─► header (written) ─► Ack
+    receiving stage:  memory in the hello, RegisteredPool.grant in Attach; when a session has ended, revoke until it
+    is True
 
 Each is used by one thread, the stage's I/O thread, and no call waits for the other side.
 """
@@ -9,9 +10,9 @@ Each is used by one thread, the stage's I/O thread, and no call waits for the ot
 from collections.abc import Sequence
 from typing import Protocol
 
-from core.backends import NixlAccess, PoolMemory
-from core.geometry import Geometry
-from transfer.layout import WHOLE, Box, Bytes, SourceStore
+from headrace.core.types.backends import NixlAccess, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 
 class Handle(Protocol):
@@ -21,7 +22,7 @@ class Handle(Protocol):
     def done(self) -> bool: ...
 
 
-class Write(Handle, Protocol):
+class RemoteWrite(Handle, Protocol):
     """Writes that were begun together. lost: why they will not be done while the session lasts, though some of their
     bytes may still be on the way; "" unless that is so. Once the RemotePages are closed they are done in any case."""
 
@@ -38,12 +39,12 @@ class RemotePages(Protocol):
         ...
 
     def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
-        """Write these pages of our pool, whole, to those of a pool of the same geometry."""
+        """RemoteWrite these pages of our pool, whole, to those of a pool of the same geometry."""
         slots = store.page_size
         for page, source in zip(pages, own, strict=True):
             self.write(page, 0, slots, store.view(source, 0, slots))
 
-    def flush(self) -> Write:
+    def flush(self) -> RemoteWrite:
         """Done when the bytes of all writes since the last flush are in the peer's pages."""
         ...
 
@@ -53,7 +54,7 @@ class RemotePages(Protocol):
         ...
 
 
-class Reach(Protocol):
+class Transport(Protocol):
     """A way into the pools of peers."""
 
     def open(
@@ -64,7 +65,7 @@ class Reach(Protocol):
         ...
 
 
-class Exposure(Protocol):
+class RegisteredPool(Protocol):
     """Our own pool, as peers may write into it."""
 
     def grant(self, session: str) -> NixlAccess | None:

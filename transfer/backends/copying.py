@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from core.native import load_library
-from transfer.arrays import page_numbers
-from transfer.layout import Bytes
+from headrace.core.runtime.native_library import load_library
+from headrace.transfer.backends.strided_pool import page_numbers
+from headrace.transfer.protocol.layout import Bytes
 
 STREAMED_BYTES = 1 << 14  # what is smaller may as well stay in the caches
 

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from core.backends import NixlAccess, PoolMemory
-from core.geometry import Geometry
-from transfer.backends.base import RemotePages
-from transfer.layout import WHOLE, Box, Bytes
+from headrace.core.types.backends import NixlAccess, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 
 
-class Done(NamedTuple):
+class CompletedWrite(NamedTuple):
     """The Write that was over at once."""
 
     done: bool = True
@@ -21,14 +21,14 @@ class FakePages(RemotePages):
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Nothing."""
 
-    def flush(self) -> Done:
-        return Done()
+    def flush(self) -> CompletedWrite:
+        return CompletedWrite()
 
     def close(self) -> None:
         """Nothing."""
 
 
-class FakeReach:
+class FakeTransport:
     """A Reach that reaches every pool."""
 
     def open(

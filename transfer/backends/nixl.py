@@ -20,12 +20,12 @@ import numpy as np
 from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
-from core.backends import NixlAccess, NixlMemory, Placement, PoolMemory
-from core.geometry import KV, Geometry
-from transfer.arrays import c_order, page_numbers, placed
-from transfer.backends.base import RemotePages
-from transfer.backends.runs import Offsets, runs
-from transfer.layout import WHOLE, Box, Bytes, SourceStore
+from headrace.core.types.backends import NixlAccess, NixlMemory, Placement, PoolMemory
+from headrace.core.types.geometry import KV, Geometry
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.runs import Offsets, runs
+from headrace.transfer.backends.strided_pool import c_order, page_numbers, placed
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 VERSION = "1.5"  # of what agents say to each other; those of one minor version understand one another
 PROGRESS_US = 10_000  # longest sleep of an agent's own thread, which its network wakes
@@ -78,7 +78,7 @@ class Agent:
         del self.nixl
 
 
-class NixlExposure:
+class NixlRegisteredPool:
     """A pool that peers write into by NIXL. An Exposure. memory: of the pool, in C order."""
 
     def __init__(self, geometry: Geometry, pages: int, memory: memoryview, devices: str = "") -> None:
@@ -111,7 +111,7 @@ class NixlExposure:
             self._spare = None
 
 
-class NixlReach:
+class NixlTransport:
     """The Reach of a stage whose own pool is memory."""
 
     def __init__(self, memory: memoryview, devices: str = "") -> None:
@@ -137,7 +137,7 @@ class NixlReach:
         self._agent.destroy()
 
 
-class NixlWrite:
+class NixlRemoteWrite:
     """A Write. request: NIXL's, which has been posted."""
 
     def __init__(self, agent: Agent, request: int | None, lost: str = "") -> None:
@@ -193,7 +193,7 @@ class NixlPages(RemotePages):
         self._dense = c_order(geometry, memory.pages).strides
         self._names = names
         self._batch: list[tuple[Offsets, Offsets, int]] = []
-        self._writes: list[NixlWrite] = []
+        self._writes: list[NixlRemoteWrite] = []
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         if not 0 <= page < self._pages or not 0 <= first_slot < first_slot + count <= self._slots:
@@ -218,7 +218,7 @@ class NixlPages(RemotePages):
         start = self._address + self._places[KV].offset
         self._batch.append((here * size + rows.ctypes.data, there * size + start, size))
 
-    def flush(self) -> NixlWrite:
+    def flush(self) -> NixlRemoteWrite:
         batch, self._batch = self._batch, []
         if not batch:
             return self._begun(None)
@@ -247,8 +247,8 @@ class NixlPages(RemotePages):
         self._writes.clear()
         self._names.discard(self._peer)
 
-    def _begun(self, request: int | None, lost: str = "") -> NixlWrite:
-        begun = NixlWrite(self._agent, request, lost)
+    def _begun(self, request: int | None, lost: str = "") -> NixlRemoteWrite:
+        begun = NixlRemoteWrite(self._agent, request, lost)
         if request is None and not lost:
             begun.end()
         self._writes = [write for write in self._writes if not write.done]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 Offsets = npt.NDArray[np.int64]
 
 
-class Runs(NamedTuple):
+class ByteRuns(NamedTuple):
     """Run i has `length` bytes, at source[i] of one side and target[i] of the other, both in bytes from its start."""
 
     source: Offsets
@@ -17,7 +17,7 @@ class Runs(NamedTuple):
     length: int
 
 
-def runs(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Runs:
+def runs(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> ByteRuns:
     """The longest runs of a block of bytes whose last axis is contiguous on both sides. source, target: strides in
     bytes of all axes but that."""
     *counts, length = shape
@@ -29,4 +29,4 @@ def runs(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> 
         steps = np.arange(count, dtype=np.int64)
         here = (here[:, None] + steps * stride).reshape(-1)
         there = (there[:, None] + steps * target_stride).reshape(-1)
-    return Runs(here, there, length)
+    return ByteRuns(here, there, length)

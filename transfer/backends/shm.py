@@ -20,14 +20,14 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from core.backends import NixlAccess, PoolMemory, SharedMemory
-from core.geometry import Geometry
-from transfer.arrays import StridedPool, c_order
-from transfer.backends import locks
-from transfer.backends.base import RemotePages
-from transfer.backends.copying import copy, copy_rows
-from transfer.backends.fake import Done
-from transfer.layout import WHOLE, Box, Bytes, SourceStore
+from headrace.core.types.backends import NixlAccess, PoolMemory, SharedMemory
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.backends import locks
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.copying import copy, copy_rows
+from headrace.transfer.backends.fake import CompletedWrite
+from headrace.transfer.backends.strided_pool import StridedPool, c_order
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -97,7 +97,7 @@ class SharedPool:
         self._path.unlink(missing_ok=True)
 
 
-class ShmReach:
+class ShmTransport:
     """The Reach of a stage to pools on its host."""
 
     def open(
@@ -142,8 +142,8 @@ class ShmPages(RemotePages):
         else:
             copy_rows(target, pages, source, own)
 
-    def flush(self) -> Done:
-        return Done()
+    def flush(self) -> CompletedWrite:
+        return CompletedWrite()
 
     def close(self) -> None:
         """Unmap, and let go of the lock. Removes what an owner that has ended left behind."""

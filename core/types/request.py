@@ -1,0 +1,84 @@
+"""Request and sampling types, and what a request ends with."""
+
+from typing import Literal
+
+import msgspec
+
+Entrance = Literal["compute", "wire"]  # how a request's KV gets in
+Exit = Literal["wire", "fake", "here"]  # sent to a peer, dropped (warm-up, benchmarks), decoded on this server
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch those filters off. The same seed gives the
+    same tokens whatever else is in the batch. logprobs is the number of alternatives reported beside each
+    sampled token (None: no logprobs at all), prompt_logprobs the same for each prompt token. stop_token_ids
+    end the request (EOS ids are merged in by the front end unless ignore_eos).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of a token, and of the most likely ones at its position, best first."""
+
+    token: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """What the metadata row carries to the decode peer. finish_reason "" means decoding goes on."""
+
+    token: int
+    prompt_tokens: int
+    cached_tokens: int
+    logprob: TokenLogprob | None = None
+    finish_reason: str = ""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds a request spent in each phase; the phases sum to total_s.
+
+    bootstrap_s: waiting for a peer to reserve pages. queue_s: planned by nobody yet. forward_s: from the
+    first plan to the first token. transfer_s: from the first token to the last acknowledgement (prefill),
+    or from the reservation to the last byte (decode, where forward_s is zero). decode_s: tokens after the first.
+    """
+
+    bootstrap_s: float = 0.0
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.bootstrap_s + self.queue_s + self.forward_s + self.transfer_s + self.decode_s
+
+
+class HandoffStats(msgspec.Struct, frozen=True):
+    """What crossed the wire for one request."""
+
+    pages: int = 0
+    bytes: int = 0
+    chunks: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts. cached_tokens of the prompt came from the prefix tree and were not computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int

@@ -1,0 +1,115 @@
+"""How much memory a stage takes, and how many KV pages fit. Pure arithmetic."""
+
+import msgspec
+
+from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import Geometry
+from headrace.engine.model.config import ModelSpec
+
+DEFAULT_KV_TOKENS = 65536
+WIDE_SHARE = 0.25  # of the available memory, for 16-bit weights held in float32
+KV_SHARE = 0.4  # of the available memory, when the number of pages is ours to choose
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a stage will take, and why. Raises nothing: see plan_memory."""
+
+    weight_bytes: int
+    weight_dtype: str
+    page_bytes: int
+    kv_pages: int
+    available_bytes: int
+    explanation: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.page_bytes * self.kv_pages
+
+
+def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None) -> Geometry:
+    """The KV pool's shape for these layers (None: all)."""
+    layers = layers or range(spec.layers)
+    return Geometry(
+        dtype=dtype,
+        layers=len(layers),
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        layer_start=layers.start,
+    )
+
+
+def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
+    """Parameters that a stage with these layers (None: all) holds."""
+    layers = layers or range(spec.layers)
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    attention = spec.hidden_size * (2 * query + 2 * kv)
+    biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
+    norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
+    total = len(layers) * (attention + biases + norms + 3 * spec.hidden_size * spec.intermediate_size)
+    first, last = layers.start == 0, layers.stop == spec.layers
+    tables = int(first) + int(last and not (spec.tied and first))
+    return total + tables * spec.vocab_size * spec.hidden_size + last * spec.hidden_size
+
+
+def plan_memory(
+    spec: ModelSpec,
+    dtype: str,
+    page_size: int,
+    kv_pages: int,
+    available_bytes: int,
+    *,
+    max_model_len: int = 0,
+    layers: range | None = None,
+    native_units: bool = True,
+) -> MemoryPlan:
+    """kv_pages 0 takes 65,536 tokens or 40% of the available memory, whichever is less.
+
+    max_model_len 0 takes the model's limit. native_units: the device multiplies this dtype in hardware; where it does
+    not, weights are held in float32 if there is room, so that no forward pass converts them. Raises ConfigError when
+    the weights and one request of max_model_len do not fit, or the pages asked for do not.
+    """
+    length = spec.resolve_length(max_model_len)
+    geometry = stage_geometry(spec, dtype, page_size, layers)
+    count = weight_count(spec, layers)
+    weight_dtype = dtype if native_units or 4 * count > WIDE_SHARE * available_bytes else "float32"
+    weights = count * (geometry.item_bytes if weight_dtype == dtype else 4)
+    room = available_bytes - weights
+    least = geometry.pages_for(length)
+    if room < geometry.page_bytes:
+        raise ConfigError(f"the weights take {_mib(weights)} and {_mib(available_bytes)} are available")
+    if kv_pages:
+        reason = f"{kv_pages} pages were asked for"
+        if kv_pages < least:
+            raise ConfigError(
+                f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
+                f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
+            )
+    else:
+        wanted = max(least, geometry.pages_for(DEFAULT_KV_TOKENS))
+        affordable = int(min(KV_SHARE * available_bytes, room)) // geometry.page_bytes
+        kv_pages = min(wanted, affordable)
+        reason = f"{DEFAULT_KV_TOKENS} tokens" if kv_pages == wanted else f"{KV_SHARE:.0%} of the available memory"
+    fitting = room // geometry.page_bytes
+    if kv_pages < least or kv_pages > fitting:
+        needed = max(kv_pages, least) * geometry.page_bytes
+        raise ConfigError(
+            f"{_mib(needed)} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
+            f"{_mib(weights)}; write --max-model-len {max(1, min(kv_pages, fitting)) * page_size} or less"
+        )
+    return MemoryPlan(
+        weight_bytes=weights,
+        weight_dtype=weight_dtype,
+        page_bytes=geometry.page_bytes,
+        kv_pages=kv_pages,
+        available_bytes=available_bytes,
+        explanation=(
+            f"weights {_mib(weights)} ({weight_dtype}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
+            f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
+            f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
+        ),
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,63 @@
+"""Which layers each pipeline stage holds, so that all stages take equal time. Pure arithmetic."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config import ModelSpec
+
+
+def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[int, ...]:
+    """Layers of each stage. sampled_share: rows that need the head, per token computed (1 when only decoding).
+
+    Raises ConfigError when the model has fewer layers than there are stages.
+    """
+    if stages > spec.layers:
+        raise ConfigError(f"{stages} stages cannot share {spec.layers} layers; write --pp {spec.layers} or less")
+    return split([layer_flops(spec)] * spec.layers, stages, head_flops(spec) * sampled_share)
+
+
+def layer_flops(spec: ModelSpec) -> float:
+    """Multiplications and additions of one layer's matrices, per token."""
+    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+    return 2.0 * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+
+
+def head_flops(spec: ModelSpec) -> float:
+    """Multiplications and additions of the head, per row that is sampled. (Looking up an embedding is free.)"""
+    return 2.0 * spec.hidden_size * spec.vocab_size
+
+
+def split(costs: Sequence[float], stages: int, last: float = 0.0) -> tuple[int, ...]:
+    """Split layers of these costs into consecutive runs, one or more layers each; return the runs' lengths.
+
+    last is what the last stage has to do besides. The slowest stage is as fast as can be; among splits that are
+    equal in that, the one with the least sum of squares is taken, which evens out the others.
+    """
+    bound = _best(costs, stages, last, lambda so_far, cost: max(so_far, cost))[0]
+    return _best(costs, stages, last, lambda so_far, cost: so_far + cost * cost if cost <= bound else float("inf"))[1]
+
+
+def _best(
+    costs: Sequence[float], stages: int, last: float, join: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least total and its split; join adds a stage's cost to the total of the stages before it."""
+    before = (0.0, *accumulate(costs))
+    # table[end]: the best split of the first `end` layers over the stages so far
+    table: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        extra, left = (last, 0) if stage == stages - 1 else (0.0, stages - 1 - stage)
+        table = {
+            end: min(
+                (join(total, before[end] - before[start] + extra), (*lengths, end - start))
+                for start, (total, lengths) in table.items()
+                if start < end
+            )
+            for end in range(stage + 1, len(costs) - left + 1)
+        }
+    return table[len(costs)]
+
+
+def ranges(lengths: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, by its number of layers."""
+    return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(lengths))))

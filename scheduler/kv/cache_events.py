@@ -1,0 +1,78 @@
+"""The journal of the prefix cache: which pages it gained and lost, for routers that follow it from outside.
+
+A page is named by a chain of SHA-256 digests, so that equal prefixes have equal names on every server:
+
+    root     = SHA-256(ROOT, then the cache salt in UTF-8)
+    digest_0 = SHA-256(root,       then the page's token ids as little-endian int32)
+    digest_n = SHA-256(digest_n-1, then the page's token ids as little-endian int32)
+
+What is told is the last eight bytes of a digest as a big-endian number, which is how vLLM shortens its own.
+"""
+
+from hashlib import sha256
+
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage
+from headrace.core.types.packed import unpack
+
+ROOT = b"headrace kv 1\0"
+
+
+class CacheEventLog:
+    """Collects events in order. Stored pages that follow each other, and pages evicted in a row, share one event."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[KvEventMessage] = []
+        self._stored: list[Hash] = []
+        self._tokens: list[int] = []
+        self._parent: Hash | None = None
+        self._removed: list[Hash] = []
+
+    def stored(self, parent: bytes | None, salt: bytes, key: bytes) -> bytes:
+        """Note a page below the one with the parent's digest (None: at the salt's root); return its digest."""
+        digest = sha256((parent or sha256(ROOT + salt).digest()) + key).digest()
+        above = None if parent is None else short(parent)
+        if self._removed or not self._stored or self._stored[-1] != above:
+            self._close()
+            self._parent = above
+        self._stored.append(short(digest))
+        self._tokens.extend(unpack(key))
+        return digest
+
+    def removed(self, digest: bytes) -> None:
+        """Note that a page was evicted."""
+        if self._stored:
+            self._close()
+        self._removed.append(short(digest))
+
+    def cleared(self) -> None:
+        """Note that the cache is empty; what happened to it before is of no interest any more."""
+        self.take()
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KvEventMessage]:
+        """What was noted since the last call."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _close(self) -> None:
+        """End the event that is being collected."""
+        if self._stored:
+            self._events.append(
+                BlockStored(
+                    block_hashes=tuple(self._stored),
+                    parent_block_hash=self._parent,
+                    token_ids=tuple(self._tokens),
+                    block_size=self._page_size,
+                )
+            )
+            self._stored, self._tokens = [], []
+        if self._removed:
+            self._events.append(BlockRemoved(block_hashes=tuple(self._removed)))
+            self._removed = []
+
+
+def short(digest: bytes) -> Hash:
+    """The 64 bits of a digest that are told."""
+    return int.from_bytes(digest[-8:], "big")

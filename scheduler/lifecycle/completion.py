@@ -1,0 +1,207 @@
+"""How requests end: once for their owner, at once; and once for their pages, when nobody can touch them any more.
+
+fail() / complete()      the client hears of it now
+    │  CancelSend or CancelReceive to the stages, where bytes may be under way
+    ▼
+every stage Quiet/Forgotten ─► the last word to the peer: no byte can follow it
+    │  and whoever writes into our pages itself has said that it has ceased, or cannot write any more
+    │  and every plan in flight with the request done
+    ▼
+finish()                 ReleaseRequest; the lease and the metadata row end here and nowhere else
+"""
+
+from headrace.core.messages.frontend import RequestFailed, RequestFinished
+from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
+from headrace.core.messages.peers import AskCancel, ControlServerEffect, TellCancelled, TellFailed, TellFinished
+from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.request import FirstToken
+from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
+from headrace.scheduler.state.state import State
+from headrace.scheduler.state.tickets import Ended
+
+
+class Completion:
+    """The only way out for a request, whatever its phase."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def fail(self, request: Request, error: ErrorInfo, now: float) -> None:
+        """End a request with an error. The first reason stays; later ones do nothing."""
+        if request.ended:
+            return
+        request.error = error
+        self._end(request, Phase.FAILED, error.code, now)
+        self._state.out.add(RequestFailed(rid=request.rid, error=error))
+        outgoing = request.outgoing
+        if outgoing is not None:
+            self._prepare(outgoing, _tell_failed(outgoing, error))
+        self._quiesce(request, now)
+        self.settle(request)
+
+    def complete(self, request: Request, reason: str, now: float, first: FirstToken | None = None) -> None:
+        """End a request that went well. first: it ended with its first token, and the peer gets no KV."""
+        self._end(request, Phase.DONE, reason, now)
+        self._state.out.add(
+            RequestFinished(
+                rid=request.rid,
+                reason=reason,
+                usage=request.usage(),
+                timing=request.timing(),
+                handoff=request.handoff(self._state.config.page_size),
+                prompt_logprobs=request.all_prompt_logprobs(),
+            )
+        )
+        outgoing = request.outgoing
+        if outgoing is not None:
+            session, ticket, generation = outgoing.key
+            outgoing.farewell = TellFinished(session=session, ticket=ticket, generation=generation, first=first)
+        self._quiesce(request, now)
+        self.settle(request)
+
+    def cancelled_by_peer(self, request: Request, reason: str, now: float) -> None:
+        """The peer takes its ticket back, from a live request or from one that is ending."""
+        outgoing = request.outgoing
+        assert outgoing is not None, "only a peer that has reserved can cancel"
+        session, ticket, generation = outgoing.key
+        outgoing.farewell = TellCancelled(session=session, ticket=ticket, generation=generation)
+        if request.ended:
+            self.settle(request)
+        else:
+            self.fail(request, ErrorInfo(code=CANCELLED, message=f"the peer cancelled: {reason}", status=499), now)
+
+    def answered(self, request: Request, stage: int) -> None:
+        """A stage can write no more bytes for the request (Quiet, Forgotten)."""
+        if not request.awaiting:
+            self._state.drop("duplicate_answer")
+            return
+        request.awaiting.discard(stage)
+        if not request.awaiting:
+            self._state.deadlines.clear(Timer.ANSWER, request.arrival)
+        self.settle(request)
+
+    def settle(self, request: Request) -> None:
+        """Go as far with an ended request as is safe by now."""
+        incoming, outgoing = request.incoming, request.outgoing
+        if not request.ended or request.awaiting or (incoming is not None and incoming.exposed):
+            return
+        if outgoing is not None and outgoing.farewell is not None:
+            self._say(outgoing.farewell)
+            outgoing.farewell = None
+        if request.in_flight == 0:
+            self._finish(request)
+
+    def give_up(self, request: Request) -> None:
+        """Take the pages of a request from it without an end of its own: it is preempted, or its engine is gone."""
+        state = self._state
+        if request.lease is not None:
+            state.cache.release(request.lease)
+            request.lease = None
+        if request.row is not None:
+            state.metadata_rows.release([request.row], request.arrival)
+            request.row = None
+        if request.ordered:
+            state.out.add(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
+            request.ordered = False
+        del state.records[request.serial]
+
+    def void(self, error: ErrorInfo, now: float) -> None:
+        """The engine and all its pages are gone: end every request, waiting for no answer."""
+        state = self._state
+        state.revoking.clear()
+        for request in list(state.records.values()):
+            outgoing = request.outgoing
+            if request.incoming is not None:
+                request.incoming.exposed = False
+            if outgoing is not None and outgoing.farewell is not None:  # its stages can no longer vouch for anything
+                outgoing.farewell = _tell_failed(outgoing, error)
+            request.in_flight = 0
+            request.awaiting.clear()
+            request.ordered = False
+            state.deadlines.clear(Timer.ANSWER, request.arrival)
+            if request.ended:
+                self.settle(request)
+            else:
+                self.fail(request, error, now)
+
+    def _finish(self, request: Request) -> None:
+        self.give_up(request)
+        del self._state.arrivals[request.arrival]
+        if request.outgoing is not None:
+            self._state.tickets.forget(request.outgoing.key)
+        if request.incoming is not None:
+            self._state.fetches.pop(request.incoming.key, None)
+
+    def _end(self, request: Request, phase: Phase, reason: str, now: float) -> None:
+        """Take a request out of every queue, index and deadline of the living."""
+        state = self._state
+        state.unplanned -= request.unplanned
+        left = request.phase
+        state.enter(request, phase, now)
+        state.counters.add("requests_total", labels=("finished" if phase is Phase.DONE else "failed", reason))
+        del state.rids[request.rid]
+        for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST):
+            state.deadlines.clear(timer, request.arrival)
+        if left is Phase.WAITING:
+            state.waiting.remove(request)
+        state.unhold(request)
+        state.rowless.pop(request.arrival, None)
+        state.prefilling.pop(request.arrival, None)
+        state.decoding.pop(request.arrival, None)
+        if request.preempting:
+            request.preempting = False
+            state.preempting -= 1
+        self._leave_peers(request, now)
+
+    def _leave_peers(self, request: Request, now: float) -> None:
+        state = self._state
+        submit, outgoing = request.submit, request.outgoing
+        if submit.exit == "wire" and submit.ticket is not None:
+            session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
+            first = request.first if outgoing is None else None
+            until = now + state.config.hold_lease_s
+            state.tickets.end(submit.ticket, Ended(session, generation, request.error, first, until))
+        if outgoing is not None and outgoing.session in state.peers:
+            state.peers[outgoing.session].requests.pop(request.arrival, None)
+        if submit.prefill is not None and submit.prefill in state.prefills:
+            state.prefills[submit.prefill].requests.pop(request.arrival, None)
+
+    def _quiesce(self, request: Request, now: float) -> None:
+        """Stop bytes that may be under way, in or out."""
+        state = self._state
+        outgoing, incoming = request.outgoing, request.incoming
+        sending = outgoing is not None and outgoing.chunks and (outgoing.unacked or request.phase is Phase.FAILED)
+        receiving = incoming is not None and incoming.open
+        if receiving and incoming is not None and incoming.reserved and not incoming.ended:
+            session, ticket, generation = incoming.key
+            reason = request.error.message if request.error else "no longer needed"
+            state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
+        elif request.submit.posted and request.error is not None and (incoming is None or not incoming.reserved):
+            release(state, request.submit.prefill, request.submit.ticket, request.error.message)
+        if not state.ready or not (sending or receiving):
+            return
+        order = CancelSend if sending else CancelReceive
+        state.out.add(order(seq=state.out.next_seq(), request=request.serial))
+        request.awaiting = set(state.stages)
+        state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
+
+    def _prepare(self, outgoing: OutgoingTransfer, farewell: ControlServerEffect) -> None:
+        if outgoing.farewell is None:  # else the peer's cancel came first, and is what gets answered
+            outgoing.farewell = farewell
+
+    def _say(self, farewell: ControlServerEffect) -> None:
+        if farewell.session in self._state.peers:
+            self._state.out.add(farewell)
+
+
+def release(state: State, prefill: str | None, ticket: str | None, reason: str) -> None:
+    """Tell a prefill server, if its desk can be reached, that nobody will come for a ticket that was not reserved."""
+    server = state.prefills.get(prefill or "")
+    if server is not None and server.session is not None and ticket is not None:
+        state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))
+
+
+def _tell_failed(outgoing: OutgoingTransfer, error: ErrorInfo) -> TellFailed:
+    session, ticket, generation = outgoing.key
+    return TellFailed(session=session, ticket=ticket, generation=generation, error=error)

@@ -1,0 +1,171 @@
+"""The way out by wire: SendChunk orders behind the Forwards that compute their pages, and the acknowledgements.
+
+Forward [0, 512)   SendChunk [0, 512)   Forward [512, 1000)   (first token known)   SendChunk [512, 1000) + metadata
+                   └ page-aligned                                              └ unless that token ends the request
+A held request that is computed before its peer comes is sent then, in chunks of about the same size.
+"""
+
+from headrace.core.messages.frontend import Progress
+from headrace.core.messages.orders import ChunkAcked, SampledToken, SendChunk, SendFailed
+from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
+from headrace.core.types.packed import pack
+from headrace.core.types.request import FirstToken
+from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
+from headrace.scheduler.state.state import Plan, State
+
+COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
+
+
+class KvHandoff:
+    """Sends what is computed, counts what has arrived, and ends the request when all of it has."""
+
+    def __init__(self, state: State, endings: Completion, holding: HeldRequests) -> None:
+        self._state = state
+        self._endings = endings
+        self._holding = holding
+
+    def follow(self, plan: Plan, request: Request, end: int) -> None:
+        """Tokens below end are computed once the plan is done: send the full pages among them."""
+        outgoing = request.outgoing
+        if outgoing is None or request.row is None or request.max_tokens == 1 or end >= request.prompt_tokens:
+            return  # the last chunk waits for the first token, and a sole token needs no KV at all
+        aligned = end - end % self._state.config.page_size
+        if aligned > outgoing.sent:
+            plan.sends.append((request, outgoing.chunks))
+            self._send(request, outgoing, aligned, plan.seq, None)
+
+    def first(self, plan: Plan, request: Request, sampled: SampledToken, reason: str, now: float) -> None:
+        """The plan has given the first token: send the rest, or end the request with that token."""
+        request.first = request.first_token(sampled.token, sampled.logprob, reason)
+        request.computed_by = plan.seq
+        if reason:
+            self._endings.complete(request, reason, now, request.first)
+            return
+        self._state.enter(request, Phase.INFLIGHT, now)
+        if request.row is not None:
+            proceed = self.resume if request.ahead else self._finish
+            proceed(request, now)
+        if request.submit.hold:
+            self._holding.computed(request, now)
+
+    def resume(self, request: Request, now: float) -> None:
+        """A request that began ahead of its peer is computed, and has a metadata row since then: send all that is
+        left."""
+        outgoing = request.outgoing
+        assert outgoing is not None, "a row is given out with the peer"
+        size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)
+        while (end := outgoing.sent + length) < request.prompt_tokens:
+            self._send(request, outgoing, end - end % size, request.computed_by, None)
+        self._finish(request, now)
+
+    def reached(self, request: Request, chunk: int, now: float) -> None:
+        """The stages have come to this SendChunk: from now on silence about it is the peer's."""
+        outgoing = request.outgoing
+        if request.ended or outgoing is None:
+            return
+        if not outgoing.overdue:
+            outgoing.silent_since = now
+        outgoing.armed = max(outgoing.armed, chunk)
+        self._watch(request, outgoing)
+
+    def acked(self, event: ChunkAcked, now: float) -> None:
+        state = self._state
+        request = state.records.get(event.request)
+        outgoing = request.outgoing if request is not None else None
+        if request is None or outgoing is None:
+            state.drop("unknown_request")
+            return
+        stages = outgoing.unacked.get(event.chunk, set())
+        if event.stage not in stages:
+            state.drop("duplicate_ack")
+            return
+        stages.discard(event.stage)
+        if not stages:
+            del outgoing.unacked[event.chunk]
+        outgoing.bytes += event.bytes
+        outgoing.silent_since = now
+        peer = state.peers.get(outgoing.session)
+        if peer is not None:
+            peer.last_ack = now
+        if request.ended:
+            return
+        self._watch(request, outgoing)
+        if outgoing.final and not outgoing.unacked:
+            self._endings.complete(request, COMPLETE, now)
+
+    def send_failed(self, event: SendFailed, now: float) -> None:
+        request = self._state.records.get(event.request)
+        if request is None or request.ended:
+            self._state.drop("unknown_request")
+            return
+        status = 499 if event.code == CANCELLED else 502
+        error = ErrorInfo(code=event.code, message=event.message, status=status, stage=event.stage)
+        self._endings.fail(request, error, now)
+
+    def timed_out(self, request: Request, now: float) -> None:
+        """No acknowledgement for this request; its peer is silent only if nobody's acknowledgements come."""
+        outgoing = request.outgoing
+        if outgoing is None or not outgoing.overdue:
+            return
+        timeout = self._state.config.transfer_timeout_s
+        peer = self._state.peers.get(outgoing.session)
+        heard = outgoing.silent_since if peer is None else max(outgoing.silent_since, peer.last_ack)
+        if heard + timeout > now:
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, heard + timeout)
+            return
+        text = f"the decode peer acknowledged nothing for {timeout:g} s"
+        self._endings.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
+
+    def _finish(self, request: Request, now: float) -> None:
+        """Order the last chunk out, with the metadata row."""
+        outgoing = request.outgoing
+        assert outgoing is not None, "a row is given out with the peer"
+        if request.submit.progress:
+            total = request.prompt_tokens
+            self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
+        outgoing.final = True
+        self._send(request, outgoing, request.prompt_tokens, request.computed_by, request.first)
+        self.reached(request, outgoing.chunks - 1, now)
+
+    def _watch(self, request: Request, outgoing: OutgoingTransfer) -> None:
+        if outgoing.overdue:
+            timeout = self._state.config.transfer_timeout_s
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, outgoing.silent_since + timeout)
+        else:
+            self._state.deadlines.clear(Timer.TRANSFER, request.arrival)
+
+    def _send(
+        self, request: Request, outgoing: OutgoingTransfer, end: int, after: int, last: FirstToken | None
+    ) -> None:
+        """Order tokens [sent, end) out. Pages on both sides start with the one that holds the first of them."""
+        state = self._state
+        lease = request.lease
+        assert lease is not None, "a request that was computed has pages"
+        assert request.row is not None, "a metadata row is given out with the peer"
+        start, size, dst_size = outgoing.sent, state.config.page_size, outgoing.dst_page_size
+        dst_base = outgoing.cached_tokens // dst_size
+        dst = outgoing.dst_pages[start // dst_size - dst_base : -(-end // dst_size) - dst_base]
+        state.out.add(
+            SendChunk(
+                seq=state.out.next_seq(),
+                request=request.serial,
+                after=after,
+                session=outgoing.session,
+                ticket=outgoing.ticket,
+                generation=outgoing.generation,
+                chunk=outgoing.chunks,
+                start=start,
+                count=end - start,
+                pages=pack(lease.pages[start // size : -(-end // size)]),
+                dst_pages=pack(dst),
+                row=request.row,
+                dst_row=outgoing.dst_row,
+                last=last,
+            )
+        )
+        outgoing.unacked[outgoing.chunks] = set(state.stages)
+        outgoing.chunks += 1
+        outgoing.sent = end

@@ -1,0 +1,175 @@
+"""The wire of the simulator: control messages and chunks between a prefill and a decode server."""
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.peers import (
+    AskCancel,
+    AskReserve,
+    ConnectPrefill,
+    EndPeer,
+    PeerCancelled,
+    PeerGone,
+    PeerJoined,
+    PeerReleased,
+    PeerRenewed,
+    PeerReserved,
+    PrefillDown,
+    PrefillUp,
+    TellCancelled,
+    TellFailed,
+    TellFinished,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
+from headrace.core.types.backends import SHM
+from headrace.core.types.geometry import Geometry
+from headrace.scheduler.scheduler import Effect, Event
+from headrace.scheduler.simulation.engine import Channel, SimulatedChunk, SimulatedPipeline, World
+from headrace.scheduler.simulation.server import SimulatedServer
+
+WINDOW = 1 << 20
+
+
+class SimulatedLink:
+    """The connection of a decode server to a prefill server's desk, and their data connections. By "shm" the prefill
+    stages write into the pool that the decode server had when the session began, until they are kept from it."""
+
+    def __init__(
+        self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
+    ) -> None:
+        self._world = world
+        self._prefill = prefill
+        self._decode = decode
+        self._stall = stall
+        self._sessions = 0
+        self.session: str | None = None
+        self._to_prefill = Channel(world, 0.002)
+        self._to_decode = Channel(world, 0.002)
+        self._data: dict[tuple[int, int], Channel] = {}
+        self._backend = backend
+        self._pools: dict[str, SimulatedPipeline] = {}
+        prefill.on_peer = self._from_desk
+        prefill.ship = self._ship
+        decode.on_peer = self._from_dialer
+        if self._backend == SHM:
+            decode.on_restart = self.lose  # its pool is another one, so its hello is
+
+    def connect(self) -> None:
+        self._sessions += 1
+        session = self.session = f"session-{self._sessions}"
+        self._pools[session] = self._decode.pipeline
+        prefill, decode = self._prefill.config, self._decode.config
+        self._send(
+            self._to_prefill,
+            self._prefill,
+            PeerJoined(
+                session=session,
+                name="decode",
+                geometry=_geometry(decode),
+                window_bytes=WINDOW,
+                backend=self._backend,
+            ),
+        )
+        up = PrefillUp(
+            name="prefill",
+            session=session,
+            endpoints=("simulated",) * prefill.stages,
+            geometries=(_geometry(prefill),) * prefill.stages,
+            window_bytes=WINDOW,
+            backend=self._backend,
+        )
+        self._send(self._to_decode, self._decode, up)
+
+    def lose(self) -> None:
+        """The connection breaks; both sides notice in their own time, and it comes back later."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        gone, down = PeerGone(session=session, reason="lost"), PrefillDown(name="prefill", session=session, reason="")
+        self._to_prefill.put(lambda: self._prefill.handle(gone))
+        self._to_decode.put(lambda: self._decode.handle(down))
+        self._world.after(0.05, self.connect)
+
+    def renew(self, ticket: str) -> None:
+        """A heartbeat names the ticket."""
+        if self.session is not None:
+            self._send(self._to_prefill, self._prefill, PeerRenewed(session=self.session, tickets=(ticket,)))
+
+    def release(self, ticket: str) -> None:
+        """The peer lets a ticket go that it has not reserved."""
+        if self.session is not None:
+            event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
+            self._send(self._to_prefill, self._prefill, event)
+
+    def _from_dialer(self, effect: Effect) -> None:
+        match effect:
+            case ConnectPrefill():
+                self.connect()
+            case AskReserve():
+                reserved = PeerReserved(
+                    session=effect.session,
+                    ticket=effect.ticket,
+                    generation=effect.generation,
+                    prompt_tokens=effect.prompt_tokens,
+                    cached_tokens=effect.cached_tokens,
+                    pages=effect.pages,
+                    row=effect.row,
+                    wait=effect.wait,
+                    prompt_hash=effect.prompt_hash,
+                )
+                self._send(self._to_prefill, self._prefill, reserved)
+            case AskCancel(session=session, ticket=ticket, generation=generation):
+                event = PeerCancelled(session=session, ticket=ticket, generation=generation, reason=effect.reason)
+                self._send(self._to_prefill, self._prefill, event)
+            case _:
+                pass
+
+    def _from_desk(self, effect: Effect) -> None:
+        match effect:
+            case TellFailed(session=session, ticket=ticket, generation=generation, error=error):
+                event: Event = TicketFailed(session=session, ticket=ticket, generation=generation, error=error)
+            case TellCancelled(session=session, ticket=ticket, generation=generation):
+                event = TicketCancelled(session=session, ticket=ticket, generation=generation)
+            case EndPeer():
+                self.lose()
+                return
+            case TellFinished(session=session, ticket=ticket, generation=generation, first=first) if first is not None:
+                event = TicketFinished(session=session, ticket=ticket, generation=generation, first=first)
+            case _:
+                return
+        self._send(self._to_decode, self._decode, event)
+
+    def _ship(self, chunk: SimulatedChunk) -> None:
+        """Deliver a chunk to every stage of the decode server; some are lost with their session, or stall for ever."""
+        if self._backend == SHM:
+            self._write(chunk)
+        if self._world.random.random() < self._stall:
+            return
+        chunk.receivers = self._decode.config.stages
+        for index in range(chunk.receivers):
+            channel = self._data.setdefault((chunk.stage, index), Channel(self._world, 0.003))
+            channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
+
+    def _write(self, chunk: SimulatedChunk) -> None:
+        """The prefill stages do it themselves, whether or not the session has ended, unless they are kept from it."""
+        send, pipeline = chunk.order, self._pools[chunk.order.session]
+        chunk.written = True
+        for stage in pipeline.stages:
+            if send.session in stage.revoked:
+                continue
+            stage.write(send, chunk.values)
+            problem = self._decode.guard.written(send) if pipeline is self._decode.pipeline else None
+            if problem is not None:
+                self._decode.violation(problem)
+
+    def _deliver(self, chunk: SimulatedChunk, index: int) -> None:
+        if chunk.order.session == self.session:
+            self._decode.pipeline.stages[index].receive(chunk)
+
+    def _send(self, channel: Channel, server: SimulatedServer, event: Event) -> None:
+        session = self.session
+        channel.put(lambda: server.handle(event) if session == self.session else None)
+
+
+def _geometry(config: SchedulerConfig) -> Geometry:
+    return Geometry("float32", 1, 1, 1, config.page_size)

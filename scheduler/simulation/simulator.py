@@ -1,0 +1,229 @@
+"""Runs schedulers against a simulated world: random delays, cancels, lost peers and crashed stages, by seed.
+
+    colocated:   clients ─► server (some requests leave by exit "fake")
+    pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
+
+Everything is checked as it happens, against what must hold whatever the schedule; violations are collected.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
+from headrace.core.types.backends import SHM, ZMQ
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import pack
+from headrace.core.types.request import SamplingParams
+from headrace.scheduler.simulation.engine import World
+from headrace.scheduler.simulation.link import SimulatedLink
+from headrace.scheduler.simulation.model import VOCABULARY
+from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
+
+Shape = Literal["colocated", "pair"]
+MAX_EVENTS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What to simulate. Probabilities are per request, those of lost_peer and crash per run.
+
+    cancel: the client goes away at some point. stall: a chunk never arrives. abandon: the prompt is never posted to
+    the prefill server. hold: the prompt is held there first, and fetched later. lost_peer: the connection breaks.
+    crash: a stage dies; engines come up again. depth: plans in flight beyond one per stage; None draws it. The requests
+    are the same whatever it is.
+    """
+
+    seed: int
+    shape: Shape = "colocated"
+    requests: int = 12
+    arrivals_s: float = 0.01
+    token_s: float = 0.0005
+    cancel: float = 0.3
+    stall: float = 0.0
+    abandon: float = 0.05
+    hold: float = 0.3
+    lost_peer: float = 0.2
+    crash: float = 0.05
+    depth: int | None = None
+
+
+def simulate(scenario: Scenario) -> SimulationReport:
+    """Run one schedule to its end."""
+    return Simulation(scenario).run()
+
+
+class Simulation:
+    """Draws servers and clients from the scenario's seed."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._world = World(scenario.seed)
+        self._random = self._world.random
+        self._clients = random.Random(scenario.seed)  # what they ask must not depend on how fast they are served
+        self._report = SimulationReport()
+        self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
+        self._servers = [self._server]
+        self._crashed = False
+        self._link: SimulatedLink | None = None
+        self._prefill: SimulatedServer | None = None
+        if scenario.shape == "pair":
+            self._prefill = self._new_server("prefill", self._server.config)
+            self._servers.append(self._prefill)
+            backend = (ZMQ, SHM)[scenario.seed % 2]
+            self._link = SimulatedLink(self._world, self._prefill, self._server, scenario.stall, backend)
+            self._server.intake(AddPrefill(name="prefill", endpoint="simulated"))
+            self._server.on_output = self._on_decode_output
+            self._prefill.on_output = self._on_prefill_output
+        self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
+
+    def run(self) -> SimulationReport:
+        when = 0.0
+        for number in range(self._scenario.requests):
+            when += self._random.expovariate(1 / self._scenario.arrivals_s)
+            self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        for chance, act in ((self._scenario.lost_peer, self._lose_peer), (self._scenario.crash, self._crash)):
+            if self._random.random() < chance:
+                self._world.at(self._random.uniform(0.01, 2 * when), act)
+        if not self._world.run(MAX_EVENTS):
+            self._server.violation("the schedule does not end")
+        for server in self._servers:
+            server.finish()
+            if not self._crashed and f"{server.name}:stage_failed" in self._report.outcomes:
+                server.violation("the watchdog found a stage silent that was not")
+        self._report.seconds = self._world.now
+        return self._report
+
+    def _new_server(self, name: str, other: SchedulerConfig | None = None) -> SimulatedServer:
+        rng = self._random
+        config = SchedulerConfig(
+            page_size=rng.choice([1, 2, 4, 8]),
+            max_model_len=64,
+            vocab_size=VOCABULARY,
+            stages=rng.choice([1, 1, 2, 3]),
+            pipeline_depth=rng.choice([0, 1, 2]),
+            chunk_tokens=rng.choice([4, 8, 16, 64]),
+            max_running=rng.choice([2, 4, 16]),
+            metadata_rows=rng.choice([1, 3, 16]),
+            max_queued_tokens=rng.choice([100, 100_000]),
+            prefix_cache=rng.random() < 0.8,
+            bootstrap_timeout_s=1.0,
+            transfer_timeout_s=0.5,
+            stage_timeout_s=60.0,
+            hold_lease_s=0.1,
+            hold_limit_s=0.4,
+            hold_percent=rng.choice([30, 100]),
+            optimistic_start=rng.random() < 0.5,
+        )
+        if self._scenario.depth is not None:
+            config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)
+        tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
+        config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
+        if other is not None and rng.random() < 0.5:
+            config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
+        return SimulatedServer(self._world, name, config, self._scenario.token_s, self._report)
+
+    def _arrive(self, number: int) -> None:
+        rng = self._clients
+        prompt = self._draw_prompt()
+        pair = self._scenario.shape == "pair"
+        sampling = SamplingParams(
+            max_tokens=rng.choice([1, 2, 8, 20, 60]),
+            min_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 3, 20]))),
+        )
+        submit = Submit(
+            rid=f"r{number}",
+            prompt=pack(prompt),
+            sampling=sampling,
+            entrance="wire" if pair else "compute",
+            exit="here" if pair or rng.random() < 0.8 else "fake",
+            ticket=f"t{number}" if pair else None,
+            prefill="prefill" if pair else None,
+            deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
+            cache_salt=rng.choice(["", "", "tenant"]),
+            progress=rng.random() < 0.5,
+        )
+        client = SimulatedClient(submit, prompt)
+        if pair and rng.random() < self._scenario.hold:
+            self._post(client, hold=True)
+        else:
+            self._server.submit(client)
+        if rng.random() < self._scenario.cancel:
+            finish = rng.random() < 0.3
+            self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
+        if pair and rng.random() < 0.3:  # a router that calls both sides at once
+            self._post(client)
+
+    def _draw_prompt(self) -> tuple[int, ...]:
+        """A prefix of a common text and an ending of its own, so that prompts share pages."""
+        rng = self._clients
+        shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50])]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]))]
+        return (*shared, *own)
+
+    def _cancel(self, client: SimulatedClient, finish: bool) -> None:
+        client.finished_early = finish
+        self._server.intake(Abort(rid=client.submit.rid, finish=finish))
+
+    def _post(self, client: SimulatedClient, hold: bool = False) -> None:
+        """The decode server's front end (to have it held: a router) sends the prompt to the prefill server, once."""
+        prefill, submit = self._prefill, client.submit
+        if prefill is None or submit.rid in prefill.clients:
+            return
+        there = msgspec.structs.replace(submit, entrance="compute", exit="wire", prefill=None, hold=hold)
+        posted = SimulatedClient(there, client.prompt)
+        self._world.after(0.002, lambda: self._posted(prefill, posted))
+        if hold:
+            self._follow_hold(client)
+
+    def _follow_hold(self, client: SimulatedClient) -> None:
+        """The ticket of a held prompt is fetched early or late, kept alive meanwhile or let go; some are forgotten."""
+        rng, world = self._random, self._world
+        ticket = client.submit.ticket or ""
+        for _ in range(rng.choice([0, 0, 1, 6])):
+            world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
+        fate = rng.random()
+        if fate < 0.7:
+            world.after(rng.choice([0.001, 0.02, 0.1, 0.5]), lambda: self._server.submit(client))
+        elif fate < 0.8:
+            world.after(0.05, lambda: self._release(ticket))
+        elif fate < 0.9 and self._prefill is not None:
+            prefill, rid = self._prefill, client.submit.rid
+            world.after(0.05, lambda: prefill.intake(Abort(rid=rid)))
+
+    def _renew(self, ticket: str) -> None:
+        if self._link is not None:
+            self._link.renew(ticket)
+
+    def _release(self, ticket: str) -> None:
+        if self._link is not None:
+            self._link.release(ticket)
+
+    def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
+        if client.submit.rid not in prefill.clients:
+            prefill.submit(client)
+
+    def _on_decode_output(self, output: SchedulerReply) -> None:
+        if isinstance(output, Reserved):
+            if self._random.random() >= self._scenario.abandon:
+                self._post(self._server.clients[output.rid])
+        elif isinstance(output, RequestFailed) and self._prefill is not None and self._random.random() < 0.8:
+            self._prefill.intake(Abort(rid=output.rid))
+
+    def _on_prefill_output(self, output: SchedulerReply) -> None:
+        if isinstance(output, RequestFailed):
+            error = ErrorInfo(code=f"prefill_{output.error.code}", message=output.error.message, status=502)
+            self._server.intake(Abort(rid=output.rid, error=error))
+
+    def _lose_peer(self) -> None:
+        if self._link is not None:
+            self._link.lose()
+
+    def _crash(self) -> None:
+        self._crashed = True
+        server: SimulatedServer = self._random.choice(self._servers)
+        server.crash()

@@ -1,0 +1,47 @@
+"""What goes into the scheduler and what comes out of it."""
+
+from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
+from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.messages.membership import Gathering
+from headrace.core.messages.orders import AnyOrder, AnyStageEvent
+from headrace.core.messages.peers import (
+    ControlClientEffect,
+    ControlServerEffect,
+    PeerCancelled,
+    PeerGone,
+    PeerJoined,
+    PeerReleased,
+    PeerRenewed,
+    PeerReserved,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
+
+DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
+DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
+Event = AnyFrontendRequest | AnyStageEvent | Gathering | DeskEvent | DialerEvent
+Effect = AnyOrder | ControlServerEffect | ControlClientEffect | AnySchedulerReply | KvEventMessage
+
+
+class Effects:
+    """Collects effects in the order in which they are decided; numbers the orders."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+        self._seq = 0
+
+    def next_seq(self) -> int:
+        """The number of the next order. Each one taken must be used, at once."""
+        self._seq += 1
+        return self._seq
+
+    def add(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def take(self) -> list[Effect]:
+        """What was collected since the last call."""
+        effects, self._effects = self._effects, []
+        return effects

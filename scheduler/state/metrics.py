@@ -1,0 +1,45 @@
+"""The scheduler's metrics as data: names, kinds, help, labels. The front end puts its prefix before the names."""
+
+from headrace.core.stats import SECONDS, TOKENS, MetricSpec
+from headrace.scheduler.state.record import Phase
+
+QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
+ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_BY_QUEUE = tuple((phase.value,) for phase in QUEUES)
+
+CATALOG = (
+    MetricSpec("requests_total", "counter", "Requests that ended, by outcome and reason.", ("outcome", "reason")),
+    MetricSpec("queue_requests", "gauge", "Requests by phase.", ("queue",), _BY_QUEUE),
+    MetricSpec("queue_tokens", "gauge", "Prompt tokens of the requests in a phase.", ("queue",), _BY_QUEUE),
+    MetricSpec("unplanned_tokens", "gauge", "Prompt tokens admitted and not yet planned."),
+    MetricSpec(
+        "phase_duration_seconds", "histogram", "Time that requests spent in a phase.", ("phase",), _BY_QUEUE, SECONDS
+    ),
+    MetricSpec("prompt_tokens_total", "counter", "Prompt tokens of the requests that were started.", (), ((),)),
+    MetricSpec("cached_tokens_total", "counter", "Prompt tokens found in the prefix tree.", (), ((),)),
+    MetricSpec("generated_tokens_total", "counter", "Tokens sampled, first tokens among them.", (), ((),)),
+    MetricSpec("kv_pages", "gauge", "KV pages by state.", ("state",), (("free",), ("cached",), ("leased",))),
+    MetricSpec("held_requests", "gauge", "Requests to be fetched later that no peer has come for."),
+    MetricSpec("held_pages", "gauge", "KV pages that those requests may take."),
+    MetricSpec("quarantined_pages", "gauge", "KV pages of ended requests that a prefill server may still write into."),
+    MetricSpec("leases_expired_total", "counter", "Held requests that nobody came for in time.", (), ((),)),
+    MetricSpec("plan_duration_seconds", "histogram", "Time the last stage spent on a plan.", (), ((),), SECONDS),
+    MetricSpec("plan_tokens", "histogram", "Tokens in a plan.", (), ((),), TOKENS),
+    MetricSpec("plan_rows", "histogram", "Rows in a plan.", (), ((),), ROWS),
+    MetricSpec("plans_in_flight", "gauge", "Plans ordered and not done."),
+    MetricSpec("plans_total", "counter", "Plans ordered.", (), ((),)),
+    MetricSpec("pipeline_active_seconds_total", "counter", "Time with at least one plan in flight.", (), ((),)),
+    MetricSpec(
+        "stage_bubble_seconds_total",
+        "counter",
+        "Time with a plan in flight in which this stage computed none.",
+        ("stage",),
+    ),
+    MetricSpec("preemptions_total", "counter", "Requests sent back to the queue for want of pages.", (), ((),)),
+    MetricSpec("dropped_messages_total", "counter", "Stale, duplicate or unknown messages, by reason.", ("reason",)),
+    MetricSpec("reservations_waiting", "gauge", "Peers' reservations whose prompt has not come."),
+    MetricSpec("peers", "gauge", "Decode peers whose session is open."),
+    MetricSpec("prefill_servers", "gauge", "Prefill servers that are up."),
+    MetricSpec("integrity_errors", "gauge", "Problems found by the last integrity check."),
+    MetricSpec("metadata_rows_in_use", "gauge", "Metadata rows held by requests."),
+)

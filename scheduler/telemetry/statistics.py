@@ -1,0 +1,33 @@
+"""A snapshot of the scheduler's metrics; scheduler/state/metrics.py says what each of them means."""
+
+from collections.abc import Iterator
+
+from headrace.core.stats import Sample, Stats
+from headrace.scheduler.state.state import State
+
+
+def snapshot(state: State, integrity_errors: int) -> Stats:
+    """Counters and histograms as they stand, gauges as of now."""
+    gauges = _gauges(state, integrity_errors)
+    return Stats(samples=(*state.counters.snapshot(), *gauges), histograms=state.histograms.snapshot())
+
+
+def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
+    for phase, requests in state.queue_requests.items():
+        yield Sample("queue_requests", requests, (phase.value,))
+    for phase, tokens in state.queue_tokens.items():
+        yield Sample("queue_tokens", tokens, (phase.value,))
+    yield Sample("unplanned_tokens", state.unplanned)
+    yield Sample("kv_pages", state.cache.free, ("free",))
+    yield Sample("kv_pages", state.cache.cached, ("cached",))
+    yield Sample("kv_pages", state.cache.leased, ("leased",))
+    yield Sample("held_requests", len(state.unclaimed))
+    yield Sample("held_pages", state.held_pages)
+    ended = [request.incoming for request in state.fetches.values() if request.ended]
+    yield Sample("quarantined_pages", sum(one.pages for one in ended if one is not None and one.exposed))
+    yield Sample("plans_in_flight", len(state.plans))
+    yield Sample("reservations_waiting", len(state.tickets.early))
+    yield Sample("peers", len(state.peers))
+    yield Sample("prefill_servers", sum(server.session is not None for server in state.prefills.values()))
+    yield Sample("integrity_errors", integrity_errors)
+    yield Sample("metadata_rows_in_use", state.metadata_rows.total - state.metadata_rows.free)

@@ -1,0 +1,140 @@
+"""Sampling fields of a body as SamplingParams, every value checked against its range."""
+
+from typing import Any
+
+import msgspec
+
+from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.request import SamplingParams
+from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
+
+MAX_LOGPROBS = 20  # alternatives per position that a metadata row can carry
+MAX_N = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 4096
+MAX_INT64 = (1 << 63) - 1
+
+
+def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int, vocab_size: int) -> SamplingParams:
+    """Raises HeadraceError (400) naming the field and its range. max_tokens: when the body gives none; the prompt's
+    length bounds it later."""
+    limit = _within("max_tokens", body.max_tokens, max_tokens, 1, MAX_INT64)
+    top_k = _within("top_k", body.top_k, 0, -1, MAX_INT64)
+    seed = None if body.seed is None else int(_within("seed", body.seed, 0, -MAX_INT64 - 1, MAX_INT64)) & MAX_INT64
+    return SamplingParams(
+        temperature=_within("temperature", body.temperature, 1.0, 0.0, 2.0),
+        top_k=min(max(0, int(top_k)), vocab_size),
+        top_p=_top_p(body.top_p),
+        min_p=_within("min_p", body.min_p, 0.0, 0.0, 1.0),
+        seed=seed,
+        max_tokens=int(limit),
+        min_tokens=int(_within("min_tokens", body.min_tokens, 0, 0, limit)),
+        stop_token_ids=_stop_ids(body.stop_token_ids or [], vocab_size),
+        logprobs=_optional("logprobs", logprobs, MAX_LOGPROBS),
+        prompt_logprobs=_optional("prompt_logprobs", body.prompt_logprobs, MAX_LOGPROBS),
+    )
+
+
+def stop_strings(body: SamplingBody) -> tuple[str, ...]:
+    """Raises HeadraceError (400) for too many, too long or empty ones."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise invalid(f"stop[{index}]", f"stop strings have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
+    return tuple(dict.fromkeys(stops))
+
+
+def request_fields(body: SamplingBody) -> dict[str, Any]:
+    """The fields of a Job that say nothing about sampling. Raises HeadraceError (400)."""
+    if body.deadline_s is not None and not body.deadline_s > 0:
+        raise invalid("deadline_s", f"deadline_s is {body.deadline_s}; it has to be above 0 seconds")
+    if body.cache_salt is not None and len(body.cache_salt) > 256:
+        raise invalid("cache_salt", f"cache_salt has {len(body.cache_salt)} characters; at most 256 are allowed")
+    return {
+        "stop": stop_strings(body),
+        "ignore_eos": bool(body.ignore_eos),
+        "priority": int(_within("priority", body.priority, 0, -(1 << 31), (1 << 31) - 1)),
+        "deadline_s": body.deadline_s,
+        "cache_salt": body.cache_salt or "",
+    }
+
+
+def choices(body: OpenAIBody) -> int:
+    """How many continuations of each prompt are asked for."""
+    return int(_within("n", body.n, 1, 1, MAX_N))
+
+
+def chat_logprobs_wanted(body: ChatBody) -> int | None:
+    """Alternatives per token, None for no logprobs. Raises HeadraceError (400) for top_logprobs without logprobs."""
+    top = _optional("top_logprobs", body.top_logprobs, MAX_LOGPROBS)
+    if not body.logprobs:
+        if top:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        return None
+    return top or 0
+
+
+def refuse_unsupported(body: OpenAIBody) -> None:
+    """Raises HeadraceError (400) for what would change the answer and cannot be served; harmless values pass."""
+    asked: dict[str, bool] = {
+        "tools": bool(body.tools),
+        "functions": bool(body.functions),
+        "response_format": bool(body.response_format) and body.response_format != {"type": "text"},
+        "logit_bias": bool(body.logit_bias),
+        "frequency_penalty": bool(body.frequency_penalty),
+        "presence_penalty": bool(body.presence_penalty),
+        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
+    }
+    if isinstance(body, CompletionBody):
+        asked |= {
+            "echo": bool(body.echo),
+            "suffix": bool(body.suffix),
+            "best_of": body.best_of not in (None, 1, body.n),
+        }
+    for field, given in asked.items():
+        if given:
+            raise invalid(field, f"{field} is not supported; leave it out", code="unsupported")
+
+
+def seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """The same sampling for one of several choices: each with a seed of its own, derived from the given one."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_INT64)
+
+
+def _within(field: str, value: float | None, default: float, low: float, high: float) -> float:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise _out_of_range(field, value, low, high)
+    return value
+
+
+def _top_p(value: float | None) -> float:
+    if value is not None and not 0 < value <= 1:
+        raise invalid("top_p", f"top_p is {value}; it has to be above 0 and at most 1")
+    return 1.0 if value is None else value
+
+
+def _optional(field: str, value: int | None, high: int) -> int | None:
+    return None if value is None else int(_within(field, value, 0, 0, high))
+
+
+def _out_of_range(field: str, value: float, low: float, high: float) -> HeadraceError:
+    if high == MAX_INT64 and low > -MAX_INT64:
+        return invalid(field, f"{field} is {value}; it has to be at least {low:g}")
+    return invalid(field, f"{field} is {value}; it has to be from {low:g} to {high:g}")
+
+
+def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_IDS:
+        raise invalid("stop_token_ids", f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_IDS} are allowed")
+    for index, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            message = f"stop_token_ids[{index}] is {token}, outside the vocabulary of {vocab_size}"
+            raise invalid(f"stop_token_ids[{index}]", message)
+    return tuple(dict.fromkeys(ids))

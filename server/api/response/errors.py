@@ -1,0 +1,59 @@
+"""Error answers in OpenAI's form, with the status, code and field of an ErrorInfo."""
+
+import math
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.server.api.response.answer import json_response
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def error_body(info: ErrorInfo) -> dict[str, object]:
+    """The JSON object that tells an error."""
+    kind = _TYPES.get(info.status, "server_error" if info.status >= 500 else "invalid_request_error")
+    body: dict[str, object] = {"message": info.message, "type": kind, "param": info.field, "code": info.code}
+    if info.stage is not None:
+        body["stage"] = info.stage
+    return {"error": body}
+
+
+def error_response(info: ErrorInfo) -> Response:
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
+    if info.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(info), status=info.status, headers=headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Have every failure of a route answered in the one form."""
+
+    @app.exception_handler(HeadraceError)
+    async def headrace_error(_request: Request, error: HeadraceError) -> Response:
+        return error_response(error.info)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """Unknown paths and methods."""
+        code = _CODES.get(error.status_code, "http_error")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = error_response(ErrorInfo(code=code, message=message, status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def bug(_request: Request, _error: Exception) -> Response:
+        """Starlette logs the traceback; the client learns that it is not at fault."""
+        return error_response(ErrorInfo(code="internal_error", message="internal error; see the log", status=500))

@@ -1,0 +1,172 @@
+"""Settings that contradict each other, each refused with what to write instead."""
+
+from urllib.parse import urlsplit
+
+from headrace.core.config import Config, GroupConfig
+from headrace.core.types.addresses import is_loopback
+from headrace.core.types.allow_list import allowed_prefills
+from headrace.core.types.backends import NIXL
+from headrace.core.types.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first combination that cannot work."""
+    _check_role(config)
+    _check_binds(config)
+    _check_ports(config)
+    _check_engine(config)
+    _check_stages(config)
+    _check_external_stages(config)
+    _check_kv_events(config)
+    _check_nixl(config)
+    _check_curve(config)
+
+
+def _check_role(config: Config) -> None:
+    server = config.server
+    if server.role != "decode":
+        for key, given in (
+            ("prefill", server.prefill),
+            ("allow-prefill", server.allow_prefill),
+            ("prefill-api-key", server.prefill_api_key),
+            ("fallback", server.fallback != "none"),
+        ):
+            if given:
+                raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
+    elif not server.prefill and not server.allow_prefill and server.fallback != "local":
+        raise ConfigError(
+            "a decode server needs to know its prefill servers: add --prefill http://HOST:PORT (once per server), "
+            "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
+        )
+    for url in server.prefill:
+        _check_url(url)
+    allowed_prefills(server.prefill, server.allow_prefill)
+    if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
+        raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--prefill {url}: its port is not a number from 1 to 65535") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"--prefill {url} is no URL of a server; write it like http://127.0.0.1:8001")
+    if parts.path or parts.query or parts.fragment:
+        raise ConfigError(f"--prefill {url}: write the server's address only, http://{parts.netloc}")
+
+
+def _check_binds(config: Config) -> None:
+    server = config.server
+    for key in server.api_keys:
+        if not key.isascii() or any(character.isspace() for character in key):
+            raise ConfigError("an API key has to be ASCII without spaces; write another one with --api-key")
+    if server.api_keys or server.insecure:
+        return
+    hosts = [("--host", server.host), ("--transfer-host", config.transfer.host)]
+    if config.kv_events.port:
+        hosts.append(("--kv-events-host", config.kv_events.host))
+    for flag, host in hosts:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{flag} {host} is reachable from other machines and no API key is set: add --api-key KEY "
+                f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure if anybody may use the server"
+            )
+
+
+def _check_ports(config: Config) -> None:
+    data_port, stages = config.transfer.data_port, config.scheduler.stages
+    here = config.group.start == "local"  # other machines have ports of their own
+    ports = (
+        ("port", config.server.port),
+        ("bootstrap-port", config.server.bootstrap_port if config.server.role == "prefill" else 0),
+        ("desk-port", config.transfer.desk_port),
+        ("stage-port", config.group.port),
+        ("kv-events-port", config.kv_events.port),
+        ("kv-events-replay-port", config.kv_events.replay_port),
+        *(("data-port", data_port + stage) for stage in range(stages if data_port and here else 0)),
+    )
+    for index, (key, port) in enumerate(ports):
+        for other, other_port in ports[:index]:
+            if port and port == other_port:
+                raise ConfigError(f"--{key} and --{other} are both {port}: give each a port of its own, or 0")
+
+
+def _check_engine(config: Config) -> None:
+    engine, model = config.engine, config.model
+    if engine.page_size & (engine.page_size - 1):
+        below = 1 << (engine.page_size.bit_length() - 1)
+        raise ConfigError(
+            f"--page-size {engine.page_size} is no power of two: write --page-size {below} or --page-size {2 * below}"
+        )
+    if model.max_model_len == 1:
+        raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
+
+
+def _check_stages(config: Config) -> None:
+    stages, layers, first = config.scheduler.stages, config.engine.pp_layers, config.transfer.data_port
+    if layers and len(layers) != stages:
+        shown = ",".join(map(str, layers))
+        raise ConfigError(f"--pp-layers {shown} is for {len(layers)} stages and --pp is {stages}: make them agree")
+    if layers and min(layers) < 1:
+        raise ConfigError("--pp-layers has a stage without a layer: give every stage 1 or more")
+    if first and first + stages - 1 > 65535:
+        raise ConfigError(f"--data-port {first} leaves no port for {stages} stages: write {65536 - stages} or less")
+
+
+def _check_external_stages(config: Config) -> None:
+    group = config.group
+    if group.start == "local":
+        for key, given in (("stage-host", group.host != GroupConfig().host), ("stage-port", group.port)):
+            if given:
+                raise ConfigError(
+                    f"--{key} is for stages that are started elsewhere; add --stages external, or leave it out"
+                )
+        return
+    if not group.key and not config.server.insecure and not is_loopback(group.host):
+        raise ConfigError(
+            f"--stage-host {group.host} is reachable from other machines and no stage key is set: set "
+            f"HEADRACE_STAGE_KEY here and for the stages, bind to 127.0.0.1, or add --insecure if anybody may join"
+        )
+    if config.model.dtype == "auto":
+        raise ConfigError("--stages external needs --dtype: what the stages' machines are good at is not known here")
+
+
+def _check_nixl(config: Config) -> None:
+    if NIXL in config.transfer.backends and config.transfer.curve_key:
+        raise ConfigError(
+            "--transfer-backends names nixl, which moves KV in the clear, and --curve-key is there to encrypt it: "
+            "leave one of them out"
+        )
+
+
+def _check_kv_events(config: Config) -> None:
+    events = config.kv_events
+    if events.replay_port and not events.port:
+        raise ConfigError("--kv-events-replay-port repeats what is published: add --kv-events-port, or leave it out")
+    if events.port and not config.scheduler.prefix_cache:
+        raise ConfigError("--kv-events-port reports a prefix cache that --no-prefix-cache switches off: leave one out")
+
+
+def _check_curve(config: Config) -> None:
+    """Keys that are given for nothing, and connections that would be left open by a key that is missing."""
+    transfer, server = config.transfer, config.server
+    if transfer.curve_key and server.role == "colocated":
+        raise ConfigError("--curve-key is for prefill and decode servers: nobody connects to a colocated one")
+    if transfer.curve_allowed and server.role != "prefill":
+        raise ConfigError(f"--curve-allowed is for prefill servers, where peers connect; leave it out ({server.role})")
+    if server.curve_server_keys and server.role != "decode":
+        raise ConfigError(f"--curve-server-key is for decode servers, which connect; leave it out ({server.role})")
+    for key, given in (("curve-allowed", transfer.curve_allowed), ("curve-server-key", server.curve_server_keys)):
+        if given and not transfer.curve_key:
+            raise ConfigError(f"--{key} needs this server's own keys, too: add --curve-key FILE (headrace keys FOLDER)")
+    if transfer.curve_key and server.role == "prefill" and not transfer.curve_allowed:
+        raise ConfigError(
+            "--curve-key without --curve-allowed would let anybody connect who has the public key: add --curve-allowed "
+            "FOLDER with the public keys of the decode servers"
+        )
+    if transfer.curve_key and server.role == "decode" and not server.curve_server_keys:
+        raise ConfigError(
+            "--curve-key of a decode server needs to know its prefill servers' keys: add --curve-server-key FILE"
+        )

@@ -1,0 +1,72 @@
+"""What a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
+
+import os
+from functools import partial
+
+import msgspec
+
+from headrace.core.config import Config, EngineConfig, ModelConfig
+from headrace.core.types.errors import ConfigError
+from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.layer_split import ranges, stage_layers
+from headrace.server.config.curve_keys import check_keys
+from headrace.server.config.load import share
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """A configuration without anything left open, and the memory that each stage takes. With external stages, device,
+    threads and KV pages (and so the memory) are left to them."""
+
+    config: Config
+    memory: tuple[MemoryPlan, ...]
+
+
+def resolve(config: Config) -> Resolved:
+    """Look at the model and the machine. Raises ConfigError for a model that cannot be served here."""
+    check_keys(config)
+    spec = load_spec(resolve_source(config.model.model))
+    if config.group.start == "external":
+        return _resolve_model(config, spec)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    length = spec.resolve_length(config.model.max_model_len)
+    layers = _layers(config, spec)
+    native = has_matrix_units(dtype, device)
+    plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length, native_units=native)
+    available = available_memory(device)
+    # Stages of one machine's CPU share its memory: what fits is what fits the whole model.
+    whole = plan(config.engine.kv_pages, available)
+    memory: tuple[MemoryPlan, ...] = (whole,)
+    if len(layers) > 1:
+        memory = tuple(plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
+    engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
+    model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
+    return Resolved(_completed(config, spec, model, engine), memory)
+
+
+def _resolve_model(config: Config, spec: ModelSpec) -> Resolved:
+    """What the model says. The machines are others, and each stage sizes its pool on its own."""
+    model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
+    engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
+    return Resolved(_completed(config, spec, model, engine), ())
+
+
+def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
+    scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
+    return share(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
+
+
+def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:
+    """Layers of each stage. A server that decodes only needs the head for every token, others once a chunk or so."""
+    given = config.engine.pp_layers
+    if not given:
+        sampled_share = 1.0 if config.server.role == "decode" else 1 / config.scheduler.chunk_tokens
+        return stage_layers(spec, config.scheduler.stages, sampled_share)
+    if sum(given) != spec.layers:
+        shown = ",".join(map(str, given))
+        raise ConfigError(f"--pp-layers {shown} is {sum(given)} layers in all and the model has {spec.layers}")
+    return given

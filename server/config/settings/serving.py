@@ -1,0 +1,81 @@
+"""Settings of the server as a whole: its role, its model, its HTTP side."""
+
+from headrace.server.config.settings.setting import PORT, Setting
+
+SERVING: tuple[Setting, ...] = (
+    Setting(
+        "role",
+        "server",
+        "role",
+        "choice",
+        "prefill hands the KV cache to decode servers; decode fetches it; colocated does both itself",
+        choices=("prefill", "decode", "colocated"),
+    ),
+    Setting("model", "model", "model", "text", "smollm2, a Hugging Face folder, a .gguf file or a hub id"),
+    Setting(
+        "served-model-name",
+        "server",
+        "served_model_name",
+        "text",
+        "name of the model in the API (default: the value of --model)",
+    ),
+    Setting(
+        "dtype",
+        "model",
+        "dtype",
+        "choice",
+        "of weights and KV cache",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting("device", "model", "device", "text", "auto, cpu or cuda[:index]"),
+    Setting(
+        "max-model-len",
+        "model",
+        "max_model_len",
+        "integer",
+        "prompt and generated tokens of one request together; 0: the model's own limit",
+        low=0,
+    ),
+    Setting("host", "server", "host", "text", "address the HTTP server binds to"),
+    Setting("port", "server", "port", "integer", "HTTP port; 0 takes a free one", low=0, high=PORT),
+    Setting(
+        "api-key",
+        "server",
+        "api_keys",
+        "list",
+        "key clients must show as 'Authorization: Bearer KEY'; also HEADRACE_API_KEY",
+        secret=True,
+    ),
+    Setting("insecure", "server", "insecure", "switch", "allow a bind beyond loopback without API keys"),
+    Setting(
+        "max-body-bytes",
+        "server",
+        "max_body_bytes",
+        "size",
+        'largest HTTP body, such as "16MiB"; above it requests get 413',
+        low=1024,
+    ),
+    Setting(
+        "drain-timeout",
+        "server",
+        "drain_timeout_s",
+        "number",
+        "seconds that work in flight may take to finish after SIGTERM",
+        low=0,
+    ),
+    Setting(
+        "cache-dir",
+        "server",
+        "cache_dir",
+        "text",
+        "folder for what is kept from start to start (default: headrace in $XDG_CACHE_HOME or ~/.cache)",
+    ),
+    Setting(
+        "log-level",
+        "server",
+        "log_level",
+        "choice",
+        "least severe messages that are logged",
+        choices=("debug", "info", "warning", "error"),
+    ),
+)

@@ -1,0 +1,262 @@
+"""The front end's view of the scheduler: one call per request, its state, and a probe that shows it is alive.
+
+call.next() ◄── queue per rid ◄─┐
+engine, stats, prefill states ◄─┴─ link ◄── scheduler
+post() ──────────────────────────► link ──► scheduler
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from headrace.core.messages.frontend import (
+    Abort,
+    AnyFrontendRequest,
+    AnySchedulerReply,
+    Drained,
+    EngineState,
+    Held,
+    PrefillState,
+    Progress,
+    QueryStats,
+    RequestFailed,
+    RequestFinished,
+    Reserved,
+    StageDown,
+    StageTraced,
+    StatsReply,
+    Submit,
+    Tokens,
+    Traced,
+)
+from headrace.core.runtime.clock import Clock
+from headrace.core.stats import Stats
+from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
+from headrace.server.frontend.scheduler_link import SchedulerLink
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 1.0
+SILENT_S = 5.0  # without an answer to a probe: not healthy
+LOST_S = 20.0  # without an answer to a probe: whoever waits is told
+
+GONE_BY_CLIENT = ErrorInfo(code=CANCELLED, message="the client went away", status=499)
+CallEvent = Progress | Tokens | Reserved | Held | RequestFinished
+
+
+class Call:
+    """One submitted request. Leaving the context takes back what has not ended."""
+
+    def __init__(self, client: "SchedulerClient", submit: Submit) -> None:
+        self._client = client
+        self._submit = submit
+        self._events: asyncio.Queue[CallEvent | RequestFailed] = asyncio.Queue()  # bounded by the request's max_tokens
+        self.rid = submit.rid
+        self.ended = False
+        self.kept = False
+
+    async def __aenter__(self) -> Self:
+        self._client.register(self)
+        self._client.post(self._submit)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._client.unregister(self)
+        if not self.ended and not self.kept:
+            self._client.post(Abort(rid=self.rid, error=GONE_BY_CLIENT))
+
+    async def next(self) -> CallEvent:
+        """The next event of the request; RequestFinished is the last. Raises HeadraceError when it failed."""
+        event = await self._events.get()
+        if isinstance(event, RequestFailed):
+            raise HeadraceError(event.error)
+        return event
+
+    def deliver(self, event: CallEvent | RequestFailed) -> None:
+        self.ended = self.ended or isinstance(event, RequestFinished | RequestFailed)
+        self._events.put_nowait(event)
+
+    def abort(self, error: ErrorInfo) -> None:
+        """Take the request back; next() raises this error unless the request ends otherwise before."""
+        self._client.post(Abort(rid=self.rid, error=error))
+
+    def keep(self) -> None:
+        """Leave the request to the scheduler, which holds it for a peer; cancel() still finds it."""
+        self.kept = True
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the scheduler ends the request with the last of these tokens by itself."""
+        return tokens[-1] in self._submit.sampling.stop_token_ids
+
+    def finish(self) -> None:
+        """The request is complete for its owner; next() gives RequestFinished."""
+        self._client.post(Abort(rid=self.rid, finish=True))
+
+
+class SchedulerClient:
+    """Sends intake messages in order and hands outputs to those who wait for them. Lives in one event loop."""
+
+    def __init__(self, link: SchedulerLink, clock: Clock) -> None:
+        self._link = link
+        self._clock = clock
+        self._calls: dict[str, Call] = {}
+        self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
+        self._held: set[str] = set()  # rids answered and held for a peer
+        self._queries: dict[int, asyncio.Future[Stats]] = {}
+        self._token = 0
+        self._heard = clock.now()
+        self._probing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._drained = False
+        self.engine: EngineState | None = None
+        self.stats = Stats()
+        self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
+        self.on_stages_ready: Callable[[], None] = lambda: None
+        self.on_stage_down: Callable[[StageDown], None] = lambda _down: None
+        self.on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None
+
+    def start(self) -> None:
+        self._heard = self._clock.now()
+        self._link.open(self._take)
+        self._probing = asyncio.create_task(self._probe())
+
+    async def stop(self) -> None:
+        """Stop talking to the scheduler; whoever still waits is told."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        self.fail_all(ErrorInfo(code="stopped", message="the server has stopped", status=503))
+        self._link.close()
+
+    def open(self, submit: Submit) -> Call:
+        """A call to be entered as a context. Entering raises HeadraceError (409) while the rid is in use."""
+        return Call(self, submit)
+
+    def register(self, call: Call) -> None:
+        if call.rid in self._calls or call.rid in self._ending or call.rid in self._held:
+            message = f"rid {call.rid!r} is in use by another request"
+            raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
+        if problem := self.problem():
+            raise unavailable(problem, code="scheduler_silent")
+        self._calls[call.rid] = call
+
+    def unregister(self, call: Call) -> None:
+        del self._calls[call.rid]
+        if not call.ended:
+            (self._held if call.kept else self._ending).add(call.rid)
+        self._notify()
+
+    def post(self, message: AnyFrontendRequest) -> None:
+        self._link.send(message)
+
+    def cancel(self, rid: str) -> bool:
+        """Take an open request back, or a held one. False when there is none of this name."""
+        known = rid in self._calls or rid in self._held
+        if known:
+            error = ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499)
+            self.post(Abort(rid=rid, error=error))
+        return known
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._calls)
+
+    def abort_all(self, error: ErrorInfo) -> None:
+        """Have the scheduler fail every open request with this error."""
+        for call in self._calls.values():
+            call.abort(error)
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """Tell everybody who waits for the scheduler that nothing more comes from it."""
+        for call in self._calls.values():
+            if not call.ended:
+                call.deliver(RequestFailed(rid=call.rid, error=error))
+
+    def problem(self) -> str | None:
+        """Why the scheduler counts as dead, or None while it answers."""
+        silence = self._clock.now() - self._heard
+        if self._link.failed:
+            return "the connection to the scheduler has failed"
+        return f"the scheduler has been silent for {silence:.1f} s" if silence > SILENT_S else None
+
+    async def query_stats(self, timeout_s: float) -> Stats:
+        """A fresh snapshot, or the last one when the scheduler does not answer in time."""
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        token = self._query(answer)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return self.stats
+        finally:
+            self._queries.pop(token, None)
+
+    async def wait_drained(self) -> None:
+        """Until the scheduler has said Drained and every call was left."""
+        await self.wait_for(lambda: self._drained and not self._calls)
+
+    async def wait_idle(self) -> None:
+        """Until every call was left."""
+        await self.wait_for(lambda: not self._calls)
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds; looked at whenever something has changed here."""
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _query(self, answer: "asyncio.Future[Stats] | None" = None) -> int:
+        self._token += 1
+        if answer is not None:
+            self._queries[self._token] = answer
+        self.post(QueryStats(token=self._token))
+        return self._token
+
+    async def _probe(self) -> None:
+        """A timer, since silence wakes nobody."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._query()
+            wake_s = loop.time() + PROBE_S
+            await asyncio.sleep(PROBE_S)
+            self._heard += max(0.0, loop.time() - wake_s)  # while this loop was held up, nobody could be heard
+            silence = self._clock.now() - self._heard
+            if silence > LOST_S and self._calls:
+                log.error("the scheduler has been silent for %.0f s", silence)
+                message = f"the scheduler has been silent for {silence:.0f} s"
+                self.fail_all(ErrorInfo(code="scheduler_silent", message=message, status=503))
+
+    def _take(self, message: AnySchedulerReply) -> None:
+        match message:
+            case StatsReply():
+                self._heard = self._clock.now()
+                self.stats = message.stats
+                if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
+                    answer.set_result(message.stats)
+            case EngineState():
+                self.engine = message
+                if message.ready:
+                    self.on_stages_ready()
+                self._notify()
+            case StageDown():
+                self.on_stage_down(message)
+            case Traced() | StageTraced():
+                self.on_trace(message)
+            case PrefillState():
+                self.on_prefill(message)
+                self._notify()
+            case Drained():
+                self._drained = True
+                self._notify()
+            case _:
+                if (call := self._calls.get(message.rid)) is not None:
+                    call.deliver(message)
+                elif isinstance(message, RequestFinished | RequestFailed):
+                    self._ending.discard(message.rid)
+                    self._held.discard(message.rid)

@@ -1,0 +1,92 @@
+"""The front end of one server: its service, and uvicorn with the application over it."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from headrace.core.config import Config
+from headrace.core.runtime.frames import FrameSocket
+from headrace.server.app import create_app, create_bootstrap_app
+from headrace.server.frontend.scheduler_link import SocketLink
+from headrace.server.frontend.service import Service
+from headrace.server.launch.http_protocol import HttpProtocol
+from headrace.server.telemetry.kv_events import endpoint
+from headrace.server.version import headrace_version
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontEnd:
+    """What listens to clients, on one port or two, and talks to the scheduler."""
+
+    def __init__(self, config: Config, scheduler: FrameSocket) -> None:
+        self._config = config
+        self.service = Service(SocketLink(scheduler), config)
+        server = config.server
+        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service, server), server.port))]
+        if server.role == "prefill" and server.bootstrap_port:
+            app = create_bootstrap_app(self.service, server)
+            self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port)))
+
+    async def serve(self) -> None:
+        """Answer clients until close(). A port that closes closes the other one."""
+        serving = [asyncio.create_task(http.serve()) for http in self._http]
+        await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+        self.close()
+        await asyncio.gather(*serving)
+
+    def close(self) -> None:
+        """Have serve() return."""
+        for http in self._http:
+            http.should_exit = True
+
+    async def tell_engine_news(self) -> None:
+        """Print how far the stages have come, whenever that changes: for stages with logs on machines of their own."""
+        told = ""
+        while True:
+            told = await self.service.next_engine_news(told)
+            print(told, flush=True)
+
+    def announce(self, seconds: float) -> None:
+        """Print what listens where."""
+        config, engine = self._config, self.service.engine
+        assert engine is not None
+        lines = [
+            f"Headrace {headrace_version()}: {config.server.role} server for {self.service.model_name} "
+            f"({config.model.dtype}, {config.model.device})",
+            f"  http   http://{config.server.host}:{config.server.port}",
+        ]
+        if config.server.role == "prefill" and config.server.bootstrap_port:
+            lines.append(f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the desk is)")
+        if engine.desk_port:
+            lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
+            lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
+        if config.kv_events.port:
+            lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
+        tokens = engine.kv_pages * config.engine.page_size
+        lines.append(f"  kv     {engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+        lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
+        lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
+        print("\n".join(lines), flush=True)
+
+
+def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=config.server.host,
+        port=port,
+        log_config=None,
+        access_log=config.server.log_level == "debug",
+        timeout_graceful_shutdown=2,  # what was in flight has been drained before
+        lifespan="off",
+        http=HttpProtocol,
+    )

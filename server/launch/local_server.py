@@ -1,0 +1,89 @@
+"""A server of ours as a child process on a free loopback port: for the demo, the benchmarks and the tests."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+import httpx
+
+from headrace.core.runtime.process import module_command
+from headrace.server.launch.free_port import free_port
+
+READY_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 40.0
+LOG_LINES = 40
+
+
+class ServerFailed(Exception):
+    """The server ended too early, or did not end; the message carries the end of its output."""
+
+
+class LocalServer:
+    """One `headrace serve`, started at once. port 0 takes a free one."""
+
+    def __init__(self, *flags: str, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in ended()
+        self.process = subprocess.Popen(
+            module_command("headrace.server.cli", "serve", "--port", str(self.port), *flags),
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=os.environ.copy(),
+        )
+
+    @property
+    def log(self) -> str:
+        """The end of what it has printed so far."""
+        if self._output.closed:
+            return ""
+        text = os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
+        return "\n".join(text.splitlines()[-LOG_LINES:])
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
+        """Seconds until it would serve. Raises ServerFailed."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"the server ended with {self.process.returncode} before it was ready:\n{self.log}")
+            if self.ready():
+                return time.monotonic() - started
+            time.sleep(0.1)
+        raise ServerFailed(f"the server was not ready within {timeout_s:.0f} s:\n{self.log}")
+
+    def ready(self) -> bool:
+        try:
+            return self.request("GET", "/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """One HTTP call; any thread may make it."""
+        with httpx.Client(base_url=self.url, timeout=600, verify=False) as client:
+            return client.request(method, path, json=body)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Have it drain. Returns its exit status; raises ServerFailed when it does not end."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait for its end. Returns its exit status; raises ServerFailed when it does not come."""
+        try:
+            status = self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise ServerFailed(f"the server did not end within {END_TIMEOUT_S:.0f} s:\n{self.log}") from None
+        return status
+
+    def close(self) -> None:
+        """Drop its output, and the server itself where it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._output.close()

@@ -1,0 +1,180 @@
+"""The scheduler process: `python -m headrace.server.launch.scheduler_process PARENT`, configuration as JSON on
+standard input.
+
+Joins the pure scheduler with its ports: the front end, the stages, the desk where decode peers call, the dialer that
+calls prefill servers' desks, and the publisher of KV events.
+"""
+
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import zmq
+
+from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
+from headrace.core.messages.orders import StageReady
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.process import die_with_parent, freeze_loaded
+from headrace.core.types.allow_list import allowed_prefills, is_allowed
+from headrace.core.types.errors import ConfigError
+from headrace.scheduler.loop import SchedulerLoop
+from headrace.scheduler.scheduler import Event, Scheduler
+from headrace.server.launch.channels import FrontChannel, StageChannel
+from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
+from headrace.server.stage_group.join_endpoint import JoinEndpoint
+from headrace.server.stage_group.registry import StageRegistry
+from headrace.server.telemetry.kv_events import KvEventPublisher
+from headrace.server.version import headrace_version
+from headrace.transfer.control.client import ControlClient
+from headrace.transfer.control.server import ControlServer
+from headrace.transfer.protocol.matching import BackendOffer, make_hello
+from headrace.transfer.protocol.messages import Hello
+
+log = logging.getLogger(__name__)
+
+
+class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
+    """For stages that somebody else starts: the key they have to show, and what all of them are to be told."""
+
+    key: str
+    template: StageConfig
+
+
+class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler process is told at its start. front: descriptor of its end of the channel to the front end.
+    stage_endpoint: what it binds, a local socket but for external stages."""
+
+    role: Role
+    http_port: int
+    front: int
+    stage_endpoint: str
+    scheduler: SchedulerConfig
+    transfer: TransferConfig
+    external: ExternalStages | None = None
+    kv_events: KvEventsConfig = KvEventsConfig()
+    allow_prefill: tuple[str, ...] = ()
+    log_level: str = "info"
+
+
+def run(config: SchedulerProcessConfig) -> None:
+    """Turn the loop until the front end sends Shutdown."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    instance = secrets.token_hex(16)
+    desk = ControlServer(config.transfer, context) if config.role == "prefill" else None
+    may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
+    dialer = ControlClient(config.transfer, context, may_dial) if config.role == "decode" else None
+    publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
+    frames = FrameSocket(socket.socket(fileno=config.front))
+    front = FrontChannel(frames, desk.port if desk else 0, instance)
+    stages = _stage_channel(config, context)
+    front.on_stage_down = stages.stage_down
+    front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]
+
+    def introduce(event: Event) -> None:
+        """Once every stage has told its geometry, peers may know who we are."""
+        if isinstance(event, StageReady) and (ready := stages.all_ready()):
+            front.stages = ready
+            if desk is not None:
+                desk.ready(_offer(config, instance, ready))
+            if dialer is not None:
+                dialer.ready(_hello(config, instance, ready))
+
+    loop = SchedulerLoop(
+        Scheduler(config.scheduler),
+        front=front,
+        stages=stages,
+        desk=desk,
+        dialer=dialer,
+        publisher=publisher,
+        clock=SystemClock(),
+        observe=introduce,
+    )
+    freeze_loaded()
+    try:
+        loop.run()
+    finally:
+        for port in (front, stages, desk, dialer, publisher):
+            if port is not None:
+                port.close()
+        context.term()
+
+
+def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> StageChannel:
+    """With a gate before it where stages come from elsewhere."""
+    silence_s = config.transfer.peer_timeout_s
+    external = config.external
+    gate: JoinEndpoint | None = None
+    router: Router
+    if external is None:
+        router = FrameRouter(config.stage_endpoint.removeprefix(UNIX))
+    else:
+        socket = order_socket(context, config.stage_endpoint, silence_s)
+        router = ZmqRouter(socket)
+        roster = StageRegistry(
+            external.template,
+            key=external.key,
+            version=headrace_version(),
+            endpoint=f"{config.stage_endpoint.rpartition(':')[0]}:{bound_port(socket)}",
+            desk_host=config.transfer.host if config.role == "prefill" else None,
+            new_session=partial(secrets.token_hex, 16),
+        )
+        gate = JoinEndpoint(socket, roster, config.scheduler.start_timeout_s)
+    return StageChannel(router, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
+
+
+def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
+    """What the desk tells decode peers."""
+    return BackendOffer(
+        instance=instance,
+        fingerprint=stages[0].fingerprint,
+        geometries=tuple(stage.geometry for stage in stages),
+        data_ports=tuple(stage.data_port for stage in stages),
+        data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
+        max_model_len=config.scheduler.max_model_len,
+        backends=_backends(config, stages),
+        shared_memory=frozenset(stage.host for stage in stages),
+        nixl=frozenset(stage.nixl for stage in stages),
+    )
+
+
+def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Hello:
+    """What the dialer tells prefill servers' desks."""
+    return make_hello(
+        config.transfer,
+        instance=instance,
+        name=f"{socket.gethostname()}:{config.http_port}",
+        role=config.role,
+        fingerprint=stages[0].fingerprint,
+        geometries=tuple(stage.geometry for stage in stages),
+        kv_pages=min(stage.kv_pages for stage in stages),
+        max_model_len=config.scheduler.max_model_len,
+        metadata_rows=config.scheduler.metadata_rows,
+        backends=_backends(config, stages),
+        memory=tuple(stage.memory for stage in stages if stage.memory is not None),
+    )
+
+
+def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> tuple[str, ...]:
+    """What works at every stage, in the configured order."""
+    return tuple(name for name in config.transfer.backends if all(name in stage.backends for stage in stages))
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[1]))
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
+    try:
+        run(config)
+    except ConfigError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""`headrace serve`: one server from start to exit status.
+
+    this process            children
+    ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
+    │ uvicorn + app  │      │ scheduler │      │ stage 0 │──►│ stage 1 │ …
+    │ supervisor     │◄────►│ desk      │◄────►│ pool    │   │ pool    │
+    └────────────────┘      └───────────┘      └─────────┘   └─────────┘
+
+Order of the end, on SIGTERM or Ctrl-C: not ready at once; work in flight finishes, or is failed at the deadline; the
+HTTP server closes; scheduler and stages are told to end, and are killed if they do not. A second signal cuts the wait.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.core.config import Config, StageConfig
+from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.process import freeze_loaded
+from headrace.core.types.addresses import url
+from headrace.server.launch.free_port import free_port
+from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
+from headrace.server.launch.supervisor import Child, Supervisor
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(config: Config) -> int:
+    """Run a server with a resolved configuration until a signal ends it. Returns the exit status."""
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        return asyncio.run(_serve(config, Path(folder)))
+
+
+async def _serve(config: Config, folder: Path) -> int:
+    stop = StopSignals()
+    stage_endpoint = f"{UNIX}{folder}/stages"
+    ours, theirs = socket.socketpair()
+    external = config.group.start == "external"
+    if external:
+        stage_endpoint = _tcp(config.group.host, config.group.port)
+    supervisor = Supervisor(
+        _scheduler(config, theirs, stage_endpoint),
+        None if external else partial(_stages, config, stage_endpoint),
+        config.scheduler.start_timeout_s,
+    )
+    started = time.monotonic()
+    await supervisor.start()
+    theirs.close()
+    from headrace.server.launch.frontend_process import (
+        FrontEnd,  # most of what this process loads, while the children load theirs
+    )
+
+    front = FrontEnd(config, FrameSocket(ours))
+    service = front.service
+    service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
+    supervisor.watch(service.stage_lost)
+    http = asyncio.ensure_future(front.serve())
+    try:
+        await service.start()
+        freeze_loaded()
+        news = [front.tell_engine_news()] if external else []
+        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
+        await _first_of(over, service.wait_ready())
+        if not over.done():
+            front.announce(time.monotonic() - started)
+            await over
+        if stop.first.is_set():
+            print("draining", flush=True)
+            await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
+    finally:
+        front.close()
+        await http
+        service.shut_down()
+        await supervisor.end()
+        await service.stop()
+    if supervisor.fatal.done():
+        return supervisor.fatal.result()
+    return 0 if stop.first.is_set() else 1
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, counted: the first asks for an orderly end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Return when one of them is done, raising what it raised; coroutines that are not done are cancelled."""
+    futures = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for wait, future in zip(waits, futures, strict=True):
+            if wait is not future:
+                future.cancel()
+
+
+def _tcp(host: str, port: int) -> str:
+    """An endpoint to bind; port 0 takes a free one."""
+    return url("tcp", host, port or "*")
+
+
+def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Child:
+    external: ExternalStages | None = None
+    if config.group.start == "external":
+        external = ExternalStages(key=config.group.key, template=_template(config))
+    scheduler = SchedulerProcessConfig(
+        role=config.server.role,
+        http_port=config.server.port,
+        front=front.fileno(),
+        stage_endpoint=stage_endpoint,
+        scheduler=config.scheduler,
+        transfer=config.transfer,
+        external=external,
+        kv_events=config.kv_events,
+        allow_prefill=config.server.allow_prefill,
+        log_level=config.server.log_level,
+    )
+    return Child("headrace.server.launch.scheduler_process", scheduler, threads=1, descriptors=(front.fileno(),))
+
+
+def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
+    """The stages of one start of the group, which meet at a port of their own."""
+    stages = config.scheduler.stages
+    rendezvous = f"{LOOPBACK}:{free_port()}"
+    group = {"WORLD_SIZE": str(stages)}
+    if sys.platform == "linux":
+        group["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
+    kept = {}
+    if config.server.cache_dir:
+        kept["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
+    return [
+        Child(
+            "headrace.engine.stage",
+            _stage(config, stage_endpoint, rendezvous, stage, epoch),
+            threads=config.engine.threads,
+            environment={**kept, **group, "RANK": str(stage)} if stages > 1 else kept,
+        )
+        for stage in range(stages)
+    ]
+
+
+def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
+    transfer, model = config.transfer, config.model
+    if transfer.data_port:
+        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + stage)
+    if model.device == "cuda" and config.scheduler.stages > 1:
+        model = msgspec.structs.replace(model, device=f"cuda:{stage}")
+    return msgspec.structs.replace(
+        _template(config),
+        stage=stage,
+        epoch=epoch,
+        rendezvous=rendezvous,
+        endpoint=endpoint,
+        model=model,
+        transfer=transfer,
+    )
+
+
+def _template(config: Config) -> StageConfig:
+    """What all stages have in common."""
+    return StageConfig(
+        stage=0,
+        stages=config.scheduler.stages,
+        endpoint="",
+        model=config.model,
+        engine=config.engine,
+        transfer=config.transfer,
+        stage_timeout_s=config.scheduler.stage_timeout_s,
+        measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
+        log_level=config.server.log_level,
+        role=config.server.role,
+    )

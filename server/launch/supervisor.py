@@ -1,0 +1,236 @@
+"""Child processes of a server: started with their configuration on standard input, watched, restarted, ended.
+
+    a stage ends            ─► the scheduler is told, and fails what was in flight ─┐
+    a stage is silent       ─► the scheduler fails what was in flight, and tells us ├─► all stages are killed, and
+    or does not finish                                                              │   started again after a pause
+    the stages take too long to start ──────────────────────────────────────────────┘
+
+Stages hold parts of the same KV pages and are linked to each other, so they come and go as a group: each start has its
+epoch. Restarts are bounded, with growing pauses. A scheduler that dies ends the server: it held the only truth.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.core.messages.frontend import StageDown
+from headrace.core.runtime.process import module_command
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5  # in a row, of groups that computed nothing
+FIRST_PAUSE_S = 0.25
+LAST_WORDS_S = 1.0  # for the scheduler to say what a lost group had done
+END_TIMEOUT_S = 5.0
+CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot use what it was told
+
+OnStageLost = Callable[[int, str], Awaitable[None]]
+
+
+class Child:
+    """One child process of ours: `python -m module PARENT`, its configuration on standard input."""
+
+    def __init__(
+        self,
+        module: str,
+        config: msgspec.Struct,
+        *,
+        threads: int,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """environment: variables besides those of this process. descriptors: open files of ours that it has, too."""
+        self._module = module
+        self._descriptors = descriptors
+        self._config = msgspec.json.encode(config)
+        # One thread pool size for every library that brings its own; the tokenizer's is of no use here.
+        own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._environment = {**os.environ, **own, **(environment or {})}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        # A session of its own: Ctrl-C in a terminal reaches the parent only, which ends its children in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *module_command(self._module, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=self._descriptors,
+            env=self._environment,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._config)
+        await self._process.stdin.drain()
+        self._process.stdin.close()
+
+    async def wait(self) -> int:
+        """Exit status; negative for the signal that killed it."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """End it at once, whatever it is doing (a stopped process, too)."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._process.kill()
+            await self._process.wait()
+
+    async def end(self) -> None:
+        """Wait for its orderly end, then insist."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("%s did not end within %.0f s; killing it", self._module, END_TIMEOUT_S)
+            await self.kill()
+
+
+class Supervisor:
+    """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good.
+
+    make_stages: the children of the group's epoch-th start, in stage order; None where stages are not our children.
+    start_timeout_s: longest time that a group may take to be ready.
+    """
+
+    def __init__(
+        self,
+        scheduler: Child,
+        make_stages: Callable[[int], list[Child]] | None,
+        start_timeout_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._make_stages = make_stages
+        self._start_timeout_s = start_timeout_s
+        self._group = _Group(0, make_stages(0) if make_stages is not None else [])
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
+        self._ending = False
+        self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        await asyncio.gather(self._scheduler.start(), self._group.start())
+
+    def watch(self, on_stage_lost: OnStageLost) -> None:
+        """Begin to watch the children, which have been started. on_stage_lost is told which stage ended and how."""
+        self._tasks = [asyncio.create_task(self._watch_scheduler())]
+        if self._make_stages is not None:
+            self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages, on_stage_lost)))
+
+    async def end(self) -> None:
+        """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
+        self._ending = True
+        async with self._starting:  # a process that is being made could otherwise be lost
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.fatal.done():
+            await asyncio.gather(self._scheduler.kill(), self._group.kill())
+        else:
+            await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
+
+    def stages_ready(self) -> None:
+        """The scheduler has heard that all stages of the group are up."""
+        self._group.ready.set()
+
+    def stage_down(self, down: StageDown) -> None:
+        """The scheduler has given a stage up. Words about a group that has already ended are ignored."""
+        if down.epoch == self._group.epoch and not self._group.down.done():
+            self._group.down.set_result(down)
+
+    async def _watch_scheduler(self) -> None:
+        status = await self._scheduler.wait()
+        if not self._ending:
+            log.error("the scheduler has ended with status %d", status)
+            self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
+
+    async def _watch_stages(self, make_stages: Callable[[int], list[Child]], on_lost: OnStageLost) -> None:
+        """Restart the group of stages while that can help. One that has served starts with a clean record."""
+        restarts = 0
+        while True:
+            message = await self._first_loss(self._group, on_lost)
+            if self._ending or self.fatal.done():
+                return
+            await self._group.kill()
+            restarts = 0 if await self._group.has_served() else restarts
+            if restarts == MAX_RESTARTS:
+                log.error("%s, for the %dth time in a row", message, restarts + 1)
+                self._give_up(1)
+                return
+            pause_s = FIRST_PAUSE_S * 2**restarts
+            log.error("%s; starting %s again in %.2f s", message, self._group, pause_s)
+            await asyncio.sleep(pause_s)
+            restarts += 1
+            epoch = self._group.epoch + 1
+            async with self._starting:
+                self._group = _Group(epoch, make_stages(epoch))
+                await self._group.start()
+
+    async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> str:
+        """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""
+        ends = [asyncio.create_task(stage.wait()) for stage in group.stages]
+        late = asyncio.create_task(self._late(group))
+        try:
+            waits: set[asyncio.Future[Any]] = {*ends, group.down, late}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*ends, late):
+                task.cancel()
+        statuses = {stage: end.result() for stage, end in enumerate(ends) if end.done() and not end.cancelled()}
+        if not statuses:
+            if not group.down.done():
+                return f"{group} took more than {self._start_timeout_s:g} s to start"
+            down = group.down.result()
+            return f"stage {down.stage} was given up: {down.message}"
+        # A stage that lost its neighbour ends by itself; a killed one was the first.
+        stage = min(statuses, key=lambda stage: statuses[stage])
+        message = f"stage {stage} ended with status {statuses[stage]}"
+        if not self._ending:
+            if CONFIGURATION_MISTAKE in statuses.values():
+                self._give_up(CONFIGURATION_MISTAKE)
+            else:
+                await on_lost(stage, message)
+        return message
+
+    async def _late(self, group: "_Group") -> None:
+        """Return when a group has taken too long to be ready; a stopped process says nothing while it loads."""
+        try:
+            await asyncio.wait_for(group.ready.wait(), self._start_timeout_s)
+        except TimeoutError:
+            return
+        await asyncio.Event().wait()  # from now on the scheduler is the one who waits
+
+    def _give_up(self, status: int) -> None:
+        if not self.fatal.done():
+            self.fatal.set_result(status)
+
+
+class _Group:
+    """One start of all stages. down: what the scheduler said when it gave one of them up."""
+
+    def __init__(self, epoch: int, stages: list[Child]) -> None:
+        self.epoch = epoch
+        self.stages = stages
+        self.ready = asyncio.Event()
+        self.down: asyncio.Future[StageDown] = asyncio.get_running_loop().create_future()
+
+    def __str__(self) -> str:
+        return "the stage" if len(self.stages) == 1 else f"all {len(self.stages)} stages"
+
+    async def start(self) -> None:
+        await asyncio.gather(*(stage.start() for stage in self.stages))
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(stage.kill() for stage in self.stages))
+
+    async def has_served(self) -> bool:
+        """Whether it computed anything before it was lost, which the scheduler knows, and is about to tell."""
+        try:
+            down = await asyncio.wait_for(asyncio.shield(self.down), LAST_WORDS_S)
+        except TimeoutError:
+            return False
+        return down.served

@@ -1,0 +1,126 @@
+"""From a stream of tokens to a stream of text: whole characters only, and nothing of a stop string. Pure."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenDecoder(Protocol):
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """Turns tokens into text as they come.
+
+    Decodes a window of the last tokens and gives out what was not given before, since a token's text can depend on
+    those before it (leading spaces, characters of several tokens). A character that may still be incomplete is held
+    back: UTF-8 decoding shows it as one U+FFFD at the end of the text.
+    """
+
+    WINDOW = 24  # tokens after which the window is cut
+    KEEP = 8  # tokens that stay: more than the bytes of one character
+
+    def __init__(self, decoder: TokenDecoder, prompt: Sequence[int] = ()) -> None:
+        self._decoder = decoder
+        self._ids = list(prompt[-self.KEEP :])
+        self._given = self._stable_length(self._text())
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; may be empty."""
+        self._ids.append(token)
+        text = self._text()
+        end = max(self._given, self._stable_length(text))
+        new, self._given = text[self._given : end], end
+        if len(self._ids) > self.WINDOW:
+            self._ids = self._ids[-self.KEEP :]
+            self._given = self._stable_length(self._text())
+        return new
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        text = self._text()
+        new, self._given = text[self._given :], len(text)
+        return new
+
+    def _text(self) -> str:
+        return self._decoder.decode(self._ids) if self._ids else ""
+
+    @staticmethod
+    def _stable_length(text: str) -> int:
+        return len(text) - text.endswith(REPLACEMENT)
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in parts, whatever the parts.
+
+    First means the one that is complete first; of those that end at the same character, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text that may be given out, and whether a stop string was found. After True, push nothing more."""
+        if not self._stops:
+            return text, False
+        buffer = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return buffer[: min(found)[1]], True
+        hold = max(_overlap(buffer, stop) for stop in self._stops)
+        self._held = buffer[len(buffer) - hold :]
+        return buffer[: len(buffer) - hold], False
+
+    def flush(self) -> str:
+        """What was held back as the possible beginning of a stop string, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a proper beginning of stop."""
+    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))
+
+
+class TextStream:
+    """One request's tokens on their way to text.
+
+    end_ids: tokens that end the text and do not belong to it (EOS, the client's stop_token_ids). Neither they nor
+    stop strings count before min_tokens tokens.
+    """
+
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        end_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(decoder, prompt)
+        self._matcher = StopMatcher(stops)
+        self._end_ids = end_ids
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text this token makes sure of. Sets stopped when the token ends the text; then push nothing more."""
+        self.tokens += 1
+        counts = self.tokens >= self._min_tokens
+        if counts and token in self._end_ids:
+            self.stopped = True
+            return self.flush()
+        text = self._detokenizer.push(token)
+        if not counts:
+            return text
+        text, self.stopped = self._matcher.push(text)
+        return text
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        text, found = self._matcher.push(self._detokenizer.flush())
+        return text if found else text + self._matcher.flush()

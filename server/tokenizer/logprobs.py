@@ -1,0 +1,95 @@
+"""Log probabilities as responses show them: in the native API and in OpenAI's two forms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.core.types.request import TokenLogprob
+from headrace.server.tokenizer.tokenizer import Tokenizer
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """A likely token at a position."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class LogprobEntry(msgspec.Struct, frozen=True):
+    """One position in the native API."""
+
+    id: int
+    text: str
+    logprob: float
+    top_logprobs: list[Alternative]
+
+    def plain(self) -> TokenLogprob:
+        """Without the texts."""
+        tops = self.top_logprobs
+        return TokenLogprob(self.id, self.logprob, tuple(t.id for t in tops), tuple(t.logprob for t in tops))
+
+
+def native_entry(tokenizer: Tokenizer, value: TokenLogprob) -> LogprobEntry:
+    tops = [
+        Alternative(token, tokenizer.piece(token), logprob)
+        for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
+    ]
+    return LogprobEntry(value.token, tokenizer.piece(value.token), value.logprob, tops)
+
+
+def native_entries(tokenizer: Tokenizer, values: Sequence[TokenLogprob | None]) -> list[LogprobEntry | None] | None:
+    """None when no logprobs were asked for."""
+    return [None if value is None else native_entry(tokenizer, value) for value in values] or None
+
+
+def chat_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The "logprobs" object of a chat choice."""
+    return {
+        "content": [
+            {
+                **_chat_token(tokenizer, value.token, value.logprob),
+                "top_logprobs": [
+                    _chat_token(tokenizer, token, logprob)
+                    for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
+                ],
+            }
+            for value in values
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": tokenizer.piece(token), "logprob": logprob, "bytes": list(tokenizer.piece_bytes(token))}
+
+
+def completion_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """The "logprobs" object of a completion choice. offset: characters of the text before the first token."""
+    names = [token_name(tokenizer, value.token) for value in values]
+    offsets = []
+    for value in values:
+        offsets.append(offset)
+        offset += len(tokenizer.piece(value.token))
+    return {
+        "tokens": names,
+        "token_logprobs": [value.logprob for value in values],
+        "top_logprobs": [
+            {
+                token_name(tokenizer, token): logprob
+                for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
+            }
+            for value in values
+        ],
+        "text_offset": offsets,
+    }
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text, or its bytes where they are no text by themselves (so that two of them never look alike)."""
+    raw = tokenizer.piece_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

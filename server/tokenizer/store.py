@@ -1,0 +1,147 @@
+"""Tokenizers as transformers understands them: converted once by a child process, kept in a file, read from it.
+
+    files of the model ──transformers──► TokenizerRecord in the cache folder ──► every start of a server
+                        (child, seconds)                                          (no transformers, no torch)
+
+transformers knows how the tokenizers of many models are to be read, so it decides what one is. But loading it takes
+seconds and hundreds of megabytes that a front end has no further use for.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.runtime.process import die_with_parent, module_command
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_source
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of a record; a change of it makes older files unknown
+MISTAKE = 2  # exit status of a conversion that the model is to blame for
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """backend: what the tokenizers library reads back. eos_ids: ids that end a text. chat_template: None for a model
+    without one. special_tokens: by the names that chat templates use."""
+
+    backend: str
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
+    """The record of a model's tokenizer, converted now if cache_dir does not have it ("": nothing is kept).
+
+    Raises ConfigError for a model without a tokenizer that can be used.
+    """
+    if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    with _folder(cache_dir) as folder:
+        path = folder / f"{_key(source)}.msgpack"
+        record = _read(path)
+        if record is None:
+            log.info("working out the tokenizer of %s, for %s", source.path, path)
+            _convert_in_child(source, path)
+            record = _read(path)
+        if record is None:
+            raise ConfigError(f"{path} was written and cannot be read back; name another folder with --cache-dir")
+        return record
+
+
+@contextlib.contextmanager
+def _folder(cache_dir: str) -> Iterator[Path]:
+    """Where records are kept; a temporary place where that is not possible."""
+    if cache_dir:
+        folder = Path(cache_dir) / "tokenizers"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            yield folder
+            return
+        log.warning("%s cannot be written: the tokenizer is converted at every start (--cache-dir)", folder)
+    with tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
+        yield Path(temporary)
+
+
+def _key(source: ModelSource) -> str:
+    """Names the model's files as they are now, and the library that reads them."""
+    path = source.path.resolve()
+    paths = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
+    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in paths if file.is_file() for stat in [file.stat()]]
+    about = (FORMAT, version("transformers"), version("tokenizers"), states)
+    return hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:32]
+
+
+def _read(path: Path) -> TokenizerRecord | None:
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=TokenizerRecord)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _convert_in_child(source: ModelSource, path: Path) -> None:
+    """Raises ConfigError with what the child says."""
+    command = module_command("headrace.server.tokenizer.store", str(os.getpid()), str(source.path), str(path))
+    child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if child.returncode:
+        said = child.stderr.strip()
+        reason = said.splitlines()[-1] if child.returncode == MISTAKE else f"{said}\nstatus {child.returncode}"
+        raise ConfigError(f"no tokenizer could be loaded from {source.path}: {reason}")
+
+
+def convert(source: ModelSource) -> TokenizerRecord:
+    """The record of a model's tokenizer, by transformers. Raises ConfigError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # the seconds that all this is about
+
+    try:
+        if source.kind == "gguf":
+            # AutoTokenizer would first parse the whole file in Python to learn which class to take.
+            fast = PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        else:
+            fast = AutoTokenizer.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+    if not fast.is_fast:
+        raise ConfigError("only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
+    backend = fast.backend_tokenizer
+    backend.no_truncation()  # limits are the server's; a prompt is never cut
+    backend.no_padding()
+    template = fast.chat_template
+    own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
+    return TokenizerRecord(
+        backend=backend.to_str(),
+        eos_ids=tuple(dict.fromkeys((*own, *eos_token_ids(source)))),
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+        special_tokens=dict(fast.special_tokens_map),
+    )
+
+
+def main(parent: str, model: str, path: str) -> int:
+    """Convert one tokenizer. The file appears whole or not at all, whoever else writes it at the same time."""
+    die_with_parent(int(parent))
+    try:
+        record = convert(resolve_source(model))
+    except ConfigError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return MISTAKE
+    target = Path(path)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        file.write(msgspec.msgpack.encode(record))
+    os.replace(file.name, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

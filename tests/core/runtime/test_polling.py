@@ -1,0 +1,43 @@
+"""Sockets that come and go between waits."""
+
+import select
+import socket
+
+import zmq
+
+from headrace.core.runtime.polling import Poll
+
+
+def test_only_what_is_asked_for_and_can_be_read() -> None:
+    made = 0
+
+    def poller() -> select.poll:
+        nonlocal made
+        made += 1
+        return select.poll()
+
+    poll = Poll(poller)
+    (one, to_one), (other, to_other) = socket.socketpair(), socket.socketpair()
+    with one, other, to_one, to_other:
+        both = [one.fileno(), other.fileno()]
+        assert poll.readable(both, 0) == set()
+        to_one.send(b"x")
+        assert poll.readable(both, 1000) == {one.fileno()}
+        to_other.send(b"x")
+        before = made
+        assert poll.readable(both, 1000) == set(both)
+        assert made == before, "the sockets were the same"
+        assert poll.readable(both[:1], 1000) == {one.fileno()}
+
+
+def test_zmq_sockets_beside_descriptors() -> None:
+    poll = Poll(zmq.Poller)
+    one, to_one = socket.socketpair()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as other, one, to_one:
+        other.bind("inproc://other")
+        with context.socket(zmq.PAIR) as to_other:
+            to_other.connect("inproc://other")
+            to_other.send(b"x")
+            assert poll.readable([one.fileno(), other], 1000) == {other}
+            to_one.send(b"x")
+            assert poll.readable([one.fileno(), other], 1000) == {one.fileno(), other}

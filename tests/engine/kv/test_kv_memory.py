@@ -1,0 +1,100 @@
+"""A stage's pool in shared memory: who shares, and that others' writes are what the engine reads."""
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from headrace.core.config import EngineConfig, ModelConfig, Role, StageConfig, TransferConfig
+from headrace.core.types.backends import FAKE, NIXL, SHM, ZMQ
+from headrace.core.types.geometry import Geometry
+from headrace.engine.kv.kv_memory import KvMemory
+from headrace.engine.kv.pool import KVPool
+from headrace.transfer.backends.shm import FOLDER, ShmTransport, host_token
+
+pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")
+
+GEOMETRY = Geometry("bfloat16", layers=3, kv_heads=2, head_dim=4, page_size=8)
+DECODE = StageConfig(
+    stage=0,
+    endpoint="",
+    model=ModelConfig(device="cpu"),
+    engine=EngineConfig(),
+    transfer=TransferConfig(backends=(SHM, ZMQ)),
+    role="decode",
+)
+
+
+@pytest.fixture
+def sharing() -> Iterator[KvMemory]:
+    made = KvMemory(DECODE)
+    yield made
+    made.close()
+
+
+def test_what_a_prefill_stage_writes_is_what_the_engine_reads(sharing: KvMemory) -> None:
+    pool = KVPool(GEOMETRY, 5, "cpu", sharing.allocate)
+    assert sharing.backends == (SHM, ZMQ)
+    assert sharing.memory is not None
+    pages = ShmTransport().open("s" * 32, 0, GEOMETRY, sharing.memory)
+    values = torch.randn(3, 2, 2, 8, 4).to(torch.bfloat16)
+    pages.write(4, 0, 8, values.view(torch.uint8).numpy())
+    assert torch.equal(pool.tensor[4], values)
+    assert np.array_equal(pool.read(4, 0, 8), values.view(torch.uint8).numpy())
+    pages.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "backends"),
+    [
+        (replace(DECODE, role="prefill"), (SHM, ZMQ)),
+        (replace(DECODE, transfer=TransferConfig(backends=(ZMQ,))), (ZMQ,)),
+        (replace(DECODE, transfer=TransferConfig(backends=(ZMQ, FAKE))), (ZMQ, FAKE)),
+        (replace(DECODE, model=ModelConfig(device="cuda")), (ZMQ,)),
+    ],
+)
+def test_nobody_shares_what_nobody_is_to_write(config: StageConfig, backends: tuple[str, ...]) -> None:
+    sharing = KvMemory(config)
+    before = set(FOLDER.iterdir())
+    assert sharing.allocate(GEOMETRY, 5) is None
+    assert sharing.memory is None
+    assert set(FOLDER.iterdir()) == before
+    assert sharing.backends == backends
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "says"),
+    [
+        ("prefill", "cpu", "install headrace[nixl]"),
+        ("decode", "cpu", "install headrace[nixl]"),
+        ("decode", "cuda", "CPU"),
+    ],
+)
+def test_nixl_that_is_not_there_is_not_offered_and_the_log_says_so(
+    role: Role, device: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.delitem(sys.modules, "headrace.transfer.backends.nixl", raising=False)
+    transfer = TransferConfig(backends=(NIXL, ZMQ))
+    sharing = KvMemory(replace(DECODE, role=role, model=ModelConfig(device=device), transfer=transfer))
+    with caplog.at_level(logging.WARNING):
+        memory = sharing.allocate(GEOMETRY, 5)
+    assert memory is None or len(memory) == 5 * GEOMETRY.page_bytes
+    assert "NIXL is not used" in caplog.text
+    assert says in caplog.text
+    assert (sharing.backends, sharing.nixl, sharing.memory) == ((ZMQ,), "", None)
+    assert NIXL not in {*sharing.reaches, *sharing.exposures}
+
+
+def test_a_pool_that_does_not_fit_is_private_and_the_log_says_so(
+    sharing: KvMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert sharing.allocate(GEOMETRY, 1 << 40) is None
+    assert sharing.backends == (ZMQ,)
+    assert "cannot be in shared memory" in caplog.text
+    assert KVPool(GEOMETRY, 5, "cpu", lambda *_: None).tensor.shape == (5, 3, 2, 2, 8, 4)

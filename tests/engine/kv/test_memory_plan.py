@@ -1,0 +1,97 @@
+"""Sizing the pool, and choosing device and dtype."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
+from headrace.engine.model.config import spec_from_config
+from tests.engine.models import CONFIGS, Saved, save_model
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_counted_exactly(name: str, tmp_path: Path) -> None:
+    saved: Saved = save_model(CONFIGS[name], tmp_path)
+    spec = spec_from_config(saved.model.config.to_dict())
+    assert weight_count(spec) == saved.model.num_parameters()
+    parts = weight_count(spec, range(1)) + weight_count(spec, range(1, 3))
+    repeated = spec.vocab_size * spec.hidden_size if spec.tied else 0  # a tied head is held at both ends
+    assert parts == weight_count(spec) + repeated
+
+
+def test_pages_of_our_own_choice() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    page = stage_geometry(spec, "float32", 16).page_bytes
+    roomy = plan_memory(spec, "float32", 16, 0, 10_000 * MIB)
+    assert roomy.kv_pages == 65536 // 16
+    assert roomy.page_bytes == page
+    assert "65536 tokens" in roomy.explanation
+    tight = plan_memory(spec, "float32", 16, 0, 100 * page, max_model_len=64)
+    assert tight.kv_pages == 40
+    assert "40% of the available memory" in tight.explanation
+    assert tight.kv_bytes + tight.weight_bytes <= 100 * page
+    assert plan_memory(spec, "float32", 16, 32, 10_000 * MIB).kv_pages == 32
+
+
+def test_weights_are_held_wide_where_there_is_room() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    count = weight_count(spec)
+    for available, native, dtype in (
+        (16 * count, False, "float32"),
+        (16 * count - 1, False, "bfloat16"),
+        (16 * count, True, "bfloat16"),
+    ):
+        plan = plan_memory(spec, "bfloat16", 16, 1, available, max_model_len=16, native_units=native)
+        assert plan.weight_dtype == dtype
+        assert plan.weight_bytes == count * (4 if dtype == "float32" else 2)
+        assert dtype in plan.explanation
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    page = stage_geometry(spec, "float32", 16).page_bytes
+    weights = weight_count(spec) * 4
+    with pytest.raises(ConfigError, match=r"the weights take .* are available"):
+        plan_memory(spec, "float32", 16, 0, weights)
+    with pytest.raises(ConfigError, match="31 KV pages of 16 tokens hold less than one request of max_model_len 512"):
+        plan_memory(spec, "float32", 16, 31, 10_000 * MIB)
+    with pytest.raises(ConfigError, match="write --max-model-len 160 or less"):
+        plan_memory(spec, "float32", 16, 0, weights + 10 * page)
+    with pytest.raises(ConfigError, match="of KV pages do not fit"):
+        plan_memory(spec, "float32", 16, 100, weights + 50 * page)
+    with pytest.raises(ConfigError, match="max_model_len 513 is above 512"):
+        plan_memory(spec, "float32", 16, 0, 10_000 * MIB, max_model_len=513)
+
+
+def test_torch_is_asked_about_gpus_only_where_there_is_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.engine.device._torch_finds_gpu", lambda: True)
+    monkeypatch.setattr("headrace.engine.device._GPU_DRIVERS", (tmp_path / "none", tmp_path))
+    assert resolve_device("auto") == "cuda"
+    monkeypatch.setattr("headrace.engine.device._GPU_DRIVERS", (tmp_path / "none",))
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cuda:1") == "cuda:1", "who names a GPU is not second-guessed"
+
+
+def test_dtype_follows_the_matrix_units(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 fma\n")
+    assert not has_matrix_units("bfloat16", "cpu", cpuinfo)
+    assert has_matrix_units("float32", "cpu", cpuinfo)
+    cpuinfo.write_text("flags\t\t: fpu avx512_bf16\n")
+    assert has_matrix_units("bfloat16", "cpu", cpuinfo)
+    assert not has_matrix_units("float16", "cpu", cpuinfo)
+    assert resolve_dtype("auto", "cuda") == "bfloat16"
+    assert resolve_dtype("float16", "cpu") == "float16"
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="'tpu' is not supported; supported are auto, cpu"):
+        resolve_device("tpu")
+    assert 0 < available_memory("cpu") < 1 << 50

@@ -1,0 +1,210 @@
+"""The compiled kernels against torch, and a model with them against the same model without."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headrace.engine.runner
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.request import SamplingParams
+from headrace.engine.attention import choose_attention
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.cpu import CpuAttention
+from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.device import has_matrix_units
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.native import Kernels, load_kernels, onednn
+from tests.engine.attention.test_cpu import make_spans, poison_unused
+from tests.engine.models import Prompt, make_runner
+
+PAGES = 96
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels()
+    if found is None:
+        assert shutil.which("gcc") is None or "avx2" not in torch.backends.cpu.get_cpu_capability().lower()
+        pytest.skip("no compiler, or a CPU without AVX2")
+    return found
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 70), width=st.integers(1, 70), wide=st.booleans(), seed=st.integers(0, 99))
+def test_elementwise_kernels_equal_torch(kernels: Kernels, rows: int, width: int, wide: bool, seed: int) -> None:
+    """Widths that are no multiple of a vector, too. What is rounded to 16 bits is rounded where torch does."""
+    plain, dtype = TorchArithmetic(), torch.float32 if wide else torch.bfloat16
+    close = 1e-5 if wide else 2**-7  # sums in another order may round to the neighbour
+
+    def numbers(*shape: int, add: int) -> torch.Tensor:
+        return normal(*shape, seed=seed + add).to(dtype)
+
+    hidden, delta, weight = numbers(rows, width, add=0), numbers(rows, width, add=1), numbers(width, add=2)
+    for change in (None, delta):
+        one, other = hidden.clone(), hidden.clone()
+        normed = kernels.add_norm(one, change, weight, 1e-5)
+        torch.testing.assert_close(normed, plain.add_norm(other, change, weight, 1e-5), atol=close, rtol=close)
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    gate_up = 30 * numbers(rows, 2 * width, add=3)
+    torch.testing.assert_close(kernels.gate(gate_up), plain.gate(gate_up), atol=close, rtol=close)
+    cos, sin = normal(rows, 1, 2 * width, seed=seed + 4), normal(rows, 1, 2 * width, seed=seed + 5)
+    heads = numbers(rows, 5, 2 * width, add=6)  # two heads of five are rotated; the others stay
+    one, other = heads.clone(), heads.clone()
+    kernels.rotate(one[:, :2], cos, sin)
+    plain.rotate(other[:, :2], cos, sin)
+    torch.testing.assert_close(one, other, atol=close, rtol=close)
+
+
+def test_sixteen_bits_are_rounded_as_torch_rounds(kernels: Kernels) -> None:
+    """Ties to even, infinity and NaN: sums of all bfloat16 numbers with what makes them ties, and a little more."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    for share in (0.0, 2.0**-9, 1.5 * 2.0**-9, -(2.0**-9), 3 * 2.0**-9):
+        hidden, delta = every.clone()[None], (every.float() * share).to(torch.bfloat16)[None]
+        kernels.add_norm(hidden, delta, torch.ones(len(every), dtype=torch.bfloat16), 1e-5)
+        torch.testing.assert_close(hidden, (every + delta[0])[None], atol=0, rtol=0, equal_nan=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), panels=st.integers(1, 9), depth=st.integers(1, 1300),
+    bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_equal_torch(kernels: Kernels, rows: int, panels: int, depth: int, bias: bool, seed: int) -> None:
+    """Any number of rows, and depths that take several turns."""
+    x, weight = normal(rows, depth, seed=seed), normal(16 * panels, depth, seed=seed + 1)
+    added = normal(16 * panels, seed=seed + 2) if bias else None
+    expected = TorchArithmetic().linear(x.double(), weight, added).float()
+    torch.testing.assert_close(kernels.linear(x, kernels.pack(weight), added), expected, atol=3e-4, rtol=1e-5)
+
+
+def test_matrices_in_the_layout_of_onednn(kernels: Kernels) -> None:
+    """In float32, which it packs on every CPU; bfloat16 wants units for that."""
+    for rows, bias in ((1, None), (7, normal(48, seed=3)), (600, normal(48, seed=3))):
+        x, weight = normal(rows, 40, seed=rows), normal(48, 40, seed=2)
+        found = kernels.linear(x, onednn.pack(weight), bias)
+        torch.testing.assert_close(found, TorchArithmetic().linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not onednn.has_bfloat16(), reason="a CPU whose bfloat16 oneDNN does not multiply")
+def test_sixteen_bit_matrices_are_packed(kernels: Kernels) -> None:
+    x, weight, bias = (normal(*shape).bfloat16() for shape in ((70, 40), (48, 40), (48,)))
+    packed = kernels.pack(weight)
+    assert packed.is_mkldnn
+    torch.testing.assert_close(kernels.linear(x, packed, bias), TorchArithmetic().linear(x, weight, bias))
+
+
+def test_matrices_that_no_kernel_multiplies_are_left_to_torch(kernels: Kernels) -> None:
+    x = normal(5, 32)
+    for weight in (normal(20, 32), normal(32, 32).half()):
+        assert kernels.pack(weight) is weight
+        torch.testing.assert_close(kernels.linear(x, weight), TorchArithmetic().linear(x, weight), atol=0, rtol=0)
+
+
+spans_of = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 150))), min_size=1, max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes=spans_of,
+    page_size=st.sampled_from([4, 16, 64]),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7, 16]),
+    width=st.sampled_from([6, 16, 64]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 9),
+)
+def test_attention_equals_plain_sdpa(
+    kernels: Kernels,
+    shapes: list[tuple[int, int]],
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    width: int,
+    dtype: str,
+    seed: int,
+) -> None:
+    """Any mix of chunks and single tokens, any heads, any pages in any order, NaN in every other slot."""
+    pages = 4 * PAGES * 4 // page_size
+    spans = make_spans(shapes, page_size, pages, seed)
+    low = KVPool(Geometry(dtype, 2, kv_heads, width, page_size), pages)
+    low.tensor.copy_(normal(*low.tensor.shape, seed=seed))
+    poison_unused(low, spans)
+    high = KVPool(Geometry("float32", 2, kv_heads, width, page_size), pages)
+    high.tensor.copy_(low.tensor)
+    tokens = sum(count for _, count in shapes)
+    heads = normal(tokens, kv_heads * (group + 2), width, seed=seed).to(low.tensor.dtype).float()
+    query, keys_values = heads[:, : kv_heads * group], heads[:, kv_heads * group :]
+    passes = [attention.begin(spans) for attention in (NativeAttention(low, kernels), SdpaAttention(high))]
+    for layer in range(2):
+        fast, plain = (running.attend(layer, query, keys_values) for running in passes)
+        torch.testing.assert_close(fast, plain, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(low.tensor.float(), high.tensor, equal_nan=True, atol=0, rtol=0)
+
+
+def test_very_unlike_scores(kernels: Kernels) -> None:
+    """Scores hundreds apart: nothing overflows, and what is negligible is neglected."""
+    pool, other = (KVPool(Geometry("float32", 1, 1, 16, 16), 32) for _ in range(2))
+    for each in (pool, other):
+        each.tensor.zero_()
+    spans = [AttentionSpan(0, 300, np.arange(32))]
+    heads = 40 * normal(300, 3, 16)
+    found = NativeAttention(pool, kernels).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
+    expected = SdpaAttention(other).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_tensors_of_another_kind_are_refused(kernels: Kernels) -> None:
+    """An address with a wrong stride would be written to all the same."""
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.gate(normal(4, 8).T)
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.add_norm(normal(4, 8), normal(4, 4), normal(8), 1e-5)
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.gate(normal(4, 8).half())
+    with pytest.raises(ValueError, match="not as the kernels need it"):
+        kernels.rotate(normal(4, 2, 8).double(), normal(4, 1, 8), normal(4, 1, 8))
+
+
+def test_who_computes_attention(kernels: Kernels) -> None:
+    """Matrix units, where the dtype has them; else the kernels; else torch."""
+    pools = {dtype: KVPool(Geometry(dtype, 1, 1, 16, 16), 2) for dtype in ("float32", "bfloat16")}
+    assert isinstance(choose_attention(pools["bfloat16"], native_units=True, kernels=kernels), CpuAttention)
+    assert isinstance(choose_attention(pools["bfloat16"], native_units=False, kernels=kernels), NativeAttention)
+    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=kernels), NativeAttention)
+    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=None), CpuAttention)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, dtype: str) -> None:
+    """Chunks over a prefix, then the sampled token's logprobs: those of a machine without a compiler."""
+    if has_matrix_units("bfloat16", "cpu") and dtype == "bfloat16":
+        pytest.skip("computed by the CPU's matrix units")
+    asked = SamplingParams(temperature=0.0, logprobs=5)
+    prompt = Prompt(1, [(7 * index) % 4000 + 20 for index in range(200)], list(range(13)), 16)
+    answers = []
+    for found in (kernels, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(headrace.engine.runner, "load_kernels", lambda found=found: found)
+            runner = make_runner("smollm2", dtype=dtype)
+        for row in prompt.chunks(64)[:-1]:
+            runner.execute([row])
+        answers.append(runner.execute([prompt.row(192, 8, sample=asked)])[0][0])
+    fast, plain = answers
+    assert fast.token == plain.token
+    assert fast.logprob is not None
+    assert plain.logprob is not None
+    assert fast.logprob.top_ids == plain.logprob.top_ids
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    torch.testing.assert_close(
+        torch.tensor(fast.logprob.top_logprobs), torch.tensor(plain.logprob.top_logprobs), atol=tolerance, rtol=0
+    )

@@ -1,0 +1,50 @@
+"""Prompt logprobs and sampled logprobs as the runner reports them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.core.types.request import SamplingParams
+from tests.engine.models import Prompt, Saved, make_runner, random_tokens, reference
+
+Models = Callable[[str], Saved]
+
+
+@pytest.mark.parametrize("chunk", [40, 150])
+def test_prompt_logprobs_equal_the_full_softmax(saved: Models, chunk: int) -> None:
+    """Over chunks, and over more positions than one slice of logits holds."""
+    model = saved("llama")
+    runner = make_runner(model.folder)
+    prompt = Prompt(3, random_tokens(150), list(range(10)), 16)
+    expected, _ = reference(model.model, prompt.tokens)
+    found = {}
+    for start in range(0, 150, chunk):
+        count = min(chunk, 150 - start)
+        following = prompt.tokens[start + count] if start + count < 150 else None
+        _, reports = runner.execute([prompt.row(start, count, prompt_logprobs=2, next_token=following)])
+        assert reports[0].request == 3
+        assert reports[0].start == start + 1
+        found.update({reports[0].start + index: entry for index, entry in enumerate(reports[0].entries)})
+    assert sorted(found) == list(range(1, 150))
+    for position, entry in found.items():
+        row = expected[position - 1]
+        assert entry.token == prompt.tokens[position]
+        assert entry.logprob == pytest.approx(float(row[entry.token]), abs=2e-4)
+        torch.testing.assert_close(torch.tensor(entry.top_logprobs), row.topk(2).values, atol=2e-4, rtol=2e-4)
+
+
+def test_only_rows_that_ask_get_logprobs(saved: Models) -> None:
+    runner = make_runner(saved("llama").folder)
+    prompts = [Prompt(index, random_tokens(5, index), [index], 16) for index in range(3)]
+    wanted = [None, 0, 2]
+    rows = [
+        prompt.row(0, 5, sample=SamplingParams(temperature=0.0, logprobs=count))
+        for prompt, count in zip(prompts, wanted, strict=True)
+    ]
+    samples, reports = runner.execute(rows)
+    assert reports == []
+    assert samples[0].logprob is None
+    assert [len(sample.logprob.top_ids) for sample in samples if sample.logprob is not None] == [0, 2]
+    assert samples[2].logprob is not None
+    assert samples[2].logprob.top_ids[0] == samples[2].token

@@ -1,0 +1,113 @@
+"""Sampling against a plain reference on one row, and what must hold whatever the batch."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.types.request import SamplingParams
+from headrace.engine.sampling.logprobs import token_logprobs
+from headrace.engine.sampling.sampler import Sampler, SampleRow, seeded_uniform
+
+SIZE = 23
+params_of = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 100]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.6]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+
+
+def reference(logits: list[float], params: SamplingParams, uniform: float) -> int:
+    """One row, one token at a time, in plain Python."""
+    best = max(range(SIZE), key=lambda token: (logits[token], -token))
+    if params.temperature < 1e-5:
+        return best
+    weights = {token: math.exp((logit - logits[best]) / params.temperature) for token, logit in enumerate(logits)}
+    filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    order = sorted(weights, key=lambda token: -logits[token]) if filtered else list(range(SIZE))
+    order = [token for token in order if weights[token] >= params.min_p]  # the best one weighs 1
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(weights[token] for token in order)
+    kept: list[int] = []
+    mass = 0.0
+    for token in order:
+        if kept and mass / total >= params.top_p:
+            break
+        kept.append(token)
+        mass += weights[token]
+    running, target = 0.0, uniform * mass
+    for token in kept:
+        running += weights[token]
+        if running > target:
+            return token
+    return kept[-1]
+
+
+def random_logits(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow], seed: int = 0) -> list[int]:
+    return Sampler(random.Random(seed)).sample(logits, rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=st.lists(st.tuples(params_of, st.integers(0, 5000)), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_every_row_of_a_batch_follows_the_reference(batch: list[tuple[SamplingParams, int]], seed: int) -> None:
+    logits = random_logits(len(batch), seed)
+    rows = [SampleRow(params, position, 0) for params, position in batch]
+    tokens = sample(logits, rows)
+    for row, (params, position) in enumerate(batch):
+        assert params.seed is not None
+        expected = reference(logits[row].tolist(), params, seeded_uniform(params.seed, position))
+        assert tokens[row] == expected
+        assert sample(logits[row : row + 1], rows[row : row + 1]) == [expected]  # alone as in company
+
+
+def test_unseeded_draws_follow_the_distribution() -> None:
+    logits = random_logits(1, 4)
+    rows = [SampleRow(SamplingParams(temperature=0.8), 0, 0)] * 4000
+    counts = Counter(sample(logits.expand(4000, -1), rows))
+    for token, probability in enumerate(torch.softmax(logits[0] / 0.8, -1).tolist()):
+        assert abs(counts[token] / 4000 - probability) < 0.035
+
+
+def test_seeded_numbers_are_uniform_and_depend_on_both() -> None:
+    numbers = [seeded_uniform(seed, position) for seed in range(40) for position in range(50)]
+    assert len(set(numbers)) == 2000
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / 2000 - 0.5) < 0.02
+
+
+def test_equal_logits_keep_the_order_of_ids() -> None:
+    params = SamplingParams(temperature=1.0, top_k=1, seed=1)
+    assert sample(torch.zeros(1, SIZE), [SampleRow(params, 3, 0)]) == [0]
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0, 5.0]])
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1, 3, 99))
+    assert [sample(logits, [SampleRow(params, 0, generated)])[0] for generated in (0, 1, 2)] == [2, 2, 1]
+    assert logits[0, 1] == 9.0  # the caller's logits stay
+
+
+def test_logprobs_are_of_the_unscaled_logits() -> None:
+    logits = random_logits(3, 7)
+    entries = token_logprobs(logits, [5, 0, 22], [0, 2, SIZE + 9])
+    expected = torch.log_softmax(logits, -1)
+    assert [entry.token for entry in entries] == [5, 0, 22]
+    for row, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(expected[row, entry.token]), abs=1e-6)
+    assert entries[0].top_ids == ()
+    assert len(entries[1].top_ids) == 2
+    assert sorted(entries[2].top_ids) == list(range(SIZE))
+    assert list(entries[2].top_logprobs) == sorted(entries[2].top_logprobs, reverse=True)
+    assert entries[1].top_logprobs[0] == pytest.approx(float(expected[1].max()), abs=1e-6)

@@ -1,0 +1,166 @@
+"""The stage's I/O thread: a stream of orders that is not the one that was sent ends the stage."""
+
+import queue
+import time
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import (
+    AnyOrder,
+    AnyStageEvent,
+    BeginEpoch,
+    DropPeer,
+    Forward,
+    Heartbeat,
+    ReleaseRequest,
+    ShutdownStage,
+    StageFailed,
+    StageHeartbeat,
+    stage_identity,
+)
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.frames import UNIX, OtherEndGone
+from headrace.core.runtime.order_log import OrderLog
+from headrace.core.types.geometry import Geometry
+from headrace.engine.io_thread import EventOutbox, StageIoThread
+from headrace.engine.order_connection import dial_scheduler
+from headrace.engine.telemetry.meter import Meter
+from headrace.engine.telemetry.recorder import Recorder
+from headrace.server.launch.stage_connections import FrameRouter
+from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.data.receiver import Receiver
+from headrace.transfer.data.sender import Sender
+
+GEOMETRY = Geometry("float32", 1, 1, 2, 16)
+STAGE = 1
+STREAM: list[AnyOrder] = [
+    BeginEpoch(seq=1, epoch=0),
+    Forward(seq=2, rows=()),
+    DropPeer(seq=3, session="s"),
+    ReleaseRequest(seq=4, request=1),
+    ReleaseRequest(seq=5, request=2),
+]
+
+
+class Bench:
+    """A scheduler's order socket, and one stage's wire on it."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
+        self._came: list[tuple[bytes, list[bytes]]] = []
+        self.router = FrameRouter(f"{folder}/stages")
+        control = dial_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
+        store = ArrayPageStore(GEOMETRY, 1)
+        transfer = TransferConfig()
+        self.inbox: queue.Queue[AnyOrder] = queue.Queue()
+        self.outbox = EventOutbox(context)
+        meter = Meter(STAGE, SystemClock())
+        self.wire = StageIoThread(
+            control=control,
+            stage=STAGE,
+            sender=Sender(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
+            receiver=Receiver(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
+            meter=meter,
+            recorder=Recorder(STAGE, meter),
+            inbox=self.inbox,
+            outbox=self.outbox,
+            clock=SystemClock(),
+        )
+        self.wire.start()
+        self._orders: Codec[AnyOrder] = Codec(AnyOrder)
+        self._events: Codec[AnyStageEvent] = Codec(AnyStageEvent)
+
+    def send(self, order: AnyOrder) -> bytes:
+        frame = self._orders.encode(order)
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                self.router.send(stage_identity(STAGE), frame)
+                return frame
+            except OtherEndGone:  # it has not said its name yet
+                assert time.monotonic() < deadline
+                self._came += self.router.receive()
+
+    def hear(self) -> AnyStageEvent:
+        deadline = time.monotonic() + 5
+        while not self._came:
+            assert time.monotonic() < deadline, "the stage says nothing"
+            self._came += self.router.receive()
+        return self._events.decode(self._came.pop(0)[1][0])
+
+    def close(self) -> None:
+        self.outbox.post(ShutdownStage(seq=0))
+        self.wire.join(5)
+        assert not self.wire.is_alive()
+        self.outbox.close_writer()
+        self.router.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with zmq.Context() as context, TemporaryDirectory() as folder:
+        made = Bench(context, folder)
+        yield made
+        made.close()
+
+
+def test_the_same_orders_are_counted_and_reported(bench: Bench) -> None:
+    log = OrderLog()
+    for order in STREAM:
+        log.add(bench.send(order))
+        bench.send(Heartbeat(seq=0, orders=log.count, digest=log.digest))
+        beat = bench.hear()
+        assert isinstance(beat, StageHeartbeat)
+        [count] = [sample.value for sample in beat.stats.samples if sample.name == "stage_orders_total"]
+        assert count == log.count
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        pytest.param(STREAM[:-1], id="lost at the end"),
+        pytest.param(STREAM[1:], id="lost at the start"),
+        pytest.param([*STREAM, STREAM[-1]], id="repeated"),
+        pytest.param([*STREAM[:3], STREAM[4], STREAM[3]], id="swapped"),
+        pytest.param([*STREAM[:-1], ReleaseRequest(seq=5, request=3)], id="changed"),
+    ],
+)
+def test_other_orders_end_the_stage(bench: Bench, came: list[AnyOrder]) -> None:
+    log = OrderLog()
+    codec: Codec[AnyOrder] = Codec(AnyOrder)
+    for order in STREAM:
+        log.add(codec.encode(order))
+    for order in came:
+        bench.send(order)
+    bench.send(Heartbeat(seq=0, orders=log.count, digest=log.digest))
+    failure = bench.hear()
+    assert isinstance(failure, StageFailed)
+    assert f"{len(came)} (" in failure.message
+    assert f"{len(STREAM)} (" in failure.message
+    orders = [bench.inbox.get(timeout=5) for _ in range(sum(isinstance(o, Forward | ReleaseRequest) for o in came) + 1)]
+    assert orders[-1] == ShutdownStage(seq=0), "the compute thread ends, too"
+
+
+ORDERS = st.one_of(
+    st.builds(lambda seq, request: ReleaseRequest(seq=seq, request=request), st.integers(1, 3), st.integers(0, 300)),
+    st.builds(lambda seq, session: DropPeer(seq=seq, session=session), st.integers(1, 3), st.text(max_size=3)),
+)
+
+
+@given(st.lists(ORDERS, max_size=5), st.lists(ORDERS, max_size=5))
+def test_logs_agree_when_streams_do(one: list[AnyOrder], other: list[AnyOrder]) -> None:
+    codec: Codec[AnyOrder] = Codec(AnyOrder)
+    logs = []
+    for stream in (one, other, one):
+        log = OrderLog()
+        for order in stream:
+            log.add(codec.encode(order))
+        logs.append((log.count, log.digest))
+    assert (logs[0] == logs[1]) == (one == other)
+    assert logs[0] == logs[2]

@@ -1,0 +1,198 @@
+"""The stand-in model: its tokens follow from the prompt alone, and show every wrong page."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types.errors import ConfigError
+from headrace.core.types.packed import pack
+from headrace.core.types.request import SamplingParams
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.model.stub import parse_stand_in
+from headrace.engine.runner import Runner
+from headrace.engine.stub_runner import StubRunner
+
+PAGES = 110
+GREEDY = SamplingParams(temperature=0.0)
+NAME = "stand-in:layers=4,hidden=16,us_per_token=0,max_len=100,vocab=300"
+
+
+def runner(layers: range | None = None, page_size: int = 4, model: str = NAME, dtype: str = "float32") -> StubRunner:
+    settings = ModelConfig(model=model, dtype=dtype, device="cpu")  # type: ignore[arg-type]
+    made = StubRunner(settings, EngineConfig(page_size=page_size, kv_pages=PAGES), layers)
+    made.pool.tensor.view(torch.uint8).random_(0, 256)
+    made.warm_up()
+    return made
+
+
+def row(request: int, start: int, tokens: Sequence[int], pages: Sequence[int], *, sample: bool = False) -> PlanRow:
+    return PlanRow(request, start, len(tokens), pack(pages), pack(tokens), sample=GREEDY if sample else None)
+
+
+def through(stages: Sequence[Runner], rows: Sequence[PlanRow]) -> dict[int, int]:
+    """Tokens sampled by a pipeline, which every stage learns."""
+    hidden = None
+    for stage in stages:
+        hidden = stage.forward(rows, hidden)
+    assert hidden is not None
+    samples = stages[-1].sample(rows, hidden)[0]
+    for stage in stages:
+        stage.feed((sample.request, sample.token) for sample in samples)
+    return {sample.request: sample.token for sample in samples}
+
+
+def generate(stages: Sequence[Runner], prompt: Sequence[int], count: int, pages: Sequence[int]) -> list[int]:
+    """The plain way: one chunk, and a decoding row for every token."""
+    tokens = [through(stages, [row(1, 0, prompt, pages, sample=True)])[1]]
+    for position in range(len(prompt), len(prompt) + count - 1):
+        tokens.append(through(stages, [PlanRow(1, position, 1, pack(pages), sample=GREEDY)])[1])
+    return tokens
+
+
+PROMPTS = st.lists(st.integers(0, 299), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(PROMPTS, min_size=1, max_size=3), st.integers(1, 5), st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.lists(st.integers(1, 3), max_size=3), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_chunks_batches_pages_stages_and_dtypes_do_not_show(
+    prompts: list[list[int]], page_size: int, dtype: str, cuts: list[int], random: Random
+) -> None:
+    plain = [generate([runner(page_size=100)], prompt, 3, [0]) for prompt in prompts]
+    borders = sorted({0, 4, *cuts})
+    stages = [runner(range(*pair), page_size, dtype=dtype) for pair in pairwise(borders)]
+    free = random.sample(range(PAGES), PAGES)
+    pages = [[free.pop() for _ in range(-(-33 // page_size))] for _ in prompts]
+    pending = dict.fromkeys(range(len(prompts)), 0)
+    found: dict[int, list[int]] = {request: [] for request in pending}
+    while pending:
+        rows = []
+        for request in random.sample(sorted(pending), random.randint(1, len(pending))):
+            prompt, start = prompts[request], pending[request]
+            if start < len(prompt):
+                end = random.randint(start + 1, len(prompt))
+                rows.append(row(request, start, prompt[start:end], pages[request], sample=end == len(prompt)))
+            else:
+                end = start + 1
+                rows.append(PlanRow(request, start, 1, pack(pages[request]), sample=GREEDY))
+            pending[request] = end
+        for request, token in through(stages, rows).items():
+            found[request].append(token)
+            if len(found[request]) == 3:
+                del pending[request]
+                stages[0].release(request)
+    assert [found[request] for request in range(len(prompts))] == plain
+
+
+def test_a_wrong_page_anywhere_shows_as_another_token() -> None:
+    prompt = list(range(40))
+    made = runner()
+    made.pool.tensor.zero_()  # else the wrong page holds whatever was there, and one in some hundred tokens is the same
+    good = generate([made], prompt, 1, range(11))
+    pages = list(range(11))
+    for page in range(10):
+        through([made], [row(1, 0, prompt, pages)])
+        swapped = [*pages[:page], 20, *pages[page + 1 :]]
+        last = [row(1, 39, prompt[39:], pages, sample=True)]
+        wrong = [row(1, 39, prompt[39:], swapped, sample=True)]
+        assert through([made], last)[1] == good[0]
+        if page < 9:
+            assert through([made], wrong)[1] != good[0], page
+
+
+def test_a_wrong_byte_in_any_layer_of_any_stage_shows() -> None:
+    prompt = list(range(16))
+    stages = [runner(range(1), page_size=8), runner(range(1, 4), page_size=8)]
+    last = [row(1, 15, prompt[15:], range(4), sample=True)]
+    through(stages, [row(1, 0, prompt, range(4))])
+    good = through(stages, last)[1]
+    for stage, layer, kind in ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 1, 1), (1, 2, 0)):
+        page = stages[stage].pool.tensor[1, layer, kind]
+        kept = page.clone()
+        page.zero_()
+        assert through(stages, last)[1] != good, (stage, layer, kind)
+        page.copy_(kept)
+    assert through(stages, last)[1] == good
+
+
+def test_kv_follows_from_the_prompt_and_takes_the_whole_slot() -> None:
+    one, other = runner(page_size=4), runner(page_size=4)
+    prompt = [5, 6, 7, 8]
+    through([one], [row(1, 0, prompt, [3])])
+    through([other], [row(9, 0, prompt[:1], [7])])
+    through([other], [row(9, 1, prompt[1:], [7])])
+    assert (one.pool.read(3, 0, 4) == other.pool.read(7, 0, 4)).all()
+    through([other], [row(9, 0, [5, 7, 6, 8], [7])])
+    differs = (one.pool.read(3, 0, 4) != other.pool.read(7, 0, 4)).any(axis=-1)
+    assert not differs[:, :, :, 0].any()
+    assert differs[:, :, :, 1:3].all()
+
+
+def test_logprobs_are_those_of_a_certain_model() -> None:
+    made = runner()
+    params = SamplingParams(temperature=1.0, logprobs=2)
+    prompt = [1, 2, 3]
+    whole = PlanRow(1, 0, 3, pack([0]), pack(prompt), sample=params, prompt_logprobs=0)
+    [sampled], [prompt_logprobs] = made.execute([whole])
+    assert sampled.logprob is not None
+    assert sampled.token == sampled.logprob.top_ids[0]
+    assert sampled.logprob.logprob == pytest.approx(0, abs=1e-6)
+    assert [entry.token for entry in prompt_logprobs.entries] == [2, 3]
+    follow = through([made], [row(2, 0, prompt[:1], [1], sample=True)])[2]
+    [entry] = made.execute([PlanRow(3, 0, 2, pack([2]), pack([1, follow]), prompt_logprobs=0)])[1][0].entries
+    assert entry.logprob == pytest.approx(0, abs=1e-6)
+
+
+def test_a_plan_takes_its_time_and_a_stage_its_share() -> None:
+    made = runner(range(2), model="stand-in:layers=4,hidden=16,us_per_token=200,us_per_plan=2000,max_len=100")
+    prompt = [row(1, 0, list(range(20)), range(5))]
+    begun, used = time.perf_counter(), time.process_time()
+    for _ in range(20):
+        made.forward(prompt)
+    assert 20 * 0.003 * 0.98 <= time.perf_counter() - begun < 20 * 0.003 * 1.5
+    assert time.process_time() - used < 0.03
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("stand-in:size=3", "there is no 'size'; a stand-in has layers, hidden"),
+        ("stand-in:layers", "layers must be a whole number, found ''"),
+        ("stand-in:layers=-1", "layers must be a whole number, found '-1'"),
+        ("stand-in:layers=0", "layers must be 1 or more"),
+        ("stand-in:hidden=20", "hidden must be a multiple of 8, such as 16"),
+        ("stand-in:vocab=100", "vocab must be 258 or more"),
+        ("stand-in:layers=2,layers=3", "layers is given twice"),
+        ("stand-in:jitter_percent=101", "jitter_percent must be 100 or less"),
+    ],
+)
+def test_a_wrong_name_is_refused_saying_why(model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(resolve_source(model))
+
+
+def test_rows_that_contradict_themselves_are_refused() -> None:
+    made = runner()
+    with pytest.raises(ValueError, match="0 tokens for 1 positions"):
+        made.forward([PlanRow(1, 3, 1, pack([0]))])
+    with pytest.raises(ValueError, match="1 pages for 5 positions"):
+        made.forward([row(1, 0, range(5), [0])])
+    with pytest.raises(ValueError, match="101 positions, and the model 100"):
+        made.forward([row(1, 0, range(101), range(26))])
+    with pytest.raises(IndexError, match="outside the pool"):
+        made.forward([row(1, 0, range(4), [PAGES])])
+
+
+def test_time_stays_out_of_the_fingerprint_and_sizes_do_not() -> None:
+    assert parse_stand_in("stand-in:us_per_token=1").fingerprint() == parse_stand_in("stand-in").fingerprint()
+    assert parse_stand_in("stand-in:layers=9").fingerprint() != parse_stand_in("stand-in").fingerprint()

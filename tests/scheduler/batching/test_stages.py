@@ -1,0 +1,181 @@
+"""Stages that fail or fall silent, and the engine that comes up again."""
+
+from msgspec.structs import replace
+
+from headrace.core.messages.frontend import EngineState, RequestFailed, StageDown
+from headrace.core.messages.membership import Gathering
+from headrace.core.messages.orders import (
+    AdmitPeer,
+    BeginEpoch,
+    Forward,
+    OpenSession,
+    Order,
+    PlanDone,
+    ReleaseRequest,
+    StageFailed,
+    StageReady,
+)
+from headrace.core.messages.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
+from tests.scheduler.bench import Bench, geometry, none, only
+
+
+def test_a_plan_that_does_not_come_back_names_the_stage() -> None:
+    bench = Bench(stages=2)
+    bench.submit("a", 40)
+    first, second = bench.plan(), bench.plan()
+    assert first is not None
+    assert second is not None
+    bench.wait(100)
+    bench.done(first, stage=0)
+    bench.done(first)
+    bench.wait(100)
+    assert bench.ended() == 0, "each plan has its own time"
+    bench.done(second, stage=0)
+    bench.wait(30)
+    error = bench.error()
+    assert (error.code, error.status, error.stage) == ("stage_failed", 503, 1)
+    assert bench.last(EngineState).ready is False
+    assert "stage 1" in bench.last(EngineState).reason
+    bench.assert_empty()
+
+
+def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
+    bench = Bench()
+    bench.join()
+    bench.prefill_up()
+    bench.submit("warm", 10, exit="fake")
+    bench.compute(1)
+    assert bench.metric("kv_pages", "cached") == 2
+    bench.submit("out", 10, exit="wire", ticket="t")
+    bench.reserve()
+    bench.compute(1)
+    bench.submit("in", 10, entrance="wire", ticket="u", prefill="p", cache_salt="in")
+    bench.expecting(3)
+    bench.submit("here", 40, cache_salt="h")
+    bench.plan()
+    bench.abort("here")
+    effects = bench.do(StageFailed(stage=0, message="out of memory"))
+    assert {failed.rid for failed in effects if isinstance(failed, RequestFailed)} == {"out", "in"}
+    assert only(effects, TellFailed).error.code == "stage_failed"
+    only(effects, AskCancel)
+    assert none(effects, ReleaseRequest)
+    assert bench.metric("kv_pages", "free") == 64
+    bench.assert_empty()
+    bench.submit("b")
+    assert bench.error("b").code == "not_ready"
+    down = StageDown(stage=0, message="again", epoch=0)
+    assert bench.do(StageFailed(stage=0, message="again")) == [bench.last(EngineState), down]
+    bench.seen.clear()
+    bench.up()
+    assert bench.one(EngineState).ready
+    bench.one(AdmitPeer)
+    bench.one(OpenSession)
+    bench.submit("c", 10, exit="fake")
+    forward = bench.plan()
+    assert forward is not None
+    assert forward.rows[0].start == 0, "the old tree is gone"
+
+
+def test_nothing_is_ordered_before_all_stages_are_ready_and_their_stream_begins() -> None:
+    bench = Bench(stages=2)
+    assert bench.one(BeginEpoch) == BeginEpoch(seq=1, epoch=0)
+    bench.join()
+    bench.prefill_up()
+    bench.submit("a", exit="fake")
+    bench.plan()
+    bench.do(StageFailed(stage=1, message=""))
+    bench.seen.clear()
+    one = Bench(up=False)
+    one.scheduler = bench.scheduler
+    one.join("later")
+    one.prefill_up("p2")
+    one.up()
+    one.plan()
+    assert one.all(Order) == [], "one of two is ready"
+    bench.up()
+    assert [type(order) for order in bench.all(Order)] == [BeginEpoch, AdmitPeer, AdmitPeer, OpenSession]
+
+
+def test_reports_of_the_old_engine_are_dropped() -> None:
+    bench = Bench()
+    bench.submit("a")
+    old = bench.plan()
+    assert old is not None
+    bench.do(StageFailed(stage=0, message=""))
+    bench.up()
+    bench.submit("b")
+    new = bench.plan()
+    assert new is not None
+    bench.done(old, 5)
+    assert bench.metric("dropped_messages_total", "unknown_plan") == 1
+    assert bench.tokens("b") == []
+    bench.done(new, 6)
+    assert bench.tokens("b") == [6]
+
+
+def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
+    bench = Bench()
+    bench.submit("a")
+    bench.plan()
+    bench.up()
+    assert bench.error().code == "stage_failed"
+    assert bench.last(EngineState).ready
+    bench.submit("b")
+    assert isinstance(bench.plan(), Forward)
+
+
+def test_stages_that_come_together_elsewhere_say_why_nothing_is_served() -> None:
+    bench = Bench(up=False)
+    bench.do(Gathering(message="waiting for stage 0"))
+    assert bench.last(EngineState) == EngineState(ready=False, reason="waiting for stage 0")
+    bench.up()
+    assert bench.do(Gathering(message="loading")) == [], "of no interest while all are up"
+    assert bench.last(EngineState).ready
+
+
+def test_stages_with_different_models_are_no_engine() -> None:
+    bench = Bench(up=False, stages=2)
+    one = StageReady(stage=0, geometry=geometry(4), fingerprint="f", data_port=1, kv_pages=64, vocab_size=9, epoch=1)
+    bench.do(one)
+    bench.do(replace(one, stage=1, fingerprint="g"))
+    assert not bench.last(EngineState).ready
+    assert "another one than that of stage 0" in bench.last(StageDown).message
+    for stage in (0, 1):
+        bench.do(replace(one, stage=stage, epoch=2))
+    assert bench.last(EngineState).ready
+
+
+def test_all_stages_have_to_come_up_again() -> None:
+    bench = Bench(stages=2)
+    bench.do(StageFailed(stage=1, message=""))
+    one = Bench(up=False, stages=1)
+    one.scheduler = bench.scheduler
+    one.up()
+    bench.submit("a")
+    assert bench.error().code == "not_ready"
+
+
+def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
+    bench = Bench(stages=2)
+    bench.join()
+    bench.submit("a", exit="wire", ticket="t")
+    bench.reserve()
+    bench.compute(1)
+    bench.do(PeerCancelled(session="s", ticket="t", generation=1, reason=""))
+    bench.quiet(1, 0)
+    effects = bench.wait(121)
+    state = only(effects, EngineState)
+    assert "stage 1" in state.reason
+    assert none(effects, TellCancelled), "nobody can promise that no byte follows"
+    assert only(effects, TellFailed).error.stage == 1
+    bench.assert_empty()
+
+
+def test_a_late_report_of_an_earlier_stage_is_harmless() -> None:
+    bench = Bench(stages=2)
+    bench.submit("a", 4, exit="fake")
+    forward = bench.plan()
+    assert forward is not None
+    bench.done(forward, 1)
+    assert bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1)) == []
+    assert bench.metric("dropped_messages_total", "unknown_plan") == 0

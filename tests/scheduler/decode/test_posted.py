@@ -1,0 +1,168 @@
+"""Tickets whose two halves come from somebody else, a router: each side that gives up says so to the other at once."""
+
+import msgspec
+import pytest
+
+from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket, RequestFailed
+from headrace.core.messages.orders import PrepareReceive
+from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, PeerReleased, PeerReserved, TellFailed
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import pack, prompt_hash
+from tests.scheduler.bench import Bench, none, only
+from tests.scheduler.prefill.test_rendezvous import wire
+
+REFUSED = ErrorInfo(code="invalid_value", message="temperature is 9", status=400, field="temperature")
+
+
+def releases(bench: Bench, ticket: str = "t") -> None:
+    bench.do(PeerReleased(session="s", ticket=ticket, reason="the client left"))
+
+
+def fetch(bench: Bench, rid: str = "a", tokens: int = 10, **fields: object) -> None:
+    given = {"entrance": "wire", "prefill": "p", "ticket": "t", "posted": True, "max_tokens": 4}
+    bench.submit(rid, tokens, **(given | fields))
+
+
+@pytest.mark.parametrize("peer_first", [True, False])
+def test_a_peer_hears_why_the_front_end_refused_its_prompt(peer_first: bool) -> None:
+    bench = Bench()
+    bench.join()
+    refuse = RefuseTicket(ticket="t", error=REFUSED)
+    if peer_first:
+        bench.reserve()
+        told = only(bench.do(refuse), TellFailed)
+    else:
+        bench.do(refuse)
+        told = only(bench.reserve(), TellFailed)
+    assert (told.error.code, told.error.message, told.error.status) == ("invalid_value", "temperature is 9", 400)
+    assert bench.metric("reservations_waiting") == 0
+    wire(bench)
+    bench.reserve(generation=2)
+    assert bench.plan() is not None, "the next use of the ticket is another one"
+
+
+def test_refusals_are_remembered_up_to_a_bound() -> None:
+    bench = Bench(max_queued_requests=2)
+    bench.join()
+    for ticket in ("t", "u", "v"):
+        bench.do(RefuseTicket(ticket=ticket, error=REFUSED))
+    assert none(bench.reserve("t"), TellFailed)
+    assert only(bench.reserve("v"), TellFailed).error.status == 400
+
+
+def test_a_refusal_does_not_touch_another_request_with_the_ticket() -> None:
+    bench = Bench()
+    bench.join()
+    wire(bench)
+    bench.do(RefuseTicket(ticket="t", error=REFUSED))
+    bench.reserve()
+    assert bench.plan() is not None
+
+
+def test_a_peer_that_gives_up_ends_the_wait_for_it() -> None:
+    bench = Bench()
+    bench.join()
+    wire(bench)
+    releases(bench)
+    assert (bench.error().code, bench.error().status) == ("cancelled", 499)
+    assert "the client left" in bench.error().message
+    bench.assert_empty()
+
+
+def test_a_peer_may_give_up_before_the_prompt_comes() -> None:
+    bench = Bench(bootstrap_timeout_s=10.0)
+    bench.join()
+    releases(bench)
+    wire(bench)
+    assert bench.error().status == 499
+    wire(bench, "b")
+    assert bench.ended("b") == 0, "said once, of one prompt"
+    releases(bench, "u")
+    bench.wait(10.1)
+    wire(bench, "c", ticket="u")
+    assert bench.ended("c") == 0, "that is long ago"
+
+
+def test_a_reservation_takes_back_what_was_given_up() -> None:
+    bench = Bench()
+    bench.join()
+    releases(bench)
+    bench.reserve()
+    wire(bench)
+    assert bench.plan() is not None
+
+
+def test_one_peer_cannot_give_up_what_another_has_reserved() -> None:
+    bench = Bench()
+    bench.join()
+    bench.join("other")
+    bench.reserve(session="other")
+    releases(bench)
+    wire(bench)
+    assert bench.plan() is not None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_peer_with_another_prompt_gets_nothing(same: bool) -> None:
+    bench = Bench()
+    bench.join()
+    wire(bench)
+    prompt = list(range(10)) if same else [*range(9), 99]
+    event = PeerReserved(
+        session="s", ticket="t", generation=1, prompt_tokens=10, cached_tokens=0, pages=pack([1, 2, 3]), row=1
+    )
+    bench.do(msgspec.structs.replace(event, prompt_hash=prompt_hash(pack(prompt))))
+    assert (bench.plan() is not None) == same
+    if not same:
+        assert bench.error().code == bench.one(TellFailed).error.code == "bad_reservation"
+        assert prompt_hash(pack(prompt)) in bench.error().message
+
+
+def test_what_is_posted_is_reserved_under_its_hash() -> None:
+    bench = Bench()
+    bench.prefill_up()
+    fetch(bench, wait=False)
+    assert bench.one(AskRenew) == AskRenew(session="p1", ticket="t")
+    bench.expecting(bench.one(PrepareReceive).request)
+    ask = bench.one(AskReserve)
+    assert (ask.wait, ask.prompt_hash) == (False, prompt_hash(pack(range(10))))
+
+
+def test_only_what_is_held_is_renewed() -> None:
+    bench = Bench()
+    bench.prefill_up()
+    fetch(bench)
+    bench.expecting(bench.one(PrepareReceive).request)
+    assert bench.one(AskReserve).wait
+    assert bench.all(AskRenew) == []
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_request_that_ends_before_it_reserved_lets_its_ticket_go(expected: bool) -> None:
+    bench = Bench(kv_pages=3)
+    bench.prefill_up()
+    if not expected:
+        fetch(bench, "other", ticket="other")
+    fetch(bench)
+    effects = bench.abort()
+    cancel = only(effects, AskCancel)
+    assert (cancel.session, cancel.ticket, cancel.generation) == ("p1", "t", 0)
+
+
+def test_a_request_that_is_refused_lets_its_ticket_go() -> None:
+    bench = Bench()
+    bench.prefill_up()
+    fetch(bench, tokens=500)
+    assert bench.one(RequestFailed).error.status == 400
+    assert bench.one(AskCancel).ticket == "t"
+    bench.do(ReleaseTicket(prefill="p", ticket="u", reason="overloaded"))
+    assert bench.last(AskCancel).ticket == "u"
+    bench.do(ReleaseTicket(prefill="unknown", ticket="v", reason="overloaded"))
+    assert bench.last(AskCancel).ticket == "u"
+
+
+def test_our_own_prompts_are_not_given_up_before_they_were_posted() -> None:
+    bench = Bench()
+    bench.prefill_up()
+    fetch(bench, posted=False)
+    assert none(bench.abort(), AskCancel)

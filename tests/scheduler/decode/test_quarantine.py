@@ -1,0 +1,149 @@
+"""Pages that a prefill server writes into itself: when they are ours again, and what a failed engine may say."""
+
+import pytest
+
+from headrace.core.messages.frontend import RequestFailed, StageDown
+from headrace.core.messages.orders import (
+    CloseSession,
+    DropPeer,
+    KvReceived,
+    OpenSession,
+    PeerLost,
+    PrepareReceive,
+    ReleaseRequest,
+    SendChunk,
+    SessionClosed,
+    StageFailed,
+)
+from headrace.core.messages.peers import (
+    AskCancel,
+    EndPeer,
+    PeerEvent,
+    PeerGone,
+    PeerJoined,
+    PrefillDown,
+    PrefillUp,
+    TellFailed,
+    TicketCancelled,
+    TicketFailed,
+)
+from headrace.core.types.backends import NIXL, SHM
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import FirstToken
+from tests.scheduler.bench import Bench, geometry, none, only
+from tests.scheduler.decode.test_fetch import fetch
+
+
+def direct(stages: int = 1) -> tuple[Bench, PrepareReceive]:
+    """A decode server whose prefill server has been asked to write into pages of request "a"."""
+    bench = Bench(True, stages=stages)
+    bench.prefill_up()
+    bench.do(up("p2"))
+    assert bench.last(OpenSession).backend == SHM
+    fetch(bench)
+    expect = bench.last(PrepareReceive)
+    for stage in range(stages):
+        bench.expecting(expect.request, stage)
+    return bench, expect
+
+
+def up(session: str) -> PrefillUp:
+    return PrefillUp(
+        name="p", session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20, backend=SHM
+    )
+
+
+NAMES = {"session": "p2", "ticket": "t", "generation": 1}
+FAILED = ErrorInfo(code="stage_failed", message="", status=503)
+
+
+@pytest.mark.parametrize("word", [TicketCancelled(**NAMES), TicketFailed(**NAMES, error=FAILED)])  # type: ignore[arg-type]
+def test_pages_of_a_cancelled_request_wait_for_the_word_of_the_prefill_server(word: PeerEvent) -> None:
+    bench, expect = direct()
+    only(bench.abort(), AskCancel)
+    assert none(bench.forgotten(expect.request), ReleaseRequest), "our stage has ceased, the other side has not said so"
+    assert bench.metric("quarantined_pages") == 3
+    only(bench.do(word), ReleaseRequest)  # type: ignore[arg-type]
+    assert bench.metric("quarantined_pages") == 0
+    bench.assert_empty()
+
+
+def test_the_word_may_come_before_our_own_stages_have_answered() -> None:
+    bench, expect = direct(stages=2)
+    bench.abort()
+    assert none(bench.do(TicketCancelled(**NAMES)), ReleaseRequest)  # type: ignore[arg-type]
+    assert none(bench.forgotten(expect.request, 0), ReleaseRequest)
+    only(bench.forgotten(expect.request, 1), ReleaseRequest)
+
+
+def test_without_a_word_they_wait_until_nobody_can_write_through_the_session() -> None:
+    bench, expect = direct(stages=2)
+    only(bench.do(PrefillDown(name="p", session="p2", reason="silent")), CloseSession)
+    for stage in (0, 1):
+        assert none(bench.forgotten(expect.request, stage), ReleaseRequest)
+    effects = bench.wait(100_000.0)  # it may be stopped for a day, and no stage of ours is to blame
+    assert none(effects, ReleaseRequest)
+    assert none(effects, StageDown)
+    bench.do(up("p3"))  # meanwhile another session begins, and its pages are others
+    fetch(bench, "b", ticket="u")
+    assert not set(bench.last(PrepareReceive).pages[::4]) & set(expect.pages[::4])
+    assert none(bench.do(SessionClosed(stage=0, session="p2")), ReleaseRequest)
+    assert none(bench.do(SessionClosed(stage=0, session="p2")), ReleaseRequest)
+    assert none(bench.do(SessionClosed(stage=1, session="other")), ReleaseRequest)
+    assert only(bench.do(SessionClosed(stage=1, session="p2")), ReleaseRequest).request == expect.request
+    assert bench.metric("quarantined_pages") == 0
+
+
+def test_what_was_never_reserved_or_has_arrived_waits_for_nobody() -> None:
+    bench = Bench(True)
+    bench.prefill_up()
+    bench.do(up("p2"))
+    fetch(bench)
+    bench.abort()
+    only(bench.forgotten(bench.last(PrepareReceive).request), ReleaseRequest)
+    bench, expect = direct()
+    bench.do(KvReceived(stage=0, request=expect.request, first=FirstToken(42, 10, 0), bytes=1, chunks=1))
+    assert bench.metric("quarantined_pages") == 0
+    bench.abort()
+    assert none(bench.seen, AskCancel)
+
+
+def test_a_pool_that_is_gone_needs_no_quarantine() -> None:
+    bench, expect = direct()
+    bench.abort()
+    bench.forgotten(expect.request)
+    assert bench.metric("quarantined_pages") == 3
+    bench.do(StageFailed(stage=0, message="killed"))
+    assert bench.metric("quarantined_pages") == 0
+    assert bench.scheduler.idle
+    assert bench.do(SessionClosed(stage=0, session="p2")) == []
+
+
+def test_a_prefill_server_whose_stage_failed_promises_nothing_to_peers_it_writes_to() -> None:
+    """Another stage may still be writing: the session ends, and the peer takes the right back itself."""
+    bench = Bench()
+    joined = {"name": "d", "geometry": geometry(), "window_bytes": 1 << 20}
+    bench.do(PeerJoined(session="direct", backend=SHM, **joined))  # type: ignore[arg-type]
+    bench.do(PeerJoined(session="framed", **joined))  # type: ignore[arg-type]
+    effects = bench.do(StageFailed(stage=0, message="killed"))
+    assert only(effects, EndPeer).session == "direct"
+    assert none(effects[: effects.index(only(effects, EndPeer))], TellFailed), "it ends before anything else is said"
+
+
+def test_a_peer_to_which_a_write_was_lost_is_told_nothing_but_that_its_session_ends() -> None:
+    """Bytes may still come to its pages, so no word about a ticket is true; the others go on."""
+    bench = Bench()
+    joined = {"geometry": geometry(), "window_bytes": 1 << 20, "backend": NIXL}
+    bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]
+    bench.do(PeerJoined(session="other", name="e", **joined))  # type: ignore[arg-type]
+    bench.submit("a", 10, exit="wire", ticket="t")
+    bench.reserve("t", 10)
+    bench.compute(1)
+    send = bench.one(SendChunk)
+    effects = bench.do(PeerLost(stage=0, session="s", reason="NIXL: reset"))
+    assert effects == [EndPeer(session="s", reason="stage 0: NIXL: reset")]
+    effects = bench.do(PeerGone(session="s", reason="stage 0: NIXL: reset"))
+    assert only(effects, DropPeer).session == "s"
+    assert only(effects, RequestFailed).error.code == "peer_gone"
+    assert none([*effects, *bench.quiet(send.request)], EndPeer)
+    bench.assert_empty()

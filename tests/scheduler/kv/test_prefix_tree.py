@@ -1,0 +1,177 @@
+"""The tree and the leases, against naive twins that know every prefix by heart."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.core.types.packed import pack
+from headrace.scheduler.kv.lease import KvCache, Lease
+from headrace.scheduler.kv.prefix_tree import PrefixTree
+
+KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=5)
+SALTS = st.sampled_from(["", "x"])
+
+
+@given(st.lists(st.tuples(SALTS, KEYS), max_size=20), SALTS, KEYS)
+def test_match_is_the_longest_known_prefix(
+    inserted: list[tuple[str, list[bytes]]], salt: str, keys: list[bytes]
+) -> None:
+    tree = PrefixTree()
+    known: dict[tuple[str, tuple[bytes, ...]], int] = {}
+    for where, path in inserted:
+        parent = None
+        for depth, key in enumerate(path, 1):
+            name = (where, tuple(path[:depth]))
+            node = tree.child(parent, where, key)
+            assert (node is not None) == (name in known)
+            if node is None:
+                known[name] = len(known)
+                node = tree.insert(parent, where, key, known[name])
+            parent = node
+    depth = 0
+    while depth < len(keys) and (salt, tuple(keys[: depth + 1])) in known:
+        depth += 1
+    expected = [known[(salt, tuple(keys[: index + 1]))] for index in range(depth)]
+    assert [node.page for node in tree.match(keys, salt)] == expected
+    assert tree.pages == tree.unlocked == len(known)
+
+
+def test_eviction_takes_the_least_recently_used_leaf_and_no_locked_one() -> None:
+    tree = PrefixTree()
+    root = tree.insert(None, "", b"root", 0)
+    old = tree.insert(root, "", b"old", 1)
+    new = tree.insert(root, "", b"new", 2)
+    tree.lock([root, new])
+    assert tree.unlocked == 1
+    assert tree.evict(5) == [1]
+    tree.unlock([root, new])
+    old = tree.insert(root, "", b"old", 3)
+    tree.lock([root, new])
+    tree.unlock([root, new])  # used after old
+    assert tree.evict(1) == [old.page]
+    assert tree.evict(5) == [2, 0], "a parent goes after its last child"
+    assert tree.pages == 0
+    with pytest.raises(ValueError, match="unlocked more often"):
+        tree.unlock([root])
+
+
+def test_the_candidates_for_eviction_do_not_pile_up() -> None:
+    tree = PrefixTree()
+    node = tree.insert(None, "", b"k", 0)
+    for _ in range(1000):
+        tree.lock([node])
+        tree.unlock([node])
+    assert len(tree._heap) == 1
+
+
+PAGE = 2
+
+
+class Leases(RuleBasedStateMachine):
+    """Random leases on a small pool. contents: what each page holds; a published page must never change."""
+
+    @initialize(pages=st.integers(1, 12))
+    def start(self, pages: int) -> None:
+        self.cache = KvCache(pages, PAGE)
+        self.leases: list[tuple[Lease, list[int], str]] = []
+        self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), salt=SALTS, extra=st.integers(0, 3))
+    def acquire(self, tokens: list[int], salt: str, extra: int) -> None:
+        free, cached = self.cache.free, self.cache.cached
+        lease = self.cache.acquire(pack(tokens), salt, extra)
+        needed = -(-(len(tokens) + extra) // PAGE)
+        if lease is None:
+            assert needed > free + cached - (len(tokens) // PAGE)
+            assert (self.cache.free, self.cache.cached) == (free, cached), "a refusal changes nothing"
+            return
+        assert len(lease.pages) == needed
+        assert lease.matched * PAGE < len(tokens), "the last token is always computed"
+        for index in range(lease.matched):
+            assert self.contents[lease.pages[index]] == (salt, tuple(tokens[: (index + 1) * PAGE]))
+        for index in range(lease.matched, needed):
+            self.contents.pop(lease.pages[index], None)
+        self.leases.append((lease, tokens, salt))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        lease, tokens, salt = data.draw(st.sampled_from(self.leases))
+        computed = data.draw(st.integers(0, len(tokens)))
+        for index in range(lease.matched, len(tokens) // PAGE):
+            if index >= len(lease.path):
+                self.contents[lease.pages[index]] = (salt, tuple(tokens[: (index + 1) * PAGE]))
+        self.cache.publish(lease, pack(tokens), computed)
+        assert len(lease.path) >= computed // PAGE
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), more=st.integers(0, 6))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        lease, tokens, _ = data.draw(st.sampled_from(self.leases))
+        before = list(lease.pages)
+        if self.cache.grow(lease, len(tokens) + more):
+            assert len(lease.pages) >= -(-(len(tokens) + more) // PAGE)
+            for page in lease.pages[len(before) :]:
+                self.contents.pop(page, None)
+        assert list(lease.pages[: len(before)]) == before
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(entry)
+        self.cache.release(entry[0])
+        with pytest.raises(ValueError, match="already ended"):
+            self.cache.release(entry[0])
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert self.cache.check() == []
+        assert self.cache.free + self.cache.cached + self.cache.leased == self.cache.total
+        if not self.leases:
+            assert self.cache.leased == 0
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_an_equal_page_stays_private_and_later_pages_go_below_it() -> None:
+    cache = KvCache(8, PAGE)
+    first = cache.acquire(pack([1, 2, 3]), "")
+    second = cache.acquire(pack([1, 2, 5, 6, 7]), "")
+    assert first is not None
+    assert second is not None
+    cache.publish(first, pack([1, 2, 3]), 3)
+    cache.publish(second, pack([1, 2, 5, 6, 7]), 5)
+    assert second.path[0] is first.path[0]
+    assert second.path[0].page != second.pages[0]
+    cache.release(first)
+    cache.release(second)
+    assert (cache.free, cache.cached) == (6, 2)
+    third = cache.acquire(pack([1, 2, 5, 6]), "")
+    assert third is not None
+    assert third.matched == 1, "the last token has to be computed"
+
+
+def test_only_full_pages_are_published() -> None:
+    cache = KvCache(8, 4)
+    tokens = pack(range(7))
+    lease = cache.acquire(tokens, "")
+    assert lease is not None
+    cache.publish(lease, tokens, 7)
+    assert len(lease.path) == 1
+    cache.publish(lease, tokens, 3)
+    assert len(lease.path) == 1
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    cache = KvCache(4, PAGE, prefix_cache=False)
+    lease = cache.acquire(pack([1, 2, 3]), "")
+    assert lease is not None
+    cache.publish(lease, pack([1, 2, 3]), 3)
+    cache.release(lease)
+    assert (cache.free, cache.cached) == (4, 0)

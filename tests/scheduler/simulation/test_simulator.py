@@ -1,0 +1,78 @@
+"""Random schedules under a virtual clock. A seed that fails, fails again."""
+
+from collections import Counter
+
+import pytest
+
+from headrace.scheduler.simulation.server import SimulationReport
+from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+
+BATCH = 100
+
+
+def run(shape: Shape, first: int, **changes: float) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    for seed in range(first, first + BATCH):
+        report = simulate(Scenario(seed=seed, shape=shape, requests=7, **changes))
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        outcomes.update(report.outcomes)
+    return outcomes
+
+
+@pytest.mark.parametrize("batch", range(6))
+def test_colocated(batch: int) -> None:
+    outcomes = run("colocated", batch * BATCH)
+    assert {"colocated:stop", "colocated:length", "colocated:cancelled", "colocated:handoff"} <= set(outcomes)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_prefill_and_decode(batch: int) -> None:
+    outcomes = run("pair", batch * BATCH)
+    expected = {"decode:stop", "decode:length", "decode:cancelled", "decode:peer_gone", "decode:no_request"}
+    assert {"decode:lease_expired", "prefill:lease_expired"} <= set(outcomes)
+    assert expected | {"prefill:handoff", "prefill:stop", "prefill:cancelled", "prefill:no_peer"} <= set(outcomes)
+
+
+def test_peers_that_fall_silent() -> None:
+    outcomes = run("pair", 10_000, stall=0.1, cancel=0.1, crash=0.0)
+    assert outcomes["prefill:peer_gone"] > 0
+
+
+def test_storms_of_cancels() -> None:
+    run("pair", 20_000, cancel=0.9, arrivals_s=0.0005)
+
+
+def test_a_seed_is_a_schedule() -> None:
+    for shape in ("colocated", "pair"):
+        scenario = Scenario(seed=7, shape=shape)
+        assert simulate(scenario) == simulate(scenario)
+
+
+def test_without_cancels_and_faults_every_request_that_is_let_in_succeeds() -> None:
+    outcomes = run("colocated", 0, cancel=0.0, crash=0.0)
+    assert not {"colocated:cancelled", "colocated:stage_failed"} & set(outcomes)
+
+
+def test_without_faults_nobody_is_called_silent() -> None:
+    outcomes = run("pair", 30_000, cancel=0.1, crash=0.0, lost_peer=0.0, abandon=0.0)
+    assert outcomes["decode:stop"] > 0
+    assert not [reason for reason in outcomes if reason.endswith(("peer_gone", "stage_failed", "no_request"))]
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_plans_in_flight_change_no_result(shape: Shape) -> None:
+    """The same requests at every depth: whoever finishes has the same tokens and ends for the same reason."""
+    compared = 0
+    for seed in range(40_000, 40_000 + BATCH // 2):
+
+        def run_at(depth: int, seed: int = seed) -> SimulationReport:
+            report = simulate(Scenario(seed, shape, 7, cancel=0.0, crash=0.0, lost_peer=0.0, abandon=0.0, depth=depth))
+            assert report.violations == [], f"seed {seed}, depth {depth}: {report.violations[:3]}"
+            return report
+
+        plain, *overlapping = (run_at(depth).results for depth in (0, 1, 3))
+        for other in overlapping:
+            both = plain.keys() & other.keys()
+            compared += len(both)
+            assert {key: plain[key] for key in both} == {key: other[key] for key in both}, seed
+    assert compared > BATCH * 4, "few requests were let in, or met their deadline, at every depth"

@@ -1,0 +1,136 @@
+"""POST /generate, SGLang's form of completions."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.core.messages.frontend import Submit
+from headrace.core.types.packed import unpack
+from headrace.core.types.request import TokenLogprob
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.api.test_handoff import NIXL, computing
+from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying
+
+
+@in_loop
+async def test_one_prompt(tokenizer: Tokenizer) -> None:
+    link = FakeLink(saying(tokenizer, "hello world", cached=1))
+    async with running(link, tokenizer) as service, client(service) as http:
+        fields = {
+            "max_new_tokens": 9,
+            "min_new_tokens": 1,
+            "temperature": 0,
+            "top_k": 5,
+            "sampling_seed": 3,
+            "stop": "z",
+        }
+        answer = json_of(await http.post("/generate", json={"text": "hi!", "sampling_params": fields, "rid": "mine"}))
+    ids = tokenizer.encode("hello world")
+    about = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"]) == ("hello world", ids)
+    assert about["finish_reason"] == {"type": "length", "length": len(ids)}
+    assert (about["prompt_tokens"], about["completion_tokens"], about["cached_tokens"]) == (3, len(ids), 1)
+    assert about["id"].startswith("mine-")
+    sampling = link.of(Submit)[0].sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature) == (9, 1, 0)
+    assert (sampling.top_k, sampling.seed, sampling.logprobs) == (5, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "several"),
+    [
+        ({"text": "ab"}, 1, False),
+        ({"input_ids": [1, 2]}, 1, False),
+        ({"text": ["ab"]}, 1, True),
+        ({"input_ids": [[1, 2], [3]]}, 2, True),
+    ],
+)
+@in_loop
+async def test_prompts_in_all_forms(tokenizer: Tokenizer, prompt: dict[str, Any], prompts: int, several: bool) -> None:
+    for n in (1, 2):
+        link = FakeLink(saying(tokenizer, "hello"))
+        async with running(link, tokenizer) as service, client(service) as http:
+            answer = json_of(await http.post("/generate", json={**prompt, "sampling_params": {"n": n}}))
+        assert isinstance(answer, list) == (several or n > 1)
+        assert len(link.of(Submit)) == prompts * n
+        texts = [one["text"] for one in answer] if isinstance(answer, list) else [answer["text"]]
+        assert texts == ["hello"] * (prompts * n)
+    if "input_ids" in prompt and several:
+        assert [list(unpack(submit.prompt)) for submit in link.of(Submit)] == [[1, 2], [1, 2], [3], [3]]
+
+
+@in_loop
+async def test_logprobs(tokenizer: Tokenizer) -> None:
+    def script(link: FakeLink, submit: Submit) -> Any:
+        *tokens, end = saying(tokenizer, "hello", reason="stop")(link, submit)
+        prompt = () if submit.sampling.prompt_logprobs is None else (None, TokenLogprob(5, -1.5, (5, 6), (-1.5, -2.0)))
+        return [*tokens, msgspec.structs.replace(end, prompt_logprobs=prompt)]
+
+    token = tokenizer.encode("hello")[0]
+    for start, seen in ((None, False), (-1, False), (0, True)):
+        link = FakeLink(script)
+        async with running(link, tokenizer) as service, client(service) as http:
+            body = {"text": "hi", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": start}
+            about = json_of(await http.post("/generate", json=body))["meta_info"]
+        first = made_up_logprob(token, 2)
+        assert about["output_token_logprobs"] == [[first.logprob, token, None]]
+        tops = zip(first.top_logprobs, first.top_ids, strict=True)
+        assert about["output_top_logprobs"] == [[[logprob, top, None] for logprob, top in tops]]
+        assert about["input_token_logprobs"] == ([[None, 0, None], [-1.5, 5, None]] if seen else [])
+        assert about["input_top_logprobs"] == ([None, [[-1.5, 5, None], [-2.0, 6, None]]] if seen else [])
+        assert about["finish_reason"]["type"] == "stop"
+
+
+@in_loop
+async def test_a_stream_repeats_the_text(tokenizer: Tokenizer) -> None:
+    async with running(FakeLink(saying(tokenizer, "hello world")), tokenizer) as service, client(service) as http:
+        text = (await http.post("/generate", json={"text": ["a", "b"], "stream": True})).text
+    lines = text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    events = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]
+    for index in (0, 1):
+        mine = [event for event in events if event["index"] == index]
+        assert [event["text"] for event in mine][:2] == ["hello", "hello world"]
+        assert [event["meta_info"]["finish_reason"] is None for event in mine][-2:] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "text"),
+        ({"text": "x", "input_ids": [1]}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["x", ""]}, "text[1]"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [10**6]}, "input_ids[0]"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "x", "sampling_params": {"temperature": 9}}, "sampling_params.temperature"),
+        ({"text": "x", "sampling_params": {"temperature": "9"}}, "sampling_params.temperature"),
+        ({"text": "x", "sampling_params": {"n": 0}}, "sampling_params.n"),
+        ({"text": "x", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
+    ],
+)
+@in_loop
+async def test_mistakes_are_named_as_they_were_sent(tokenizer: Tokenizer, body: dict[str, Any], field: str) -> None:
+    async with running(FakeLink(), tokenizer) as service, client(service) as http:
+        response = await http.post("/generate", json=body)
+    assert response.status_code == 400
+    error = json_of(response)["error"]
+    assert (error["param"], field in error["message"]) == (field, True)
+
+
+@in_loop
+async def test_held_kv_is_told_of_in_an_answer_for_one_prompt_only(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        one = json_of(await http.post("/generate", json={"text": "hi", "kv_transfer_params": NIXL}))
+        many = json_of(await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": NIXL}))
+        named = {**NIXL, "transfer_id": "x"}
+        await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": named})
+    assert one["kv_transfer_params"]["ticket"] == link.of(Submit)[0].ticket
+    assert len(many) == 2
+    assert [(submit.exit, submit.ticket) for submit in link.of(Submit)[1:3]] == [("fake", None)] * 2
+    assert [(submit.hold, submit.ticket) for submit in link.of(Submit)[3:]] == [(True, "x/0"), (True, "x/1")]

@@ -1,0 +1,229 @@
+"""POST /v1/prefill, its events, DELETE, GET /v1/handoff."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+from headrace.core.messages.frontend import Abort, AnySchedulerReply, EngineState, Held, Progress, Submit, Tokens
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import unpack
+from headrace.core.types.request import Timing, TokenLogprob, Usage
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, made_up_logprob, running, saying
+
+
+def handing_over(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+    """What a prefill scheduler says of a request that a peer took over."""
+    rid, total = submit.rid, len(submit.prompt) // 4
+    return [
+        Progress(rid=rid, phase="bootstrapped", done=0, total=total),
+        Progress(rid=rid, phase="computing", done=2, total=total),
+        Progress(rid=rid, phase="computing", done=total, total=total),
+        Progress(rid=rid, phase="transferring", done=total, total=total),
+        Tokens(rid=rid, tokens=(7,), logprobs=() if submit.sampling.logprobs is None else (made_up_logprob(7, 2),)),
+        msgspec.structs.replace(
+            finished(rid, "handed_over", prompt=total, cached=1),
+            prompt_logprobs=() if submit.sampling.prompt_logprobs is None else (None, TokenLogprob(5, -1.5)),
+        ),
+    ]
+
+
+def sse(text: str) -> list[tuple[str, dict[str, object]]]:
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append((name.removeprefix("event: "), msgspec.json.decode(data.removeprefix("data: "))))
+    return found
+
+
+@in_loop
+async def test_a_prefill_that_is_handed_over(tokenizer: Tokenizer) -> None:
+    link = FakeLink(handing_over)
+    body = {"prompt": "hello world", "ticket": "t1", "logprobs": 2, "prompt_logprobs": 0, "max_tokens": 50}
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json=body))
+    (submit,) = link.of(Submit)
+    assert (submit.exit, submit.entrance, submit.ticket, submit.progress) == ("wire", "compute", "t1", False)
+    assert list(unpack(submit.prompt)) == tokenizer.encode("hello world")
+    assert answer["rid"] == submit.rid
+    assert answer["rid"].startswith("pf-")
+    assert (answer["ticket"], answer["model"], answer["finish_reason"]) == ("t1", "tiny", None)
+    assert answer["first_token"]["id"] == 7
+    assert [top["id"] for top in answer["first_token"]["top_logprobs"]] == [7, 8]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "cached_tokens": 1}
+    assert answer["handoff"] == {"pages": 2, "bytes": 4096, "chunks": 1}
+    assert answer["timing_ms"] == {"queue": 2.2, "bootstrap": 10.1, "forward": 30.3, "transfer": 4.4, "total": 47.0}
+    assert answer["prompt_logprobs"][0] is None
+    assert (answer["prompt_logprobs"][1]["id"], answer["prompt_logprobs"][1]["logprob"]) == (5, -1.5)
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": [1, 2, 3]}, {"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}]
+)
+@in_loop
+async def test_a_prefill_for_nobody(tokenizer: Tokenizer, prompt: dict[str, object]) -> None:
+    for role in ("prefill", "colocated"):
+        link = FakeLink(saying(tokenizer, "<eos>", reason="stop"))
+        async with running(link, tokenizer, role=role) as service, client(service) as http:
+            answer = json_of(await http.post("/v1/prefill", json={**prompt, "handoff": "none", "rid": "mine"}))
+        assert (link.of(Submit)[0].exit, link.of(Submit)[0].ticket) == ("fake", None)
+        assert (answer["rid"], answer["ticket"], answer["finish_reason"]) == ("mine", None, "stop")
+        assert answer["first_token"] == {"id": 267, "text": "<eos>", "logprob": None, "top_logprobs": None}
+        assert answer["prompt_logprobs"] is None
+
+
+@in_loop
+async def test_the_events_of_a_streamed_prefill(tokenizer: Tokenizer) -> None:
+    async with running(FakeLink(handing_over), tokenizer, role="prefill") as service, client(service) as http:
+        body = {"prompt": "hello world!", "ticket": "t", "rid": "r"}
+        plain = json_of(await http.post("/v1/prefill", json=body))
+        found = sse((await http.post("/v1/prefill", json={**body, "stream": True})).text)
+    assert [name for name, _ in found] == ["bootstrapped", "progress", "progress", "transferring", "done"]
+    assert found[1][1] == {"rid": "r", "done": 2, "total": 3}
+    assert found[-1][1] == plain
+
+
+@in_loop
+async def test_errors_of_a_streamed_prefill(tokenizer: Tokenizer) -> None:
+    error = ErrorInfo(code="peer_gone", message="gone", status=502)
+
+    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        return [*handing_over(link, submit)[:2], *failing(error)(link, submit)]
+
+    body = {"prompt": "x", "ticket": "t", "stream": True}
+    async with running(FakeLink(script), tokenizer, role="prefill") as service, client(service) as http:
+        (_, _, (name, data)) = sse((await http.post("/v1/prefill", json=body)).text)
+    assert name == "error"
+    assert data["error"] == {
+        "message": "gone",
+        "type": "server_error",
+        "param": None,
+        "code": "peer_gone",
+        "status": 502,
+    }
+    async with running(FakeLink(failing(error)), tokenizer, role="prefill") as service, client(service) as http:
+        assert (await http.post("/v1/prefill", json=body)).status_code == 502
+
+
+@in_loop
+async def test_delete_cancels_an_open_request_once(tokenizer: Tokenizer) -> None:
+    link = FakeLink()  # never answers a prompt
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        body = {"prompt": "x", "ticket": "t", "rid": "mine"}
+        asked = asyncio.create_task(http.post("/v1/prefill", json=body))
+        await link.wait_for(Submit)
+        again = await http.post("/v1/prefill", json=body)
+        assert (again.status_code, json_of(again)["error"]["param"]) == (409, "rid")
+        cancelled = await http.delete("/v1/prefill/mine")
+        assert (cancelled.status_code, json_of(cancelled)) == (200, {"cancelled": True})
+        response = await asked
+        assert (response.status_code, json_of(response)["error"]["code"]) == (499, "cancelled")
+        assert (await http.delete("/v1/prefill/mine")).status_code == 404
+    (abort,) = link.of(Abort)
+    assert (abort.rid, abort.error.status, abort.finish) == ("mine", 499, False)
+
+
+@in_loop
+async def test_late_words_of_an_ended_request_do_not_reach_the_next_of_its_name(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        body = {"prompt": "x", "handoff": "none", "rid": "mine"}
+        asked = asyncio.create_task(http.post("/v1/prefill", json=body))
+        await link.wait_for(Submit)
+        link.say(Tokens(rid="mine", tokens=(7,)))
+        link.say(finished("mine"))
+        assert (await asked).status_code == 200
+        link.say(finished("mine"))
+        asked = asyncio.create_task(http.post("/v1/prefill", json=body))
+        await link.wait_for(Submit, 2)
+        link.say(Tokens(rid="mine", tokens=(8,)))
+        link.say(finished("mine"))
+        assert json_of(await asked)["first_token"]["id"] == 8
+    assert link.of(Abort) == []
+
+
+@in_loop
+async def test_decode_servers_find_the_desk(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    async with running(link, tokenizer, role="prefill", api_keys=("k",)) as service, client(service) as http:
+        assert (await http.get("/v1/handoff")).status_code == 401
+        answer = await http.get("/v1/handoff", headers={"Authorization": "Bearer k"})
+        assert json_of(answer) == {
+            "protocol": [1],
+            "instance": "i" * 32,
+            "desk_port": 5555,
+            "bootstrap_port": 0,
+            "model": "tiny",
+            "fingerprint": "fp",
+        }
+    link = FakeLink()
+    link.state = EngineState(ready=False)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        response: httpx.Response = await http.get("/v1/handoff")
+        assert (response.status_code, json_of(response)["error"]["code"]) == (503, "not_ready")
+
+
+def held(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+    """What a prefill scheduler says of a request that it has computed for a peer to come."""
+    usage, timing = Usage(len(submit.prompt) // 4, 1, 0), Timing(forward_s=0.01)
+    return [
+        Tokens(rid=submit.rid, tokens=(7,)),
+        Held(rid=submit.rid, lease_s=30.0, usage=usage, timing=timing),
+    ]
+
+
+HOLD = {"prompt_token_ids": [1, 2, 3], "ticket": "t", "rid": "mine", "handoff": "hold"}
+
+
+@in_loop
+async def test_a_held_prefill_answers_before_its_end(tokenizer: Tokenizer) -> None:
+    link = FakeLink(held)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json=HOLD))
+        assert (answer["ticket"], answer["lease_s"], answer["finish_reason"]) == ("t", 30.0, None)
+        assert (answer["first_token"]["id"], answer["usage"]["prompt_tokens"]) == (7, 3)
+        assert answer["timing_ms"]["total"] == 10.0
+        again = await http.post("/v1/prefill", json={**HOLD, "ticket": "u"})
+        assert (again.status_code, json_of(again)["error"]["param"]) == (409, "rid")
+        link.say(finished("mine", "handoff"))
+        await asyncio.sleep(0)  # it is on its way
+        answer = json_of(await http.post("/v1/prefill", json={**HOLD, "stream": False}))
+        assert answer["lease_s"] == 30.0, "a ticket that was fetched leaves its rid free"
+    assert [submit.hold for submit in link.of(Submit)] == [True, True]
+    assert link.of(Abort) == [], "leaving the answered request takes nothing back"
+
+
+@in_loop
+async def test_delete_lets_a_held_request_go(tokenizer: Tokenizer) -> None:
+    link = FakeLink(held)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        assert (await http.post("/v1/prefill", json=HOLD)).status_code == 200
+        assert json_of(await http.delete("/v1/prefill/mine")) == {"cancelled": True}
+        abort = await link.wait_for(Abort)
+        assert (abort.rid, abort.error.status) == ("mine", 499)
+        while (await http.delete("/v1/prefill/mine")).status_code == 200:  # until its end has come back
+            await asyncio.sleep(0)
+
+
+@in_loop
+async def test_a_client_that_leaves_before_the_answer_holds_nothing(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        asked = asyncio.create_task(http.post("/v1/prefill", json=HOLD))
+        await link.wait_for(Submit)
+        asked.cancel()
+        assert (await link.wait_for(Abort)).rid == "mine"
+
+
+@in_loop
+async def test_a_first_token_that_ends_the_request_is_not_held(tokenizer: Tokenizer) -> None:
+    link = FakeLink(saying(tokenizer, "<eos>", reason="stop"))
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json=HOLD))
+        assert (answer["finish_reason"], answer["lease_s"]) == ("stop", 0.0)
+        refused = json_of(await http.post("/v1/prefill", json={**HOLD, "handoff": "later"}))["error"]
+        assert '"hold", "none" or left out' in refused["message"]
+        plain = json_of(await http.post("/v1/prefill", json={**HOLD, "handoff": None}))
+        assert plain["lease_s"] is None

@@ -1,0 +1,259 @@
+"""Flags, files, the environment, and what is refused."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.config import (
+    Config,
+    EngineConfig,
+    GroupConfig,
+    KvEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
+from headrace.core.types.errors import ConfigError
+from headrace.server.config.load import add_flags, load, parse_value, to_toml
+from headrace.server.config.settings import BY_KEY, SETTINGS
+
+SLICES: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "transfer": TransferConfig,
+    "group": GroupConfig,
+    "kv_events": KvEventsConfig,
+    "server": ServerConfig,
+}
+# Fields that are no settings: copies of other fields, what the model says, and bounds that nobody needs to move.
+NOT_SETTINGS = {
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
+    "transfer": {"max_frame_bytes"},
+}
+
+
+def parse(*flags: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    return vars(parser.parse_args(flags))
+
+
+def configure(*flags: str, **environ: str) -> Config:
+    return load(parse(*flags), environ)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "x.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_field_is_a_setting_and_every_setting_a_field() -> None:
+    for name, kind in SLICES.items():
+        fields = {field.name for field in msgspec.structs.fields(kind)}
+        assert {setting.field for setting in SETTINGS if setting.slice == name} == fields - NOT_SETTINGS.get(
+            name, set()
+        )
+    assert len(BY_KEY) == len(SETTINGS)
+
+
+def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
+    samples: dict[str, tuple[str, list[str]]] = {}
+    for setting in SETTINGS:
+        match setting.kind:
+            case "switch":
+                samples[setting.key] = ("false", [f"--no-{setting.key}"])
+            case "integer" | "size" | "number":
+                samples[setting.key] = (
+                    f"{max(64, int(setting.low or 0))}",
+                    [setting.flag, f"{max(64, int(setting.low or 0))}"],
+                )
+            case "choice":
+                samples[setting.key] = (f'"{setting.choices[-1]}"', [setting.flag, setting.choices[-1]])
+            case "choices":
+                samples[setting.key] = ('["zmq", "shm"]', [setting.flag, "zmq,shm"])
+            case "list":
+                samples[setting.key] = ('["http://a:1"]', [setting.flag, "http://a:1"])
+            case "text":
+                samples[setting.key] = ('"127.0.0.2"', [setting.flag, "127.0.0.2"])
+    samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
+    samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
+    for key, (toml, flags) in samples.items():
+        role: list[str] = []
+        if key in ("stages", "stage-host", "stage-port"):
+            role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
+        elif key in ("prefill", "allow-prefill", "prefill-api-key", "fallback"):
+            role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "curve-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "a.key"]
+        elif key == "curve-server-key":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--curve-key", "b.key_secret"]
+        elif key == "curve-allowed":
+            role = ["--role", "prefill", "--curve-key", "b.key_secret"]
+        elif key == "kv-events-replay-port":
+            role = ["--kv-events-port", "5557"]
+        from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
+        underscored = configure(*role, "--config", write(tmp_path, f"{key.replace('-', '_')} = {toml}\n"))
+        assert from_file == underscored == configure(*role, *flags), key
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, 'port = 1\nchunk-tokens = 7\napi-key = ["of-file"]\n')
+    assert configure("--config", path).server.api_keys == ("of-file",)
+    from_env = configure("--config", path, "--port", "2", HEADRACE_API_KEY="one, two")
+    assert (from_env.server.api_keys, from_env.server.port) == (("one", "two"), 2)
+    assert (from_env.scheduler.chunk_tokens, from_env.scheduler.max_running) == (7, SchedulerConfig().max_running)
+    assert configure("--api-key", "x", "--api-key", "y", HEADRACE_API_KEY="one").server.api_keys == ("x", "y")
+    decode = configure("--role", "decode", "--fallback", "local", HEADRACE_PREFILL_API_KEY="k")
+    assert decode.server.prefill_api_key == "k"
+
+
+def test_stages_may_come_from_elsewhere_with_the_key() -> None:
+    config = configure(*EXTERNAL, "--stage-host", "10.0.0.1", HEADRACE_STAGE_KEY=" sesame ")
+    assert config.group == GroupConfig(start="external", host="10.0.0.1", key="sesame")
+    assert "sesame" not in to_toml(config)
+    assert configure(HEADRACE_STAGE_KEY="sesame").group.start == "local", "a key that is not needed does no harm"
+    # Other machines have data ports of their own, and may have the same ones.
+    configure(*EXTERNAL, "--pp", "3", "--data-port", "8000", "--stage-port", "8001")
+
+
+def test_the_scheduler_gets_its_copies() -> None:
+    config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
+    assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
+    assert not config.scheduler.kv_events
+    assert configure("--kv-events-port", "5557").scheduler.kv_events
+
+
+EXTERNAL = ["--stages", "external", "--dtype", "float32"]
+MISTAKES = [
+    (["--page-size", "17"], "--page-size 16 or --page-size 32"),
+    (["--page-size", "0"], "at least|from 1"),
+    (["--port", "65536"], "from 0 to 65535"),
+    (["--port", "http"], "--port: expected a whole number"),
+    (["--dtype", "bfloat"], "did you mean bfloat16"),
+    (["--window-bytes", "3 tons"], "64MiB"),
+    (["--transfer-timeout", "nan"], "number of seconds"),
+    (["--host", "0.0.0.0"], "--api-key|--insecure"),
+    (["--host", "::"], "--insecure"),
+    (["--host", "example"], "--insecure"),
+    (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
+    (["--role", "decode"], "--prefill http://HOST:PORT"),
+    (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
+    (["--allow-prefill", "10.0.0.5"], "--role decode"),
+    (["--curve-key", "k"], "nobody connects"),
+    (["--role", "prefill", "--curve-key", "k"], "--curve-allowed FOLDER"),
+    (["--role", "prefill", "--curve-allowed", "d"], "--curve-key FILE"),
+    (
+        ["--role", "prefill", "--curve-key", "k", "--curve-allowed", "d", "--transfer-backends", "nixl,zmq"],
+        "which moves KV in the clear",
+    ),
+    (["--role", "prefill", "--curve-key", "k", "--curve-server-key", "p"], "--curve-server-key is for decode"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-key", "k"], "--curve-server-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "p"], "--curve-key FILE"),
+    (["--role", "decode", "--prefill", "http://a:1", "--curve-allowed", "d"], "--curve-allowed is for prefill"),
+    (["--role", "decode", "--allow-prefill", "10.0.0.5/24"], "10.0.0.0/24"),
+    (["--role", "decode", "--allow-prefill", "http://a:1"], "HOST:PORT"),
+    (["--role", "prefill", "--fallback", "local"], "--role decode"),
+    (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
+    (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
+    (["--role", "decode", "--prefill", "http://a:1/v1"], "address only"),
+    (["--role", "decode", "--prefill", "http://a:1", "--prefill", "http://a:1/"], "more than once"),
+    (["--desk-port", "8000"], "both 8000"),
+    (["--max-model-len", "1"], "2 or more"),
+    (["--api-key", "two words"], "without spaces"),
+    (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),
+    (["--policy", "lifo"], "fcfs"),
+    (["--model", " "], "a text"),
+    (["--stage-host", "10.0.0.1"], "--stages external"),
+    (["--stage-port", "8300"], "--stages external"),
+    (["--stages", "external"], "--dtype"),
+    ([*EXTERNAL, "--stage-host", "10.0.0.1"], "HEADRACE_STAGE_KEY"),
+    ([*EXTERNAL, "--stage-port", "8000"], "both 8000"),
+    (["--kv-events-replay-port", "5558"], "add --kv-events-port"),
+    (["--kv-events-port", "5557", "--kv-events-replay-port", "5557"], "both 5557"),
+    (["--kv-events-port", "5557", "--kv-events-host", "0.0.0.0"], "--kv-events-host 0.0.0.0"),
+    (["--kv-events-port", "5557", "--no-prefix-cache"], "--no-prefix-cache"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_mistakes_say_what_to_write_instead(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kv-page = 3", r"x.toml: unknown key 'kv-page'; did you mean kv-pages\?"),
+        ("qqq = 3", r"unknown key 'qqq'$"),
+        ('port = "many"', "x.toml: port: expected a whole number from 0 to 65535, got 'many'"),
+        ("checksum = 1", "true or false"),
+        ("model = 7", "a text"),
+        ("page-size = true", "whole number"),
+        ("prefill = [1]", "list of texts"),
+        ("port = = 3", "no valid TOML.*line 1"),
+        ("[engine]\npage-size = 3", "unknown key 'engine'"),
+    ],
+)
+def test_mistakes_in_files_name_the_key_and_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure("--config", write(tmp_path, text))
+
+
+@pytest.mark.parametrize("flags", [["--host", "localhost"], ["--host", "::1"], ["--host", "0.0.0.0", "--insecure"]])
+def test_binds_that_are_fine(flags: list[str]) -> None:
+    assert configure(*flags).server.host == flags[1]
+
+
+@pytest.mark.parametrize(("given", "value"), [("64MiB", 64 << 20), ("1 gb", 10**9), ("70000", 70000), (70000, 70000)])
+def test_sizes(given: object, value: int) -> None:
+    assert parse_value(BY_KEY["window-bytes"], given, "here") == value
+
+
+def test_keys_are_never_printed() -> None:
+    text = to_toml(configure("--api-key", "sesame"))
+    assert "sesame" not in text
+    with pytest.raises(ConfigError) as caught:
+        parse_value(BY_KEY["api-key"], 12345, "api-key")
+    assert "12345" not in str(caught.value)
+
+
+@given(
+    port=st.integers(0, 65535),
+    page=st.sampled_from([1, 2, 16, 64]),
+    pages=st.integers(0, 10**6),
+    cache=st.booleans(),
+    timeout=st.floats(0.001, 1e6),
+    model=st.text(alphabet=st.characters(categories=("L", "N", "P", "S", "Z")), min_size=1).filter(
+        lambda text: text.strip()
+    ),
+)
+def test_what_check_prints_loads_to_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    port: int,
+    page: int,
+    pages: int,
+    cache: bool,
+    timeout: float,
+    model: str,
+) -> None:
+    flags = ["--port", str(port), "--page-size", str(page), "--kv-pages", str(pages), f"--model={model}"]
+    flags += ["--prefix-cache" if cache else "--no-prefix-cache", "--transfer-timeout", repr(timeout)]
+    config = configure(*flags)
+    path = tmp_path_factory.mktemp("toml") / "x.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert configure("--config", str(path)) == config
+
+
+def test_the_shipped_configurations_load() -> None:
+    for path in sorted(Path("configs").glob("*.toml")):
+        assert configure("--config", str(path)).server.role == path.stem

@@ -1,0 +1,319 @@
+"""A decode server behind routers: prompts that somebody else has posted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.core.messages.frontend import (
+    Abort,
+    AddPrefill,
+    AnySchedulerReply,
+    EngineState,
+    PrefillState,
+    ReleaseTicket,
+    RemovePrefill,
+    RequestFailed,
+    Submit,
+    Tokens,
+)
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import unpack
+from headrace.server.frontend.service import Service
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.server.upstream.prefill_pool import MAX_NAMED
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
+from tests.server.frontend.test_decode import ONE, Prefills, until_ready, welcoming
+
+HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
+MOONCAKE = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p1:8001"}
+ROOM = {"bootstrap_host": "p1", "bootstrap_port": 8001, "bootstrap_room": 7}
+
+
+def collected(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], Iterable[AnySchedulerReply]]:
+    return lambda link, submit: [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
+
+
+@asynccontextmanager
+async def decode(
+    link: FakeLink, tokenizer: Tokenizer, prefills: Prefills | None = None, *, up: bool = True, **server: Any
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """A decode server that knows one prefill server, which is up."""
+    fields = {"prefill": (ONE,), **server}
+    async with (
+        running(link, tokenizer, role="decode", prefill_transport=prefills or Prefills(), **fields) as service,
+        client(service) as http,
+    ):
+        if fields["prefill"]:
+            await link.wait_for(AddPrefill)
+            if up:
+                welcoming(link, ONE)
+                await until_ready(http)
+        yield service, http
+
+
+@pytest.mark.parametrize(
+    ("fields", "ticket", "wait"),
+    [
+        ({"kv_transfer_params": HELD}, "t", False),
+        ({"kv_transfer_params": {**HELD, "remote_host": "elsewhere", "remote_engine_id": "a" * 32}}, "t", False),
+        ({"kv_transfer_params": MOONCAKE}, "x", True),
+        (ROOM, "room:7", True),
+        ({**ROOM, "bootstrap_host": "P1", "bootstrap_port": 8998}, "room:7", True),
+        ({**ROOM, "bootstrap_port": None}, "room:7", True),
+    ],
+)
+@in_loop
+async def test_the_three_names(tokenizer: Tokenizer, fields: dict[str, Any], ticket: str, wait: bool) -> None:
+    """Bootstrap ports are known from the prefill server's own answer; the engine's id finds it under any name."""
+    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    prefills.more = {"bootstrap_port": 8998}
+    async with decode(link, tokenizer, prefills) as (_, http):
+        response = await http.post("/v1/completions", json={"prompt": "hello world", "max_tokens": 9, **fields})
+    assert response.status_code == 200, response.text
+    assert json_of(response)["choices"][0]["text"] == "hello"
+    (submit,) = link.of(Submit)
+    assert (submit.entrance, submit.prefill, submit.ticket) == ("wire", ONE, ticket)
+    assert (submit.posted, submit.wait) == (True, wait)
+    assert prefills.posts == [], "the router has posted it"
+
+
+@in_loop
+async def test_without_a_name_the_prompt_is_posted_from_here(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        await http.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": None})
+    assert len(prefills.posts) == 1
+    assert not link.of(Submit)[0].posted
+
+
+@in_loop
+async def test_where_nothing_is_transferred_the_prompt_is_computed_here(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        response = await http.post("/v1/completions", json={"prompt": "hi", **ROOM, "bootstrap_host": "2.2.2.2"})
+    assert response.status_code == 200
+    assert [(submit.entrance, submit.ticket) for submit in link.of(Submit)] == [("compute", None)]
+    assert prefills.posts == []
+
+
+@in_loop
+async def test_every_prompt_of_a_list_has_its_own_ticket(tokenizer: Tokenizer) -> None:
+    link = FakeLink(collected(tokenizer))
+    async with decode(link, tokenizer) as (_, http):
+        body = {"prompt": ["ab", "hello"], "n": 2, "kv_transfer_params": {**HELD, "tickets": list("abcd")}}
+        await http.post("/v1/completions", json=body)
+        await http.post("/generate", json={"text": ["ab", "hello"], **ROOM, "bootstrap_room": [1, 2]})
+    assert [submit.ticket for submit in link.of(Submit)] == ["a", "b", "c", "d", "room:1", "room:2"]
+
+
+@in_loop
+async def test_the_prompt_is_the_one_that_was_computed(tokenizer: Tokenizer) -> None:
+    """A chat template of another version here would make another prompt of the same messages."""
+    link = FakeLink(collected(tokenizer))
+    async with decode(link, tokenizer) as (_, http):
+        params = {**HELD, "prompt_token_ids": [5, 6, 7]}
+        chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": params}
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        params = {**params, "prompt_token_ids": [5, 10**6]}
+        refused = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
+    assert list(unpack(link.of(Submit)[0].prompt)) == [5, 6, 7]
+    assert (refused.status_code, json_of(refused)["error"]["code"]) == (400, "invalid_token")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ErrorInfo(code="prompt_too_long", message="m", status=400), 400),
+        (ErrorInfo(code="queue_full", message="m", status=429, retry_after_s=3), 429),
+        (ErrorInfo(code="draining", message="m", status=503), 503),
+        (ErrorInfo(code="lease_expired", message="m", status=504), 504),
+        (ErrorInfo(code="stage_failed", message="m", status=500), 500),
+        (ErrorInfo(code="unknown_ticket", message="m", status=404), 502),
+        (ErrorInfo(code="ticket_in_use", message="m", status=409), 502),
+        (ErrorInfo(code="cancelled", message="m", status=499), 502),
+    ],
+)
+@in_loop
+async def test_what_a_failed_ticket_means_for_the_client(tokenizer: Tokenizer, error: ErrorInfo, status: int) -> None:
+    link = FakeLink(lambda _link, submit: [RequestFailed(rid=submit.rid, error=error)])
+    async with decode(link, tokenizer) as (_, http):
+        response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
+    assert (response.status_code, json_of(response)["error"]["code"]) == (status, error.code)
+    assert response.headers.get("Retry-After") == ("3" if status == 429 else None)
+
+
+@in_loop
+async def test_a_fallback_serves_what_could_not_be_collected(tokenizer: Tokenizer) -> None:
+    error = ErrorInfo(code="lease_expired", message="m", status=504)
+
+    def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        if submit.entrance == "wire":
+            return [RequestFailed(rid=submit.rid, error=error)]
+        return saying(tokenizer, "hello")(link, submit)
+
+    link = FakeLink(script)
+    async with decode(link, tokenizer, fallback="local") as (_, http):
+        answer = json_of(await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": HELD}))
+    assert answer["choices"][0]["text"] == "hello"
+    assert [submit.entrance for submit in link.of(Submit)] == ["wire", "compute"]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2])
+@in_loop
+async def test_a_first_token_that_min_tokens_forbids_is_sampled_again(tokenizer: Tokenizer, min_tokens: int) -> None:
+    """The prefill server was asked first, with limits that were not the client's."""
+    eos = tokenizer.eos_ids[0]
+
+    def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        if submit.entrance == "wire":
+            return [Tokens(rid=submit.rid, tokens=(eos,)), finished(submit.rid, "stop")]
+        return saying(tokenizer, "hello")(link, submit)
+
+    link = FakeLink(script)
+    async with decode(link, tokenizer) as (_, http):
+        body = {"prompt": "x", "max_tokens": 4, "min_tokens": min_tokens, "kv_transfer_params": HELD}
+        answer = json_of(await http.post("/v1/completions", json=body))
+    entrances = [submit.entrance for submit in link.of(Submit)]
+    text = answer["choices"][0]["text"]
+    assert (entrances, text) == ((["wire", "compute"], "hello") if min_tokens else (["wire"], ""))
+
+
+@pytest.mark.parametrize(
+    ("body", "tickets"),
+    [
+        ({"prompt": "x", "temperature": 9, **ROOM}, ["room:7"]),
+        ({"prompt": ["x", 5], **ROOM}, ["room:7/0", "room:7/1"]),
+        ({"prompt": "x", "temperature": "hot", "kv_transfer_params": HELD}, ["t"]),
+        ({"prompt": "x", "temperature": 9, **ROOM, "bootstrap_host": "stranger"}, []),
+        ({"prompt": "x", "temperature": 9, **ROOM, "bootstrap_room": "7"}, []),
+    ],
+)
+@in_loop
+async def test_the_prefill_server_hears_that_nobody_will_come(
+    tokenizer: Tokenizer, body: dict[str, Any], tickets: list[str]
+) -> None:
+    link = FakeLink()
+    async with decode(link, tokenizer) as (_, http):
+        response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        for index in range(len(tickets)):
+            await link.wait_for(ReleaseTicket, index + 1)
+    assert [(release.prefill, release.ticket) for release in link.of(ReleaseTicket)] == [(ONE, t) for t in tickets]
+
+
+@in_loop
+async def test_the_prefill_server_hears_of_overload_here(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    async with decode(link, tokenizer) as (service, http):
+        link.say(EngineState(ready=False, reason="stage 0 died"))
+        while service.not_ready() is None:
+            await asyncio.sleep(0)
+        response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
+        assert response.status_code == 503
+        assert (await link.wait_for(ReleaseTicket)).ticket == "room:7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"kv_transfer_params": {**HELD, "remote_host": "10.0.0.9"}}, "10.0.0.9:5001"),
+        ({"kv_transfer_params": {**HELD, "remote_port": 5002}}, "p1:5002"),
+        ({"kv_transfer_params": {**MOONCAKE, "remote_bootstrap_addr": "http://stranger:1"}}, "stranger:1"),
+        ({**ROOM, "bootstrap_host": "169.254.169.254", "bootstrap_port": 80}, "169.254.169.254:80"),
+    ],
+)
+@in_loop
+async def test_nobody_can_have_it_dial_a_stranger(tokenizer: Tokenizer, fields: dict[str, Any], shown: str) -> None:
+    link, prefills = FakeLink(), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        asked = prefills.discoveries
+        response = await http.post("/v1/completions", json={"prompt": "x", **fields})
+    assert (response.status_code, json_of(response)["error"]["code"]) == (403, "prefill_not_allowed")
+    assert shown in response.text
+    assert (prefills.discoveries, len(link.of(AddPrefill)), link.of(Submit)) == (asked, 1, [])
+
+
+@in_loop
+async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        link.say(PrefillState(name=ONE, up=False, reason="silent for 3 s"))
+        while (await http.get("/ready")).status_code == 200:
+            await asyncio.sleep(0)
+        response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
+    assert (response.status_code, "silent for 3 s" in response.text) == (503, True)
+    del prefills.desks["p1"]
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        response = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": HELD})
+    assert (response.status_code, json_of(response)["error"]["code"]) == (503, "no_prefill_server")
+
+
+@in_loop
+async def test_an_allowed_desk_is_dialled_when_a_request_names_it(tokenizer: Tokenizer) -> None:
+    link = FakeLink(collected(tokenizer))
+    async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.0/24",)) as (service, http):
+        assert (await http.get("/ready")).status_code == 200, "there is nothing it has to wait for"
+        params = {**HELD, "remote_host": "10.0.0.9", "remote_engine_id": "e"}
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params}))
+        desk = "tcp://10.0.0.9:5001"
+        assert await link.wait_for(AddPrefill) == AddPrefill(name=desk, endpoint=desk)
+        welcoming(link, desk)
+        assert (await asking).status_code == 200
+        again = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
+        assert again.status_code == 200
+        unnamed = await http.post("/v1/completions", json={"prompt": "x"})
+        assert unnamed.status_code == 503, "it is not ours to send prompts to"
+    assert [submit.prefill for submit in link.of(Submit)] == [desk, desk]
+    assert len(link.of(AddPrefill)) == 1
+    assert service.prefill_servers() == []
+
+
+@in_loop
+async def test_an_allowed_bootstrap_port_is_asked_where_the_desk_is(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills, prefill=(), allow_prefill=("p2",)) as (_, http):
+        room = {**ROOM, "bootstrap_host": "p2", "bootstrap_port": 8998}
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", **room}))
+        name = "http://p2:8998"
+        assert await link.wait_for(AddPrefill) == AddPrefill(name=name, endpoint="tcp://p2:5002")
+        welcoming(link, name)
+        assert (await asking).status_code == 200
+
+
+@in_loop
+async def test_an_allowed_server_that_does_not_answer_is_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.server.upstream.prefill_pool.DIAL_TIMEOUT_S", 0.05)
+    link = FakeLink()
+    async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.9",)) as (_, http):
+        for _ in range(2):
+            params = {**HELD, "remote_host": "10.0.0.9"}
+            response = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
+            assert (response.status_code, json_of(response)["error"]["code"]) == (503, "no_prefill_server")
+        await link.wait_for(RemovePrefill, 2)
+    assert len(link.of(AddPrefill)) == 2
+    assert link.of(Submit) == link.of(Abort) == []
+
+
+@in_loop
+async def test_servers_that_requests_have_named_are_bounded(tokenizer: Tokenizer) -> None:
+    link = FakeLink(collected(tokenizer))
+    async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.9",)) as (_, http):
+        for port in range(1, MAX_NAMED + 3):
+            params = {**HELD, "remote_host": "10.0.0.9", "remote_port": port}
+            asking = asyncio.create_task(
+                http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
+            )
+            added = await link.wait_for(AddPrefill, port)
+            welcoming(link, added.name)
+            assert (await asking).status_code == 200
+        await link.wait_for(RemovePrefill, 2)
+    assert [removed.name for removed in link.of(RemovePrefill)] == ["tcp://10.0.0.9:1", "tcp://10.0.0.9:2"]

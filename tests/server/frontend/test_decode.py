@@ -1,0 +1,357 @@
+"""A decode server: finding prefill servers, choosing one, fetching, failing, falling back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from headrace.core.messages.frontend import (
+    Abort,
+    AddPrefill,
+    AnySchedulerReply,
+    PrefillState,
+    RemovePrefill,
+    Submit,
+    Tokens,
+)
+from headrace.core.types.errors import ErrorInfo
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
+
+ONE, TWO = "http://p1:8001", "http://p2:8001"
+ANSWER = {
+    "timing_ms": {"queue": 1.0, "bootstrap": 2.0, "forward": 30.0, "transfer": 4.0, "total": 37.0},
+    "prompt_logprobs": None,
+}
+
+
+class Prefills(httpx.AsyncBaseTransport):
+    """Prefill servers as a transport. posts holds what they were asked; answer gives the response to a prompt."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], httpx.Response] | None = None) -> None:
+        self.answer = answer or (lambda _body: httpx.Response(200, json=ANSWER))
+        self.desks = {"p1": 5001, "p2": 5002}
+        self.instance = "a" * 32
+        self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
+        self.more: dict[str, Any] = {}
+        self.discoveries = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.posted = asyncio.Event()
+        self.dropped = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host not in self.desks:
+            raise httpx.ConnectError("nobody listens", request=request)
+        if request.url.path == "/v1/handoff":
+            self.discoveries += 1
+            found = {"protocol": [1], "instance": self.instance, "desk_port": self.desks[host], "model": "tiny"}
+            return httpx.Response(200, json=found | self.more)
+        assert request.url.path == "/v1/prefill"
+        body = msgspec.json.decode(await request.aread())
+        self.posts.append((host, body, request.headers))
+        self.posted.set()
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.dropped.set()
+            raise
+        return self.answer(body)
+
+
+def welcoming(link: FakeLink, *urls: str) -> None:
+    """The scheduler's dialer has reached these servers."""
+    for url in urls:
+        link.say(PrefillState(name=url, up=True))
+
+
+async def until_ready(http: httpx.AsyncClient) -> None:
+    while (await http.get("/ready")).status_code != 200:
+        await asyncio.sleep(0)
+
+
+def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], list[AnySchedulerReply]]:
+    """Reserved, then tokens, as if the KV had come."""
+
+    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        return [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
+
+    return script
+
+
+@in_loop
+async def test_a_prompt_is_computed_there_and_continued_here(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    async with (
+        running(
+            link, tokenizer, role="decode", prefill=(ONE,), prefill_api_key="k", prefill_transport=prefills
+        ) as service,
+        client(service) as http,
+    ):
+        unready = await http.get("/ready")
+        assert (unready.status_code, json_of(unready)["error"]["code"]) == (503, "no_prefill_server")
+        assert await link.wait_for(AddPrefill) == AddPrefill(name=ONE, endpoint="tcp://p1:5001")
+        welcoming(link, ONE)
+        await until_ready(http)
+        body = {"prompt": [1, 2, 3], "max_tokens": 9, "temperature": 0, "seed": 4, "stop": "\n\n", "deadline_s": 3}
+        answer = json_of(await http.post("/v1/completions", json=body))
+    assert answer["choices"][0]["text"] == "hello"
+    (submit,) = link.of(Submit)
+    ((host, asked, headers),) = prefills.posts
+    assert (submit.entrance, submit.exit, submit.prefill) == ("wire", "here", ONE)
+    assert (host, asked["ticket"], asked["rid"]) == ("p1", submit.ticket, submit.rid)
+    assert (asked["prompt_token_ids"], asked["max_tokens"], asked["temperature"]) == ([1, 2, 3], 9, 0)
+    assert (asked["seed"], asked["stop"], asked["deadline_s"], asked["ignore_eos"]) == (4, ["\n\n"], 3, False)
+    assert headers["authorization"] == "Bearer k"
+    timing = answer["headrace"]["timing_ms"]
+    assert timing == {"queue": 1, "bootstrap": 2, "forward": 30, "transfer": 4, "decode": 50.5, "total": 87.5}
+
+
+@in_loop
+async def test_a_prefill_server_takes_exactly_what_a_decode_server_sends(tokenizer: Tokenizer) -> None:
+    """The body goes through a real prefill front end."""
+    received: list[Submit] = []
+
+    def compute(_link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        received.append(submit)
+        return [Tokens(rid=submit.rid, tokens=(7,)), finished(submit.rid, "handed_over")]
+
+    link = FakeLink(fetched(tokenizer))
+    body = {"prompt": "hello", "top_k": 3, "min_tokens": 1, "logprobs": 2, "prompt_logprobs": 1, "cache_salt": "s"}
+    async with running(FakeLink(compute), tokenizer, role="prefill") as far, client(far) as far_http:
+
+        class Relay(Prefills):
+            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                if request.url.path == "/v1/handoff":
+                    return await super().handle_async_request(request)
+                return await far_http.post("/v1/prefill", content=await request.aread())
+
+        async with (
+            running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Relay()) as service,
+            client(service) as http,
+        ):
+            await link.wait_for(AddPrefill)
+            welcoming(link, ONE)
+            await until_ready(http)
+            for stream in (False, True):
+                options = {"stream": stream, "stream_options": {"include_progress": stream}}
+                response = await http.post("/v1/completions", json={**body, **options})
+                assert response.status_code == 200, response.text
+    for there, here in zip(received, link.of(Submit), strict=True):
+        assert there.prompt == here.prompt
+        assert there.sampling == here.sampling
+        assert (there.ticket, there.cache_salt, there.exit) == (here.ticket, "s", "wire")
+
+
+@in_loop
+async def test_progress_is_relayed(tokenizer: Tokenizer) -> None:
+    release = asyncio.Event()
+
+    class Events(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield b'event: bootstrapped\ndata: {"done":0,"total":3}\n\n'
+            yield b'event: progress\ndata: {"done":2,"total":3}\n\n'
+            await release.wait()
+            yield b"event: done\ndata: " + msgspec.json.encode(ANSWER) + b"\n\n"
+
+    link = FakeLink(reserving)
+    prefills = Prefills(lambda body: httpx.Response(200, stream=Events()) if body["stream"] else httpx.Response(500))
+    async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        async with client(service) as http:
+            await until_ready(http)
+            body = {"prompt": "x", "stream": True, "stream_options": {"include_progress": True, "include_usage": True}}
+            asked = asyncio.create_task(http.post("/v1/completions", json=body))
+            submit = await link.wait_for(Submit)
+            await prefills.posted.wait()
+            release.set()
+            for output in saying(tokenizer, "hello")(link, submit):
+                link.say(output)
+            lines = [line for line in (await asked).text.split("\n\n") if "headrace" in line]
+    chunks = [msgspec.json.decode(line.removeprefix("data: "))["headrace"] for line in lines]
+    seen_progress = [chunk for chunk in chunks if "phase" in chunk]
+    assert {"choice": 0, "phase": "computing", "done": 2, "total": 3} in seen_progress
+    assert chunks[-1]["timing_ms"]["forward"] == 30
+
+
+REFUSALS = [
+    (429, {"code": "queue_full", "message": "full"}, {"Retry-After": "7"}, 429, "queue_full"),
+    (400, {"code": "prompt_too_long", "message": "9 over 8", "param": "prompt"}, {}, 400, "prompt_too_long"),
+    (503, {"code": "draining", "message": "bye"}, {}, 503, "draining"),
+    (504, {"code": "no_peer", "message": "nobody"}, {}, 504, "no_peer"),
+    (401, {"code": "invalid_api_key", "message": "no key"}, {}, 502, "prefill_failed"),
+    (409, {"code": "ticket_in_use", "message": "used"}, {}, 502, "prefill_failed"),
+    (404, {"code": "x", "message": "no route"}, {}, 502, "prefill_failed"),
+    (500, {"code": "internal_error", "message": "oops"}, {}, 502, "prefill_failed"),
+]
+
+
+@pytest.mark.parametrize(("status", "error", "headers", "told", "code"), REFUSALS)
+@in_loop
+async def test_what_the_prefill_server_refuses_ends_the_request_here(
+    status: int, error: dict[str, str], headers: dict[str, str], told: int, code: str, tokenizer: Tokenizer
+) -> None:
+    link = FakeLink(reserving)
+    prefills = Prefills(lambda _body: httpx.Response(status, json={"error": error}, headers=headers))
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        await until_ready(http)
+        response = await http.post("/v1/completions", json={"prompt": "x"})
+    assert (response.status_code, json_of(response)["error"]["code"]) == (told, code)
+    assert error["message"] in json_of(response)["error"]["message"]
+    assert response.headers.get("retry-after") == headers.get("Retry-After")
+    assert link.of(Abort)[0].error.code == code
+
+
+@pytest.mark.parametrize("broken", [b"<html>", b"{}x", b'{"timing_ms": 3}'])
+@in_loop
+async def test_answers_that_make_no_sense_are_a_bad_gateway(broken: bytes, tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(reserving), Prefills(lambda _body: httpx.Response(200, content=broken))
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        await until_ready(http)
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 502
+
+
+@in_loop
+async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(reserving), Prefills()
+    prefills.hold.clear()
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE, TWO), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill, 2)
+        welcoming(link, ONE, TWO)
+        await until_ready(http)
+        asked = []
+        for number, length in enumerate((50, 20, 20, 20), 1):
+            asked.append(asyncio.create_task(http.post("/v1/completions", json={"prompt": [5] * length})))
+            await link.wait_for(Submit, number)
+        assert [submit.prefill for submit in link.of(Submit)] == [ONE, TWO, TWO, TWO]
+        for submit in link.of(Submit):
+            for output in saying(tokenizer, "hello")(link, submit):
+                link.say(output)
+        prefills.hold.set()
+        assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
+        await http.post("/v1/models")
+        asked = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))]
+        await link.wait_for(Submit, 5)
+        assert link.of(Submit)[4].prefill == ONE, "the load of answered prompts is gone"
+        asked[0].cancel()
+
+
+@in_loop
+async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        await until_ready(http)
+        prefills.instance, prefills.desks["p1"] = "b" * 32, 6001
+        link.say(PrefillState(name=ONE, up=False, reason="silent"))
+        assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
+        assert link.of(RemovePrefill) == [RemovePrefill(name=ONE)]
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, json_of(refused)["error"]["code"]) == (503, "no_prefill_server")
+        assert refused.headers["retry-after"] == "1"
+        welcoming(link, ONE)
+        await until_ready(http)
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+@in_loop
+async def test_a_server_that_is_not_there_yet_is_found_later(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(), Prefills()
+    desk = prefills.desks.pop("p1")
+    async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
+        while "nobody listens" not in (service.not_ready() or ErrorInfo(code="", message="", status=0)).message:
+            await asyncio.sleep(0)
+        prefills.desks["p1"] = desk
+        await link.wait_for(AddPrefill)
+
+
+@in_loop
+async def test_a_client_that_leaves_closes_the_call_to_the_prefill_server(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(reserving), Prefills()
+    prefills.hold.clear()
+    async with (
+        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        await until_ready(http)
+        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+        await prefills.posted.wait()
+        asked.cancel()
+        await prefills.dropped.wait()
+        assert (await link.wait_for(Abort)).error.status == 499
+
+
+@in_loop
+async def test_local_fallback(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(), Prefills(lambda _body: httpx.Response(500, text="boom"))
+
+    def script(_link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        here = submit.entrance == "compute"
+        return list(saying(tokenizer, "hello")(link, submit)) if here else list(reserving(link, submit))
+
+    link.script = script
+    async with (
+        running(
+            link, tokenizer, role="decode", prefill=(ONE,), fallback="local", prefill_transport=prefills
+        ) as service,
+        client(service) as http,
+    ):
+        assert (await http.get("/ready")).status_code == 200, "it can serve without anybody"
+        answer = await http.post("/v1/completions", json={"prompt": "x"})
+        assert json_of(answer)["choices"][0]["text"] == "hello"
+        assert [submit.entrance for submit in link.of(Submit)] == ["compute"]
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        while service.not_ready() is None and len(link.of(Submit)) < 3:
+            answer = await http.post("/v1/completions", json={"prompt": "x"})
+            assert json_of(answer)["choices"][0]["text"] == "hello"
+        *_, failed, local = link.of(Submit)
+        assert (failed.entrance, local.entrance, local.ticket) == ("wire", "compute", None)
+        assert local.rid != failed.rid
+
+
+@in_loop
+async def test_no_fallback_once_a_token_was_given_out_or_for_the_clients_mistakes(tokenizer: Tokenizer) -> None:
+    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello"))), *reserving(link, submit)]
+
+    for status, before in ((500, script), (400, reserving)):
+        link = FakeLink(before)
+        prefills = Prefills(lambda _body, status=status: httpx.Response(status, json={}))  # type: ignore[misc]
+        async with (
+            running(
+                link, tokenizer, role="decode", prefill=(ONE,), fallback="local", prefill_transport=prefills
+            ) as service,
+            client(service) as http,
+        ):
+            await link.wait_for(AddPrefill)
+            welcoming(link, ONE)
+            while not service.prefill_servers()[0].up:
+                await asyncio.sleep(0)
+            response = await http.post("/v1/completions", json={"prompt": "x"})
+            assert response.status_code == (502 if status == 500 else 400)
+        assert [submit.entrance for submit in link.of(Submit)] == ["wire"]

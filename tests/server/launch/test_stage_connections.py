@@ -1,0 +1,105 @@
+"""Connections of stages on this machine: named, replaced, broken, and slow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from headrace.core.runtime.frames import FrameSocket, OtherEndGone, connect
+from headrace.server.launch.stage_connections import FrameRouter
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as made:  # a short one: the kernel bounds the paths of sockets
+        yield Path(made)
+
+
+@pytest.fixture
+def router(folder: Path) -> Iterator[FrameRouter]:
+    made = FrameRouter(str(folder / "stages"))
+    yield made
+    made.close()
+
+
+def named(folder: Path, name: bytes) -> FrameSocket:
+    connection = connect(str(folder / "stages"))
+    connection.send(name)
+    return connection
+
+
+def came(router: FrameRouter, count: int) -> list[tuple[bytes, bytes]]:
+    messages: list[tuple[bytes, bytes]] = []
+    for _ in range(1000):
+        messages += [(name, frame) for name, [frame] in router.receive()]
+        if len(messages) >= count:
+            break
+    return messages
+
+
+def test_messages_bear_the_name_that_was_said_first(folder: Path, router: FrameRouter) -> None:
+    one, other = named(folder, b"one"), named(folder, b"other")
+    one.send(b"1")
+    other.send(b"2")
+    one.send(b"3")
+    assert sorted(came(router, 3)) == [(b"one", b"1"), (b"one", b"3"), (b"other", b"2")]
+    router.send(b"other", b"for the other")
+    assert other.receive() == [b"for the other"]
+    assert one.receive() == []
+    assert len(router.sockets()) == 3
+    one.close()
+    other.close()
+
+
+def test_who_comes_later_takes_over_the_name(folder: Path, router: FrameRouter) -> None:
+    before = named(folder, b"stage")
+    before.send(b"1")
+    assert came(router, 1) == [(b"stage", b"1")]
+    after = named(folder, b"stage")
+    after.send(b"2")
+    assert came(router, 1) == [(b"stage", b"2")]
+    router.send(b"stage", b"an order")
+    assert after.receive() == [b"an order"]
+    with pytest.raises(OtherEndGone):
+        before.receive()
+    before.close()
+    after.close()
+
+
+def test_whoever_is_gone_takes_nothing(folder: Path, router: FrameRouter) -> None:
+    with pytest.raises(OtherEndGone, match="not connected"):
+        router.send(b"stage", b"an order")
+    connection = named(folder, b"stage")
+    connection.send(b"last words")
+    connection.close()
+    nameless = connect(str(folder / "stages"))
+    nameless.close()
+    assert came(router, 2) == [(b"stage", b"last words")]
+    with pytest.raises(OtherEndGone):
+        router.send(b"stage", b"an order")
+    assert len(router.sockets()) == 1
+
+
+def test_a_stage_that_reads_later_holds_up_no_other(folder: Path, router: FrameRouter) -> None:
+    slow, other = named(folder, b"slow"), named(folder, b"other")
+    for connection in (slow, other):
+        connection.send(b"here")
+    came(router, 2)
+    router.send(b"slow", bytes(4 << 20))
+    router.send(b"other", b"at once")
+    assert router.unsent
+    assert other.receive() == [b"at once"]
+    received: list[bytes] = []
+    while not received:
+        router.flush()
+        received = slow.receive()
+    assert received == [bytes(4 << 20)]
+    assert not router.unsent
+    slow.close()
+    other.close()
+
+
+def test_nobody_listens(folder: Path) -> None:
+    with pytest.raises(OtherEndGone, match="nobody listens"):
+        connect(str(folder / "stages"), timeout_s=0.05)

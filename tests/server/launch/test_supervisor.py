@@ -1,0 +1,126 @@
+"""Real child processes that end, and what the supervisor makes of it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.messages.frontend import StageDown
+from headrace.server.launch import supervisor as module
+from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Child, Supervisor
+from tests.server.launch.child import Script
+
+NAME = "tests.server.launch.child"
+ROOT = Path(__file__).resolve().parents[3]  # children do not look into the working directory for modules
+
+
+def child(status: int | None = None) -> Child:
+    return Child(NAME, Script(status), threads=1, environment={"PYTHONPATH": str(ROOT)})
+
+
+class Site:
+    """A supervisor of stages that end with the statuses that plan gives for each start, and what it was told."""
+
+    def __init__(
+        self,
+        plan: Callable[[int], list[int | None]],
+        *,
+        scheduler: Child | None = None,
+        served: bool = False,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        self.starts: list[int] = []
+        self.lost: list[tuple[int, str]] = []
+        self._plan = plan
+        self._served = served
+        self.changed = asyncio.Event()
+        self.supervisor = Supervisor(scheduler or child(), self._make, start_timeout_s)
+
+    def _make(self, epoch: int) -> list[Child]:
+        self.starts.append(epoch)
+        return [child(status) for status in self._plan(epoch)]
+
+    async def _on_lost(self, stage: int, message: str) -> None:
+        """The scheduler's part: it says what the group had done."""
+        self.lost.append((stage, message))
+        down = StageDown(stage=stage, message=message, epoch=self.starts[-1], served=self._served)
+        self.supervisor.stage_down(down)
+
+    async def start(self) -> None:
+        await self.supervisor.start()
+        self.supervisor.watch(self._on_lost)
+
+    async def started(self, starts: int) -> None:
+        while len(self.starts) < starts:
+            await asyncio.sleep(0.01)
+
+
+def timed(test: Callable[[pytest.MonkeyPatch], Coroutine[Any, Any, None]]) -> Callable[[pytest.MonkeyPatch], None]:
+    @wraps(test)
+    def run(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+        asyncio.run(asyncio.wait_for(test(monkeypatch), 60))
+
+    return run
+
+
+@timed
+async def test_a_group_that_never_serves_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(lambda epoch: [None, 7])
+    await site.start()
+    assert await site.supervisor.fatal == 1
+    assert site.starts == list(range(MAX_RESTARTS + 1))
+    assert site.lost[0] == (1, "stage 1 ended with status 7")
+    await site.supervisor.end()
+
+
+@timed
+async def test_a_group_that_has_served_comes_back_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = 2 * MAX_RESTARTS
+    site = Site(lambda epoch: [9 if epoch < often else None], served=True)
+    await site.start()
+    await site.started(often + 1)
+    assert not site.supervisor.fatal.done()
+    site.supervisor.fatal.set_result(0)  # ends the scheduler at once
+    await site.supervisor.end()
+
+
+@timed
+async def test_a_mistake_in_the_configuration_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(lambda epoch: [None, CONFIGURATION_MISTAKE])
+    await site.start()
+    assert await site.supervisor.fatal == CONFIGURATION_MISTAKE
+    assert site.starts == [0]
+    await site.supervisor.end()
+
+
+@timed
+async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0.01)
+    site = Site(lambda epoch: [None, None], start_timeout_s=0.2)
+    await site.start()
+    await site.started(2)
+    site.supervisor.stages_ready()
+    await asyncio.sleep(0.5)
+    assert site.starts == [0, 1], "a group that is ready in time is left alone"
+    site.supervisor.stage_down(StageDown(stage=1, message="silent", epoch=0))
+    await asyncio.sleep(0.2)
+    assert site.starts == [0, 1], "that was about a group that has ended"
+    site.supervisor.stage_down(StageDown(stage=1, message="silent", epoch=1))
+    await site.started(3)
+    site.supervisor.fatal.set_result(0)
+    await site.supervisor.end()
+
+
+@timed
+async def test_the_end_of_the_scheduler_is_the_end_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(lambda epoch: [None, None], scheduler=child(3))
+    await site.start()
+    assert await site.supervisor.fatal == 1
+    started = time.monotonic()
+    await site.supervisor.end()
+    assert time.monotonic() - started < module.END_TIMEOUT_S, "nobody waits for stages that nobody has told to end"

@@ -1,0 +1,189 @@
+"""Joins over the order socket: strangers are told where things stand, and only members are listened to."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import zmq
+
+from headrace.core.messages.frontend import StageDown
+from headrace.core.messages.membership import (
+    Admitted,
+    AnswerMessage,
+    Dismissed,
+    Gathering,
+    JoinRequest,
+    Refused,
+    Waiting,
+)
+from headrace.core.messages.orders import (
+    AnyOrder,
+    AnyStageEvent,
+    BeginEpoch,
+    PlanDone,
+    StageFailed,
+    StageHeartbeat,
+    StageReady,
+    stage_identity,
+)
+from headrace.core.runtime.codec import Codec
+from headrace.core.stats import Stats
+from headrace.core.types.geometry import Geometry
+from headrace.server.launch.channels import ChannelEvent, StageChannel
+from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
+from headrace.server.stage_group.join_endpoint import JoinEndpoint
+from tests.server.stage_group.test_registry import join, roster
+
+Socket = zmq.Socket[bytes]
+GEOMETRY = Geometry("float32", 1, 1, 2, 16)
+JOINS: Codec[JoinRequest] = Codec(JoinRequest)
+ANSWERS: Codec[AnswerMessage] = Codec(AnswerMessage)
+ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
+EVENTS: Codec[AnyStageEvent] = Codec(AnyStageEvent)
+SILENCE_S = 0.6
+
+
+class Bench:
+    """A scheduler's channel with a gate, on a real TCP socket; time for its decisions is by hand."""
+
+    def __init__(self, context: "zmq.Context[Socket]", start_timeout_s: float = 60.0) -> None:
+        self.context = context
+        socket = order_socket(context, "tcp://127.0.0.1:*", SILENCE_S)
+        self.endpoint = f"tcp://127.0.0.1:{bound_port(socket)}"
+        self.poller = socket
+        gate = JoinEndpoint(socket, roster(key="k"), start_timeout_s)
+        self.channel = StageChannel(ZmqRouter(socket), 2, beat_s=1.0, silence_s=3.0, gate=gate)
+        self.sockets: list[Socket] = []
+
+    def dial(self, identity: bytes | None = None) -> Socket:
+        socket = self.context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.rcvtimeo = 5000
+        if identity is not None:
+            socket.routing_id = identity
+        socket.connect(self.endpoint)
+        self.sockets.append(socket)
+        return socket
+
+    def receive(self, now: float = 0.0) -> Sequence[ChannelEvent]:
+        assert self.poller.poll(5000)
+        return self.channel.receive(now)
+
+    def say(
+        self, socket: Socket, message: JoinRequest, now: float = 0.0
+    ) -> tuple[AnswerMessage, Sequence[ChannelEvent]]:
+        socket.send(JOINS.encode(message))
+        events = self.receive(now)
+        return ANSWERS.decode(socket.recv()), events
+
+    def complete(self, now: float = 0.0) -> tuple[list[Socket], str]:
+        """Two members, and their group's secret."""
+        members = [self.dial(), self.dial()]
+        self.say(members[0], join(0, key="k"), now)
+        answer, _ = self.say(members[1], join(1, key="k"), now)
+        assert isinstance(answer, Admitted)
+        assert isinstance(ANSWERS.decode(members[0].recv()), Admitted)
+        return members, answer.config.session
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Socket]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def bench(context: "zmq.Context[Socket]") -> Iterator[Bench]:
+    made = Bench(context)
+    yield made
+    for socket in made.sockets:
+        socket.close()
+    made.channel.close()
+
+
+def ready(stage: int, epoch: int = 1) -> StageReady:
+    return StageReady(
+        stage=stage, geometry=GEOMETRY, fingerprint="", data_port=1, kv_pages=4, vocab_size=9, epoch=epoch
+    )
+
+
+def test_the_way_in_and_what_the_scheduler_hears_of_it(bench: Bench) -> None:
+    told = bench.channel.tick(0.0)
+    assert told == [Gathering(message="waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
+    first, second = bench.dial(), bench.dial()
+    answer, events = bench.say(first, join(0))
+    assert isinstance(answer, Refused)
+    assert events == []
+    answer, events = bench.say(first, join(0, key="k"))
+    assert isinstance(answer, Waiting)
+    assert events == [Gathering(message="waiting for stage 1 of 2 to join at tcp://here:1")]
+    answer, events = bench.say(second, join(1, key="k"))
+    assert isinstance(answer, Admitted)
+    assert isinstance(ANSWERS.decode(first.recv()), Admitted), "told without asking again"
+    assert events == [Gathering(message="all 2 stages have joined and are loading")]
+    session = answer.config.session
+    orders = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
+    for stage, socket in enumerate(orders):
+        socket.send(EVENTS.encode(ready(stage)))
+        assert bench.receive() == [ready(stage)]
+    assert bench.channel.all_ready() == (ready(0), ready(1))
+    bench.channel.apply(BeginEpoch(seq=7, epoch=1), 0.0)
+    assert [ORDERS.decode(socket.recv()) for socket in orders] == [BeginEpoch(seq=7, epoch=1)] * 2
+
+
+def test_garbage_and_impostors_change_nothing(bench: Bench) -> None:
+    _, session = bench.complete()
+    true = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
+    for stage, socket in enumerate(true):
+        socket.send(EVENTS.encode(ready(stage)))
+        bench.receive()
+    random.seed(5)
+    done = PlanDone(stage=1, seq=1, duration_s=1.0)
+    frames = (b"", random.randbytes(300), EVENTS.encode(ready(0, epoch=9)), EVENTS.encode(done))
+    names = (None, stage_identity(0, 1), stage_identity(1, 1, "guessed"), stage_identity(0, 2, session))
+    for name in names:
+        stranger = bench.dial(name)
+        for frame in frames:
+            stranger.send(frame)
+            assert bench.receive() == []
+        stranger.send_multipart([JOINS.encode(join(0, key="k")), b"more"])
+        assert bench.receive() == []
+    assert bench.channel.all_ready() == (ready(0), ready(1))
+    samples = {(sample.name, sample.labels): sample.value for sample in bench.channel.statistics().samples}
+    assert samples["malformed_frames_total", ("stages",)] == 5 * len(names)
+
+
+def test_a_member_whose_process_ends_is_reported_at_the_next_beat(bench: Bench) -> None:
+    members, _ = bench.complete()
+    assert bench.channel.tick(1.0) == []
+    members[1].close()
+    now, events = 2.0, bench.channel.tick(2.0)
+    while not events:  # until libzmq has seen the end of the connection
+        assert now < 400
+        bench.poller.poll(20)
+        now += 1.0
+        events = bench.channel.tick(now)
+    assert [event.stage for event in events if isinstance(event, StageFailed)] == [1]
+    members[0].recv()
+    told = bench.channel.stage_down(StageDown(stage=1, message="gone", epoch=1))
+    assert told == [Gathering(message="stage 1 failed: gone; waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
+    answers = []
+    while not answers or not isinstance(answers[-1], Dismissed):
+        answers.append(ANSWERS.decode(members[0].recv()))
+    assert answers[-1].message == "stage 1 failed: gone"
+
+
+def test_stages_that_take_too_long_to_load_are_given_up(context: "zmq.Context[Socket]") -> None:
+    bench = Bench(context, start_timeout_s=10.0)
+    _, session = bench.complete(now=100.0)
+    loaded = bench.dial(stage_identity(0, 1, session))
+    loaded.send(EVENTS.encode(ready(0)))
+    bench.receive(105.0)
+    for now in (107.0, 109.0):
+        assert bench.channel.tick(now) == []
+        loaded.send(EVENTS.encode(StageHeartbeat(stage=0, stats=Stats())))
+        assert bench.receive(now) == []
+    assert bench.channel.tick(110.1) == [StageFailed(stage=1, message="it took more than 10 s to load")]
+    for socket in bench.sockets:
+        socket.close()
+    bench.channel.close()

@@ -1,0 +1,74 @@
+"""Rendering: everything known appears from the start, everything counted appears with its value."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
+from headrace.server.telemetry.catalog import CATALOG
+from headrace.server.telemetry.metrics import FrontMetrics, render
+
+
+def families(*stats: Stats) -> dict[str, object]:
+    return {family.name: family for family in text_string_to_metric_families(render(stats).decode())}
+
+
+def samples(*stats: Stats) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(render(stats).decode())
+        for sample in family.samples
+    }
+
+
+def test_the_whole_catalog_appears_before_anything_happened() -> None:
+    text = render([Stats()]).decode()
+    for spec in CATALOG:
+        assert f"# HELP headrace_{spec.name} {spec.help}" in text, spec.name
+        assert f"# TYPE headrace_{spec.name} {spec.kind}" in text, spec.name
+    values = samples(Stats())
+    for spec in CATALOG:
+        if spec.kind != "histogram" and (spec.zeros or not spec.labels):
+            for labels in spec.zeros or ((),):
+                assert values["headrace_" + spec.name, labels] == 0
+
+
+def test_values_of_several_processes_are_added_up() -> None:
+    values = samples(Stats((Sample("chunks_sent_total", 3),)), Stats((Sample("chunks_sent_total", 4),)))
+    assert values["headrace_chunks_sent_total", ()] == 7
+
+
+def test_what_no_catalog_knows_appears_too() -> None:
+    histograms = Histograms()
+    histograms.observe("nap_seconds", 0.2, ("x",))
+    values = samples(Stats((Sample("naps_total", 2, ("a", "b")), Sample("depth", 5)), histograms.snapshot()))
+    assert values["headrace_naps_total", ("a", "b")] == 2
+    assert values["headrace_depth", ()] == 5
+    assert values["headrace_nap_seconds_count", ("x",)] == 1
+
+
+@given(st.lists(st.floats(0, 400, allow_nan=False), max_size=30))
+def test_histograms_count_like_brute_force(durations: list[float]) -> None:
+    spec = MetricSpec("http_request_duration_seconds", "histogram", "x", ("route",))
+    metrics = FrontMetrics()
+    for duration in durations:
+        metrics.answered("/x", 200, duration)
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(render([metrics.statistics()]).decode()):
+        if family.name == "headrace_http_request_duration_seconds":
+            for sample in family.samples:
+                values[sample.labels.get("le", sample.name)] = sample.value
+    if not durations:
+        assert values == {}
+        return
+    for bound in spec.bounds:
+        assert values[f"{bound:g}"] == sum(duration <= bound for duration in durations)
+    assert values["+Inf"] == len(durations)
+
+
+def test_labels_may_hold_anything() -> None:
+    counters = Counters()
+    counters.add("requests_total", labels=("failed", 'a "quoted"\nreason\\'))
+    (value,) = [v for (name, labels), v in samples(Stats(counters.snapshot())).items() if labels[:1] == ("failed",)]
+    assert value == 1
+    assert families()

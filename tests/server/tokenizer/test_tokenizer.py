@@ -1,0 +1,77 @@
+"""The tokenizer: stop ids, bytes of tokens, chat, and the real one once."""
+
+import asyncio
+import os
+
+import pytest
+
+from headrace.core.types.errors import HeadraceError
+from headrace.server.config.load import load
+from headrace.server.tokenizer.service import TokenService
+from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, Tokenizer, load_tokenizer
+
+
+def test_stop_ids_are_the_tokens_that_contain_the_string(tokenizer: Tokenizer) -> None:
+    pieces = {tokenizer.piece(token) for token in tokenizer.stop_ids(["\n\n"])}
+    assert pieces == {"\n\n", ".\n\n"}
+    assert {tokenizer.piece(token) for token in tokenizer.stop_ids(["ell"])} == {"hell", "hello"}
+    assert tokenizer.stop_ids(["not in any token"]) == ()
+    assert tokenizer.stop_ids(["<eos>"]) == tokenizer.eos_ids
+
+
+def test_every_stop_id_contains_the_string_by_brute_force(tokenizer: Tokenizer) -> None:
+    for stop in ("l", "o", " w", "\n"):
+        expected = [token for token in range(tokenizer.vocab_size) if stop in tokenizer.piece(token)]
+        assert list(tokenizer.stop_ids([stop])) == expected
+        assert len(expected) <= MAX_STOP_IDS
+
+
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(tokenizer: Tokenizer) -> None:
+    text = "hello wörld 🙂\n\n"
+    assert b"".join(tokenizer.piece_bytes(token) for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_ids_outside_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.piece(-1) == tokenizer.piece(tokenizer.vocab_size) == ""
+
+
+def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert tokenizer.decode(ids) == "<|user|>hello\n<|assistant|>"
+
+
+def test_a_chat_the_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
+    with pytest.raises(HeadraceError, match="nobody cannot speak") as caught:
+        tokenizer.encode_chat([{"role": "nobody", "content": "hello"}])
+    assert (caught.value.info.status, caught.value.info.field) == (400, "messages")
+
+
+def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
+    async def main() -> list[list[int]]:
+        service = TokenService(tokenizer)
+        try:
+            return await asyncio.gather(*(service.encode(f"hello world {index}") for index in range(50)))
+        finally:
+            service.close()
+
+    assert asyncio.run(main()) == [tokenizer.encode(f"hello world {index}") for index in range(50)]
+
+
+def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
+    real = load_tokenizer("smollm2", load({}, os.environ).server.cache_dir)
+    text = "Why is the sky blue? 日本語 🙂\n\nBecause"
+    assert real.decode(real.encode(text)) == text
+    assert real.decode(real.encode_chat([{"role": "user", "content": "hi"}])).endswith("assistant\n")
+    assert real.piece(real.eos_ids[0]).startswith("<|")
+    assert all("\n\n" in real.piece(token) for token in real.stop_ids(["\n\n"]))
+    assert real.stop_ids(["e"]) == (), "too many tokens contain an e: it is looked for in the text"
+
+
+def test_a_stand_in_has_a_tokenizer_of_bytes() -> None:
+    made = load_tokenizer("stand-in:vocab=300", "")
+    assert made.encode("é\n") == list("é\n".encode())
+    assert (made.vocab_size, made.eos_ids) == (300, (256,))
+    assert made.decode([*b"a", 257, 299]) == "a w257 w299"
+    assert [made.piece(token) for token in (97, 256, 257)] == ["a", "<end>", " w257"]
+    assert made.piece_bytes(0xC3) == b"\xc3"
+    assert made.decode(made.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "

@@ -1,0 +1,184 @@
+"""A receiver against a prefill stage that repeats, reorders, delays and spoils its chunks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import CancelReceive, ChunkReceived, KvReceived, ReceiveFailed
+from headrace.core.types.packed import pack
+from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol.messages import Ack, Nack
+from tests.transfer.harness import CONFIG, FIRST, value, zmq_context
+from tests.transfer.raw import RawStage
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    with zmq_context() as made:
+        yield made
+
+
+@pytest.fixture
+def stage(context: Any) -> Iterator[RawStage]:
+    made = RawStage(context)
+    yield made
+    made.close()
+
+
+def written(stage: RawStage) -> list[int]:
+    """Pages that differ from what they were."""
+    return [page for page in range(16) if not np.array_equal(stage.target.data[page], stage.untouched[page])]
+
+
+def test_repeated_and_reordered_chunks_are_written_once_and_acknowledged_each_time(stage: RawStage) -> None:
+    order = [1, 1, 0, 0, 1]
+    for number in order:
+        stage.send(number)
+    assert [stage.answer() for _ in order] == [Ack(ticket="t", generation=1, chunk=number) for number in order]
+    assert stage.loop.wait_for(stage.receiver, KvReceived).first == FIRST
+    assert len(stage.loop.of(stage.receiver, ChunkReceived)) == 2
+    assert value(stage.receiver.statistics(), "stale_messages_total", ("repeated_chunk",)) == 3
+    assert (stage.target.data[4] == 1).all()
+    assert (stage.target.data[5] == 2).all()
+    assert written(stage) == [4, 5]
+
+
+def test_a_chunk_that_comes_again_after_the_pages_have_a_new_owner_writes_nothing(stage: RawStage) -> None:
+    stage.send(0)
+    stage.send(1)
+    stage.loop.wait_for(stage.receiver, KvReceived)
+    stage.target.data[:] = 0xEE
+    stage.send(0)
+    stage.send(1)
+    assert [type(stage.answer()) for _ in range(4)] == [Ack] * 4
+    assert (stage.target.data == 0xEE).all()
+    assert len(stage.loop.of(stage.receiver, KvReceived)) == 1
+
+
+def test_another_generation_is_dropped_and_the_right_one_still_arrives(stage: RawStage) -> None:
+    stage.send(0, generation=2)
+    nack = stage.answer()
+    assert isinstance(nack, Nack)
+    assert (nack.code, nack.generation) == ("unknown_ticket", 2)
+    assert written(stage) == []
+    stage.send(0)
+    stage.send(1)
+    stage.loop.wait_for(stage.receiver, KvReceived)
+
+
+ROW = metadata.encode("t", 1, FIRST)
+FOREIGN_ROW = metadata.encode("other", 1, FIRST)
+LATE_ROW = metadata.encode("t", 9, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("number", "frames", "changes", "code"),
+    [
+        (0, None, {"checksum": 1}, "checksum_mismatch"),
+        (0, None, {"checksum": None}, "checksum_mismatch"),
+        (0, None, {"pages": pack([5])}, "bad_chunk"),
+        (0, None, {"pages": pack([4, 5])}, "bad_chunk"),
+        (0, None, {"pages": b""}, "bad_chunk"),
+        (0, None, {"start": 16}, "bad_chunk"),
+        (1, None, {"start": 32}, "bad_chunk"),
+        (1, None, {"count": 17}, "bad_chunk"),
+        (0, None, {"count": 2**31 - 1}, "bad_chunk"),
+        (0, None, {"count": 0, "payload_bytes": 0, "pages": b""}, "bad_chunk"),
+        (0, None, {"row": 4}, "bad_chunk"),
+        (0, None, {"payload_bytes": 1}, "bad_chunk"),
+        (1, None, {"total": 3}, "bad_chunk"),
+        (1, None, {"total": 0}, "bad_chunk"),
+        (0, [], {}, "bad_chunk"),
+        (0, [b"x"], {}, "bad_chunk"),
+        (0, [b"x" * 1024, b""], {}, "bad_chunk"),
+        (1, [FOREIGN_ROW, b"\x02" * 1024], {}, "bad_metadata"),
+        (1, [LATE_ROW, b"\x02" * 1024], {}, "bad_metadata"),
+        (1, [b"\xff" * 256, b"\x02" * 1024], {}, "bad_metadata"),
+    ],
+)
+def test_a_bad_chunk_fails_the_ticket_before_anything_of_it_is_written(
+    stage: RawStage, number: int, frames: list[bytes] | None, changes: dict[str, Any], code: str
+) -> None:
+    """G4. The chunk is refused with a reason; a good copy of it afterwards does not revive the ticket."""
+    assert len(stage.page(0)) == 1024
+    stage.send(number, frames, **changes)
+    nack = stage.answer()
+    assert isinstance(nack, Nack)
+    assert nack.code == code
+    failed = stage.loop.wait_for(stage.receiver, ReceiveFailed)
+    assert (failed.request, failed.code, failed.message) == (1, code, nack.message)
+    stage.send(0)
+    stage.send(1)
+    assert [type(stage.answer()) for _ in range(2)] == [Nack, Nack]
+    assert written(stage) == []
+    assert len(stage.loop.of(stage.receiver, ReceiveFailed)) == 1
+    stage.expect(2, generation=2)  # the row is free again
+    stage.send(0, generation=2)
+    stage.send(1, generation=2)
+    assert stage.loop.wait_for(stage.receiver, KvReceived).request == 2
+
+
+def test_chunks_that_leave_a_gap_fail_the_ticket(stage: RawStage) -> None:
+    stage.send(0, [stage.page(1, 8)], count=8, payload_bytes=512)
+    stage.send(1)
+    assert isinstance(stage.answer(), Ack)
+    assert isinstance(stage.answer(), Nack)
+    failed = stage.loop.wait_for(stage.receiver, ReceiveFailed)
+    assert failed.message == "tokens from 8 were expected next, and a chunk begins at 16"
+    assert not stage.loop.of(stage.receiver, KvReceived)
+
+
+def test_forgetting_is_answered_at_once_and_also_for_what_is_unknown(stage: RawStage) -> None:
+    stage.send(0)
+    stage.answer()
+    for request in (1, 1, 99):
+        stage.loop.apply(stage.receiver, CancelReceive(seq=0, request=request))
+    stage.target.data[:] = 0xEE
+    stage.send(1)
+    assert isinstance(stage.answer(), Nack)
+    assert (stage.target.data == 0xEE).all()
+
+
+def test_without_checksums_on_both_sides_chunks_need_none(context: Any) -> None:
+    stage = RawStage(context, config=TransferConfig(checksum=False))
+    stage.send(0, checksum=None)
+    stage.send(1, checksum=None)
+    stage.loop.wait_for(stage.receiver, KvReceived)
+    stage.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=3))
+def test_garbage_is_counted_and_disturbs_nothing(stage: RawStage, frames: list[bytes]) -> None:
+    before = value(stage.receiver.statistics(), "malformed_frames_total", ("receiver",))
+    stage.socket.send_multipart([stage.route, *frames])
+    stage.loop.until(lambda: value(stage.receiver.statistics(), "malformed_frames_total", ("receiver",)) == before + 1)
+    assert not stage.loop.of(stage.receiver, ReceiveFailed)
+
+
+def test_a_truncated_header_is_counted(stage: RawStage) -> None:
+    header, frames = stage.chunk(0)
+    data = checksum.of_frames(frames).to_bytes(8, "little")
+    stage.socket.send_multipart([stage.route, data, *frames])
+    stage.loop.until(lambda: value(stage.receiver.statistics(), "malformed_frames_total", ("receiver",)) == 1)
+    stage.say(header, *frames)
+    assert isinstance(stage.answer(), Ack)
+
+
+def test_a_silent_stage_is_attached_to_again() -> None:
+    with zmq_context() as context:
+        stage = RawStage(context, config=TransferConfig(peer_timeout_s=CONFIG.peer_timeout_s))
+        seen: list[bytes] = []
+
+        def attached_again() -> bool:
+            while stage.socket.poll(0):
+                seen.append(stage.socket.recv_multipart()[1])
+            return any(b"Attach" in body for body in seen)
+
+        stage.loop.until(attached_again)  # its pings go unanswered
+        stage.close()

@@ -1,0 +1,95 @@
+"""Prefill and decode with different tensor and pipeline degrees, over real sockets."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.core.messages.orders import ChunkAcked
+from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
+from tests.transfer.group import Group
+from tests.transfer.harness import value, zmq_context
+from tests.transfer.ranks import grid
+from tests.transfer.raw import RawPeer
+
+Split = tuple[tuple[int, ...], tuple[int, ...]]  # layers of each pipeline rank, KV heads of each tensor rank
+
+PAIRS: list[tuple[str, Split, Split]] = [
+    ("TP 2 to 4", ((4,), (4, 4)), ((4,), (2, 2, 2, 2))),
+    ("TP 4 to 1", ((4,), (2, 2, 2, 2)), ((4,), (8,))),
+    ("TP 1 to 8", ((4,), (8,)), ((4,), (1,) * 8)),
+    ("TP 3 to 2, uneven", ((4,), (3, 3, 2)), ((4,), (4, 4))),
+    ("PP 2 TP 2 to TP 4", ((2, 2), (4, 4)), ((4,), (2, 2, 2, 2))),
+    ("PP 4 to TP 4", ((1, 1, 1, 1), (8,)), ((4,), (2, 2, 2, 2))),
+    ("PP 3 TP 2 to PP 2 TP 4", ((1, 2, 1), (4, 4)), ((2, 2), (2, 2, 2, 2))),
+]
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    with zmq_context() as made:
+        yield made
+
+
+@pytest.mark.parametrize(("source", "destination"), [pair[1:] for pair in PAIRS], ids=[pair[0] for pair in PAIRS])
+@pytest.mark.parametrize(("source_size", "destination_size", "start"), [(16, 16, 0), (8, 32, 5), (5, 3, 7)])
+def test_every_rank_gets_its_own_layers_and_heads_and_no_byte_more(
+    context: Any, source: Split, destination: Split, source_size: int, destination_size: int, start: int
+) -> None:
+    end = 60
+    group = Group(context, grid(source_size, *source), grid(destination_size, *destination))
+    untouched = [store.data.copy() for store in group.targets]
+    pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
+    for receiver in group.receivers:
+        group.dial(receiver)
+    group.hand_over(start, end, [start, 16, 45, end], pages, dst)
+    for sender, geometry in zip(group.senders, group.sources, strict=True):
+        assert sum(event.bytes for event in group.loop.of(sender, ChunkAcked)) == (end - start) * geometry.token_bytes
+        assert value(sender.statistics(), "bytes_sent_total", ("zmq",)) == (end - start) * geometry.token_bytes
+    sent = group.positions(group.stores, group.sources, pages, start, end - start)
+    assert np.array_equal(group.positions(group.targets, group.destinations, dst, start, end - start), sent)
+    for store, before in zip(group.targets, untouched, strict=True):
+        for position in range(start, end):
+            page, slot = dst[position // destination_size], position % destination_size
+            store.data[page, :, :, :, slot] = before[page, :, :, :, slot]
+        assert np.array_equal(store.data, before)
+    group.close()
+
+
+def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
+    halves = grid(16, [4], [1, 1])
+    ranks = [halves[0], halves[0], halves[1], halves[1]]
+    group = Group(context, grid(16, [2, 2], [2]), ranks)
+    for receiver in group.receivers:
+        group.dial(receiver)
+    group.hand_over(0, 40, [0, 20, 40], range(3), range(5, 8))
+    sent = group.positions(group.stores, group.sources, range(3), 0, 40)
+    for pair in ((0, 2), (1, 3)):
+        targets, owners = [group.targets[rank] for rank in pair], [ranks[rank] for rank in pair]
+        assert np.array_equal(group.positions(targets, owners, range(5, 8), 0, 40), sent)
+    group.close()
+
+
+def test_the_payload_of_two_ranks_is_the_heads_of_the_layers_that_both_own(context: Any) -> None:
+    group = Group(context, grid(16, [4], [4]), grid(16, [1, 3], [1, 3]))
+    [sender] = group.senders
+    peer = RawPeer(context, group.loop, sender.port, peer_stage=3)
+    group.send(sender, 0, 4, 20, last=True, pages=range(2, 4), dst=range(2))
+    assert isinstance(peer.take()[0], Attached)
+    header, (_, *payload) = peer.take()
+    assert isinstance(header, Chunk)
+    data = group.stores[0].data
+    assert payload == [data[2, 1:, :, 1:, 4:].tobytes(), data[3, 1:, :, 1:, :8].tobytes()]
+    assert header.payload_bytes == 20 * group.destinations[3].token_bytes
+    group.close()
+
+
+def test_a_rank_without_heads_in_common_is_refused(context: Any) -> None:
+    group = Group(context, grid(16, [4], [2, 2]), grid(16, [4], [1, 3]))
+    peer = RawPeer(context, group.loop, group.senders[1].port, stage=1, peer_stage=0)
+    refused = peer.take()[0]
+    assert isinstance(refused, Refuse)
+    assert refused.code == "wrong_stage"
+    assert refused.message == "stage 1 shares no layers and heads with stage 0 of the peer"
+    group.close()

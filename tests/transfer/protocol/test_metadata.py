@@ -1,0 +1,74 @@
+"""Metadata rows: what is put in comes out, and nothing else is accepted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.transfer.protocol import metadata
+from headrace.transfer.protocol.metadata import MetadataRows
+
+TOKENS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(max_value=0, allow_nan=False, width=32)
+
+
+@st.composite
+def first_tokens(draw: st.DrawFn) -> FirstToken:
+    token = draw(TOKENS)
+    top = draw(st.lists(st.tuples(TOKENS, LOGPROBS), max_size=metadata.MAX_TOP))
+    logprob = TokenLogprob(token, draw(LOGPROBS), tuple(i for i, _ in top), tuple(p for _, p in top))
+    return FirstToken(
+        token=token,
+        prompt_tokens=draw(TOKENS),
+        cached_tokens=draw(TOKENS),
+        logprob=draw(st.sampled_from([None, logprob])),
+        finish_reason=draw(st.sampled_from(metadata.FINISH_REASONS)),
+    )
+
+
+@given(st.text(min_size=1, max_size=256).filter(str.isprintable), st.integers(0, 2**63 - 1), first_tokens())
+def test_round_trip(ticket: str, generation: int, first: FirstToken) -> None:
+    rows = MetadataRows(2)
+    rows.set(1, metadata.encode(ticket, generation, first))
+    row = rows.read(1)
+    assert row.first == first
+    assert row.belongs_to(ticket, generation)
+    assert not row.belongs_to(ticket + "x", generation)
+    assert not row.belongs_to(ticket, generation + 1)
+    assert rows.is_clear(0)
+
+
+def test_a_row_serves_one_request_at_a_time() -> None:
+    rows = MetadataRows(1)
+    data = metadata.encode("t", 1, FirstToken(token=1, prompt_tokens=2, cached_tokens=0))
+    rows.set(0, data)
+    with pytest.raises(ValueError, match="row 0 is in use"):
+        rows.set(0, data)
+    rows.clear(0)
+    with pytest.raises(ValueError, match="version 0, expected 1"):
+        rows.read(0)
+    rows.set(0, data)
+
+
+def test_more_alternatives_than_fit_are_an_error() -> None:
+    logprob = TokenLogprob(1, -1.0, tuple(range(21)), (-1.0,) * 21)
+    with pytest.raises(ValueError, match="up to 20 pairs of alternatives, not 21"):
+        metadata.encode("t", 1, FirstToken(token=1, prompt_tokens=1, cached_tokens=0, logprob=logprob))
+
+
+@given(st.binary(max_size=300) | st.binary(min_size=256, max_size=256))
+def test_any_bytes_decode_or_raise_value_error(data: bytes) -> None:
+    try:
+        metadata.decode(data)
+    except ValueError:
+        return
+    assert len(data) == metadata.ROW_BYTES
+
+
+@given(st.binary(min_size=254, max_size=254))
+def test_any_bytes_of_the_right_version_decode_or_raise_value_error(data: bytes) -> None:
+    try:
+        row = metadata.decode(b"\x01\x00" + data)
+    except ValueError:
+        return
+    assert row.first.token >= 0

@@ -1,0 +1,105 @@
+"""Pools in plain memory, laid out in any way: what a PoolLayout describes, as numpy arrays."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.types.backends import Placement, PoolLayout, Strides
+from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
+
+
+def c_order(geometry: Geometry, pages: int) -> PoolLayout:
+    """One tensor after the other, each [pages, layers, planes, kv_heads, page_size, head_dim] without gaps."""
+    at = 0
+    places: dict[str, Placement] = {KV: Placement(name=KV, offset=0, strides=(0, 0, 0, 0, 0))}
+    for tensor in geometry.tensors:
+        places[tensor.name] = Placement(name=tensor.name, offset=at, strides=_strides(tensor, geometry.page_size))
+        at += pages * geometry.page_size * tensor.token_bytes
+    kv = places.pop(KV)
+    return PoolLayout(bytes=at, pages=pages, strides=kv.strides, offset=kv.offset, components=tuple(places.values()))
+
+
+def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, Placement]]:
+    """The tensors of a pool with their places, for whoever writes into it. Raises ValueError, naming the values, unless
+    every slot of every page lies within the layout's memory."""
+    places = {place.name: place for place in layout.components}
+    places[KV] = Placement(name=KV, offset=layout.offset, strides=layout.strides)
+    for tensor in geometry.tensors:
+        place = places.get(tensor.name)
+        if place is None:
+            raise ValueError(f"its layout has no component {tensor.name}")
+        last = [length - 1 for length in (layout.pages, *frame_shape(tensor, geometry.page_size)[:4])]
+        end = place.offset + sum(n * stride for n, stride in zip(last, place.strides, strict=True)) + tensor.slot_bytes
+        if layout.pages and end > layout.bytes:
+            raise ValueError(
+                f"its pages of {tensor.name} do not lie within its {layout.bytes} bytes: they end at {end}"
+            )
+        yield tensor, place
+
+
+def page_numbers(pages: Sequence[int], count: int) -> npt.NDArray[np.int32]:
+    """The same as an array. Raises IndexError for a page that a pool of so many has not."""
+    numbers = np.asarray(pages, np.int32)
+    if (wrong := numbers[(numbers < 0) | (numbers >= count)]).size:
+        raise IndexError(f"page {wrong[0]} of {count} pages")
+    return numbers
+
+
+class StridedPool:
+    """A PageStore over memory (a writable buffer) that a layout describes; ValueError where the layout leaves it.
+    tensors: by name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes."""
+
+    def __init__(self, geometry: Geometry, layout: PoolLayout, memory: Any) -> None:
+        self.memory = memory
+        self.tensors: dict[str, Bytes] = {}
+        self._pages, self.page_size = layout.pages, geometry.page_size
+        for tensor, place in placed(geometry, layout):
+            shape = (layout.pages, *frame_shape(tensor, geometry.page_size))
+            try:  # numpy sees for itself that the array lies within the memory
+                array: Bytes = np.ndarray(shape, np.uint8, memory, place.offset, (*place.strides, 1))
+            except TypeError as error:
+                raise ValueError(str(error)) from error
+            self.tensors[tensor.name] = array
+
+    @property
+    def data(self) -> Bytes:
+        """Keys and values."""
+        return self.tensors[KV]
+
+    @property
+    def rows(self) -> Bytes | None:
+        alone = len(self.tensors) == 1 and self.data.flags.c_contiguous
+        return self.data.reshape(self._pages, -1) if alone else None
+
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """Raises IndexError for a page or slots that the pool has not."""
+        pages, slots = self._pages, self.page_size
+        if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
+            raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
+        return self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
+
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        return np.ascontiguousarray(self.view(page, first_slot, count, box))
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        self.view(page, first_slot, count, box)[...] = data
+
+
+class ArrayPageStore(StridedPool):
+    """A pool in C order, in zeroed memory of its own unless some is given: a PageStore for programs that speak the
+    protocol without torch."""
+
+    def __init__(self, geometry: Geometry, pages: int, memory: memoryview | None = None) -> None:
+        layout = c_order(geometry, pages)
+        super().__init__(geometry, layout, np.zeros(layout.bytes, np.uint8) if memory is None else memory)
+
+
+def _strides(tensor: Component, page_size: int) -> Strides:
+    slot = tensor.slot_bytes
+    head = page_size * slot
+    plane = tensor.kv_heads * head
+    layer = tensor.planes * plane
+    return tensor.layers * layer, layer, plane, head, slot

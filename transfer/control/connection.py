@@ -1,0 +1,245 @@
+"""The decode side's end of one control connection: when to say hello, ping, give up and try again. Pure.
+
+    ┌───────────── back-off ─────────────┐
+    ▼                                    │ Refuse, silence, Goodbye, unfit Welcome
+DOWN ──Hello──► GREETING ──Welcome──► UP ┘
+"""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from headrace.core.config import TransferConfig
+from headrace.core.messages.peers import (
+    PeerEvent,
+    PrefillDown,
+    PrefillUp,
+    TicketCancelled,
+    TicketFailed,
+    TicketFinished,
+)
+from headrace.core.runtime.log_throttle import printable
+from headrace.core.stats import Counters
+from headrace.core.types.addresses import url
+from headrace.core.types.errors import ErrorInfo
+from headrace.transfer.protocol import matching, messages, metadata
+from headrace.transfer.protocol.messages import (
+    Cancelled,
+    DeskMessage,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refuse,
+    StageInfo,
+    Welcome,
+)
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 2.0
+CHECK_KEYS = (
+    "if its desk can be reached, check that --curve-server-key is its public key and that its --curve-allowed folder "
+    "has ours"
+)
+CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
+
+
+MayDial = Callable[[str, int], bool]  # host, port
+
+
+class Step(NamedTuple):
+    """What to send on the connection, what to report, and whether the connection is to be made anew first."""
+
+    sends: list[PeerMessage]
+    events: list[PeerEvent]
+    redial: bool = False
+
+
+class ControlConnection:
+    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
+    server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
+    a host that is not the desk's. renewals: held tickets that every ping of the session renews, as many as it can name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        hello: Callable[[], Hello | None],
+        config: TransferConfig,
+        counters: Counters,
+        *,
+        server_key: str = "",
+        may_dial: MayDial = lambda host, port: True,
+    ) -> None:
+        self.name = name
+        self.state: Literal["down", "greeting", "up"] = "down"
+        self.welcome: Welcome | None = None
+        self.renewals: set[str] = set()
+        self._host = host
+        self._server_key = server_key
+        self._may_dial = may_dial
+        self._hello = hello
+        self._config = config
+        self._retry_s = FIRST_RETRY_S
+        self._next_try = 0.0
+        self._heard = 0.0
+        self._next_ping = 0.0
+        self._pings = 0
+        self._reason: str | None = None  # the last one reported; repeated ones are not
+        self._outdated = False  # our hello is no longer what we are
+        self._counters = counters
+
+    @property
+    def session(self) -> str | None:
+        return self.welcome.session if self.welcome and not self._outdated else None
+
+    def outdate(self) -> None:
+        """Our hello has changed: the session is over at once, and the next tick, which is due, begins anew."""
+        self._outdated = self.state != "down"
+
+    def receive(self, message: DeskMessage, now: float) -> Step:
+        """Handle what the desk said."""
+        self._heard = now
+        match message:
+            case Welcome():
+                return self._welcomed(message, now)
+            case Refuse():
+                return self._refused(message, now)
+            case Goodbye():
+                return self._down(f"goodbye: {printable(message.reason)}", now)
+            case Pong():
+                return Step([], [])
+            case _ if self.welcome is None:
+                self._counters.add("stale_messages_total", labels=("before_welcome",))
+                return Step([], [])
+            case _:
+                return Step([], self._ticket_event(self.welcome.session, message))
+
+    def tick(self, now: float) -> Step:
+        """Try again, ping, or notice the silence, whichever is due."""
+        if self._outdated:
+            return self._down("this server's stages have started again", now, wait_s=0.0)
+        if self.state == "up" and self.welcome is not None:
+            if self._heard + self.welcome.timeout_s <= now:
+                return self._down(f"silent for {self.welcome.timeout_s:g} s", now)
+            if self._next_ping > now:
+                return Step([], [])
+            self._next_ping = now + self.welcome.heartbeat_s
+            self._pings += 1
+            return Step([Ping(number=self._pings, renew=tuple(islice(self.renewals, messages.MAX_RENEWALS)))], [])
+        if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
+            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_DESK}", now)
+        hello = self._hello()
+        if self.state == "down" and self._next_try <= now and hello is not None:
+            self.state, self._heard = "greeting", now
+            return Step([hello], [], redial=True)
+        return Step([], [])
+
+    def next_deadline(self) -> float | None:
+        """None while there is no hello to say."""
+        if self._outdated:
+            return 0.0
+        if self.state == "up" and self.welcome is not None:
+            return min(self._next_ping, self._heard + self.welcome.timeout_s)
+        if self.state == "greeting":
+            return self._heard + self._config.peer_timeout_s
+        return self._next_try if self._hello() is not None else None
+
+    def hang_up(self, now: float) -> Step:
+        """Leave for good."""
+        step = self._down("hung up here", now)
+        return Step([Goodbye(reason="hung up")], step.events)
+
+    def _welcomed(self, welcome: Welcome, now: float) -> Step:
+        hello = self._hello()
+        if hello is None or self.state == "down" or (self.welcome and self.welcome.session == welcome.session):
+            return Step([], [])  # late, or a repeated answer to a repeated hello
+        unfit = matching.check_welcome(hello, welcome)
+        if unfit is not None:
+            return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S, unfit=True)
+        for stage in welcome.stages:
+            if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
+                where = f"{stage.data_host}:{stage.data_port}"
+                reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
+                return self._down(reason, now, wait_s=LAST_RETRY_S, unfit=True)
+        gone = self._forget_session("a new session replaces it")
+        self.state, self.welcome, self._reason = "up", welcome, None
+        self._retry_s = FIRST_RETRY_S
+        self._next_ping = now + welcome.heartbeat_s
+        up = PrefillUp(
+            name=self.name,
+            session=welcome.session,
+            endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
+            geometries=tuple(stage.geometry for stage in welcome.stages),
+            window_bytes=welcome.window_bytes,
+            server_key=self._server_key,
+            backend=welcome.backend,
+        )
+        return Step([], [*gone, up])
+
+    def _endpoint(self, stage: StageInfo) -> str:
+        return url("tcp", stage.data_host or self._host, stage.data_port)
+
+    def _refused(self, refuse: Refuse, now: float) -> Step:
+        if self.state == "up" and refuse.code != messages.NO_SESSION:
+            self._counters.add("refused_here_total", labels=(refuse.code,))  # one bad frame; the session stands
+            return Step([], [])
+        if self.state == "up":
+            return self._down("the server has restarted, or dropped this session", now, wait_s=0.0)
+        if self.state == "down":
+            return Step([], [])
+        lasting = refuse.code.endswith("_mismatch")
+        wait_s = LAST_RETRY_S if lasting else None
+        reason = printable(f"{refuse.code}: {refuse.message}")
+        return self._down(reason, now, wait_s=wait_s, unfit=lasting)
+
+    def _down(self, reason: str, now: float, wait_s: float | None = None, *, unfit: bool = False) -> Step:
+        """End the session or the attempt; the next attempt is made on a fresh connection."""
+        events = self._forget_session(reason)
+        if not events and reason != self._reason:
+            events = [PrefillDown(name=self.name, session=None, reason=reason, unfit=unfit)]
+        self._reason = reason
+        self._outdated = False
+        self.state = "down"
+        self._next_try = now + (self._retry_s if wait_s is None else wait_s)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        return Step([], events)
+
+    def _forget_session(self, reason: str) -> list[PeerEvent]:
+        if self.welcome is None:
+            return []
+        session, self.welcome = self.welcome.session, None
+        self.renewals.clear()
+        return [PrefillDown(name=self.name, session=session, reason=reason)]
+
+    def _ticket_event(self, session: str, message: Failed | Finished | Cancelled) -> list[PeerEvent]:
+        ticket, generation = message.ticket, message.generation
+        if isinstance(message, Cancelled):
+            return [TicketCancelled(session=session, ticket=ticket, generation=generation)]
+        if isinstance(message, Failed):
+            error = ErrorInfo(
+                code=message.code,
+                message=message.message,
+                status=message.status,
+                retry_after_s=message.retry_after_s,
+                stage=message.stage,
+            )
+            return [TicketFailed(session=session, ticket=ticket, generation=generation, error=error)]
+        if not message.metadata:
+            return []  # every chunk was acknowledged: the stages have said so
+        return [self._finished(session, message)]
+
+    def _finished(self, session: str, message: Finished) -> PeerEvent:
+        ticket, generation = message.ticket, message.generation
+        try:
+            row = metadata.decode(message.metadata)
+            if not row.belongs_to(ticket, generation):
+                raise ValueError(f"metadata of another ticket, or of generation {row.generation}")
+        except ValueError as error:
+            info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=502)
+            return TicketFailed(session=session, ticket=ticket, generation=generation, error=info)
+        return TicketFinished(session=session, ticket=ticket, generation=generation, first=row.first)

@@ -1,0 +1,30 @@
+"""What one peer may take of a desk, beyond the numbers of peers and tickets that are configured. Pure.
+
+Both limits are far above what an honest peer needs: they bound what a broken or hostile one costs the others.
+"""
+
+from headrace.transfer.protocol.messages import Hello
+
+MESSAGES_PER_S = 5000.0
+BURST = 10_000.0
+RESERVED_PAGES = 1 << 22  # 16 MiB of page ids
+
+
+class Rate:
+    """A token bucket over a peer's messages."""
+
+    def __init__(self, now: float) -> None:
+        self._left = BURST
+        self._last = now
+
+    def exceeded(self, now: float) -> bool:
+        """Count a message. True when the peer has sent too many."""
+        self._left = min(BURST, self._left + (now - self._last) * MESSAGES_PER_S) - 1
+        self._last = now
+        return self._left < 0
+
+
+def page_limit(hello: Hello) -> int:
+    """Pages in all open tickets of a peer together. Twice its pool: it learns of a ticket's end before the desk does,
+    and may have given the pages to another one already."""
+    return min(2 * hello.kv_pages, RESERVED_PAGES)

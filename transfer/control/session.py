@@ -1,0 +1,108 @@
+"""One peer of a desk: its session and tickets, what it may reserve, and how its tickets' ends are told. Pure."""
+
+from dataclasses import dataclass, field
+
+from headrace.core.messages.peers import TellCancelled, TellFailed, TellFinished
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import packed_length, unpack
+from headrace.transfer.control.quotas import Rate
+from headrace.transfer.protocol import messages, metadata
+from headrace.transfer.protocol.layout import pages_for
+from headrace.transfer.protocol.matching import BackendOffer
+from headrace.transfer.protocol.messages import Cancelled, DeskMessage, Failed, Finished, Hello, Reserve, Welcome
+
+ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
+
+
+@dataclass(slots=True)
+class OpenTicket:
+    """A reservation that has not ended."""
+
+    generation: int
+    pages: int
+    cancelling: bool = False
+
+
+@dataclass(slots=True)
+class PeerSession:
+    """One session. route: the connection that it came on. ended: the last generation of tickets that ended. rate: of
+    its messages. pages: of its open tickets."""
+
+    route: bytes
+    hello: Hello
+    offer: BackendOffer
+    welcome: Welcome
+    last_heard: float
+    rate: Rate
+    tickets: dict[str, OpenTicket] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    pages: int = 0
+
+    @property
+    def session(self) -> str:
+        return self.welcome.session
+
+    def end(self, ticket: str, generation: int) -> None:
+        """Close the ticket; later messages of this generation or an earlier one are stale."""
+        current = self.tickets.get(ticket)
+        if current is not None and current.generation == generation:
+            self.pages -= current.pages
+            del self.tickets[ticket]
+        self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
+        while len(self.ended) > ENDED_KEPT:
+            del self.ended[next(iter(self.ended))]
+
+
+def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
+    """What is wrong with a reservation, in words that name both values; "" when nothing is."""
+    tokens, cached = reserve.prompt_tokens, reserve.cached_tokens
+    if tokens > max_model_len:
+        return f"{tokens} prompt tokens, and the limit of the two servers is {max_model_len}"
+    if cached >= tokens:
+        return f"{cached} cached tokens of {tokens}: at least one has to be computed"
+    if reserve.row >= hello.metadata_rows:
+        return f"metadata row {reserve.row}, and the hello named {hello.metadata_rows} rows"
+    page_size = hello.geometries[0].page_size
+    needed = pages_for(page_size, cached, tokens - cached)
+    if len(reserve.pages) != 4 * needed:
+        found = packed_length(reserve.pages)
+        return (
+            f"{found} pages ({len(reserve.pages)} bytes); positions {cached} to {tokens} need {needed} of {page_size}"
+        )
+    pages = unpack(reserve.pages)
+    if min(pages) < 0 or max(pages) >= hello.kv_pages:
+        return f"page ids {min(pages)} to {max(pages)}, and the hello named {hello.kv_pages} pages"
+    if len(set(pages)) != len(pages):
+        return "a page id occurs twice"
+    return ""
+
+
+def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
+    """The error as the wire carries it."""
+    return Failed(
+        ticket=ticket,
+        generation=generation,
+        code=error.code,
+        message=messages.text(error.message),
+        status=error.status,
+        retry_after_s=None if error.retry_after_s is None else min(error.retry_after_s, messages.MAX_RETRY_S),
+        stage=error.stage,
+    )
+
+
+def last_word(effect: TellFailed | TellFinished | TellCancelled) -> DeskMessage:
+    """How a ticket's end is told."""
+    ticket, generation = effect.ticket, effect.generation
+    match effect:
+        case TellFailed():
+            return failed(ticket, generation, effect.error)
+        case TellCancelled():
+            return Cancelled(ticket=ticket, generation=generation)
+        case TellFinished():
+            if effect.first is None:
+                return Finished(ticket=ticket, generation=generation)
+            try:
+                row = metadata.encode(ticket, generation, effect.first)
+            except ValueError as error:
+                return failed(ticket, generation, ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=500))
+            return Finished(ticket=ticket, generation=generation, metadata=row)

@@ -1,0 +1,284 @@
+"""The peers of a desk, their sessions and tickets: all of the desk but its socket. Pure; time is an argument.
+
+(connection) ──Hello──► checked ──Welcome──► session ──Reserve──► ticket open ──Failed/Finished/Cancelled──► ended
+                          │ Refuse             │ Goodbye, silence, a second Hello of the same instance
+                          ▼                    ▼
+                        nothing              PeerGone
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from headrace.core.config import TransferConfig
+from headrace.core.messages.peers import (
+    ControlServerEffect,
+    EndPeer,
+    PeerCancelled,
+    PeerEvent,
+    PeerGone,
+    PeerJoined,
+    PeerReleased,
+    PeerRenewed,
+    PeerReserved,
+)
+from headrace.core.stats import Counters
+from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
+from headrace.core.types.packed import packed_length
+from headrace.transfer.control.quotas import MESSAGES_PER_S, Rate, page_limit
+from headrace.transfer.control.session import OpenTicket, PeerSession, failed, last_word, reservation_error
+from headrace.transfer.protocol import checksum, matching, messages
+from headrace.transfer.protocol.matching import BackendOffer
+from headrace.transfer.protocol.messages import (
+    Cancel,
+    Cancelled,
+    DeskMessage,
+    Goodbye,
+    Hello,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refuse,
+    Reserve,
+    Welcome,
+)
+
+RESTARTED = "the stages of this server have started again"
+OVERDONE_KEPT = 1024
+
+
+class Outcome(NamedTuple):
+    """What is to be said, to which connections, and what the scheduler is to learn."""
+
+    replies: list[tuple[bytes, DeskMessage]]
+    events: list[PeerEvent]
+
+
+class SessionTable:
+    """Decides what a desk answers. new_session makes unguessable session ids."""
+
+    def __init__(self, config: TransferConfig, new_session: Callable[[], str]) -> None:
+        self._config = config
+        self._new_session = new_session
+        self._checksums = checksum.kinds(config.checksum)
+        self._offer: BackendOffer | None = None
+        self._by_route: dict[bytes, PeerSession] = {}
+        self._by_session: dict[str, PeerSession] = {}
+        self._overdone: dict[bytes, None] = {}  # connections that were cut off
+        self.counters = Counters()
+
+    @property
+    def peers(self) -> int:
+        return len(self._by_session)
+
+    @property
+    def open_tickets(self) -> int:
+        return sum(len(peer.tickets) for peer in self._by_session.values())
+
+    def ready(self, offer: BackendOffer) -> None:
+        """Peers may join from now on. Sessions that were welcomed to another offer (the stages have started again, and
+        listen elsewhere) are over; the next tick, which is due at once, ends them."""
+        self._offer = offer
+
+    def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
+        """Handle one message of the connection route."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
+        if isinstance(message, Hello):
+            return self._hello(route, message, now)
+        peer = self._by_route.get(route)
+        if peer is None:
+            return self._refuse(route, messages.NO_SESSION, "this connection has no session: say hello first")
+        peer.last_heard = now
+        match message:
+            case Reserve():
+                return self._reserve(peer, message)
+            case Cancel():
+                return self._cancel(peer, message)
+            case Ping():
+                renewals = [PeerRenewed(session=peer.session, tickets=message.renew)] if message.renew else []
+                return Outcome([(route, Pong(number=message.number))], list[PeerEvent](renewals))
+            case Goodbye():
+                return self._drop(peer, f"goodbye: {message.reason}")
+
+    def malformed(self, route: bytes, why: str, now: float) -> Outcome:
+        """A message of this connection could not be read. Its session, if it has one, stands."""
+        if (cut := self._cut_off(route, now)) is not None:
+            return cut
+        self.counters.add("malformed_frames_total", labels=("desk",))
+        return self._refuse(route, messages.BAD_MESSAGE, why)
+
+    def tell(self, effect: ControlServerEffect) -> Outcome:
+        """Say something about a ticket, or end a session; nothing when that has ended."""
+        peer = self._by_session.get(effect.session)
+        if peer is None:
+            return Outcome([], [])
+        if isinstance(effect, EndPeer):
+            return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
+        peer.end(effect.ticket, effect.generation)
+        return Outcome([(peer.route, last_word(effect))], [])
+
+    def lose(self, route: bytes, reason: str) -> Outcome:
+        """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
+        peer = self._by_route.get(route)
+        return self._drop(peer, reason) if peer else Outcome([], [])
+
+    def tick(self, now: float) -> Outcome:
+        """Drop the peers that have been silent for too long, and those whose stages are gone."""
+        over = [peer for peer in self._by_session.values() if peer.offer != self._offer]
+        ended = _join(self._drop(peer, RESTARTED) for peer in over)
+        ended.replies.extend((peer.route, Goodbye(reason=RESTARTED)) for peer in over)
+        silent = [peer for peer in self._by_session.values() if self._deadline(peer) <= now]
+        reason = f"silent for {self._config.peer_timeout_s:g} s"
+        return _join([ended, *(self._drop(peer, reason) for peer in silent)])
+
+    def next_deadline(self) -> float | None:
+        return min((self._deadline(peer) for peer in self._by_session.values()), default=None)
+
+    def close(self, reason: str) -> Outcome:
+        """End every session, with a goodbye."""
+        farewells: list[tuple[bytes, DeskMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
+        return Outcome(farewells, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
+
+    def _deadline(self, peer: PeerSession) -> float:
+        return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
+
+    def _cut_off(self, route: bytes, now: float) -> Outcome | None:
+        """End the session of a connection that says too much, and hear nothing of the connection any more."""
+        if route in self._overdone:
+            self.counters.add("stale_messages_total", labels=("cut_off",))
+            return Outcome([], [])
+        peer = self._by_route.get(route)
+        if peer is None or not peer.rate.exceeded(now):
+            return None
+        self._overdone[route] = None
+        if len(self._overdone) > OVERDONE_KEPT:
+            del self._overdone[next(iter(self._overdone))]
+        reason = f"more than {MESSAGES_PER_S:g} messages a second"
+        return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
+
+    def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
+        same_route = self._by_route.get(route)
+        if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
+            same_route.last_heard = now
+            return Outcome([(route, same_route.welcome)], [])
+        if self._offer is None:
+            return self._refuse(route, NOT_READY, "the stages of this server are still loading")
+        refusal = matching.check_hello(self._offer, self._checksums, hello)
+        if refusal is not None:
+            return self._refuse(route, refusal.code, refusal.message)
+        old = [p for p in self._by_session.values() if p.route == route or p.hello.instance == hello.instance]
+        if len(self._by_session) - len(old) >= self._config.max_peers:
+            limit = self._config.max_peers
+            return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
+        dropped = _join(self._drop(peer, "it said hello again") for peer in old)
+        choice = matching.choose_backend(self._offer, hello)
+        welcome = self._welcome(self._offer, hello, choice.backend)
+        rate = same_route.rate if same_route is not None else Rate(now)
+        peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate)
+        self._by_route[route] = self._by_session[peer.session] = peer
+        joined = PeerJoined(
+            session=peer.session,
+            name=hello.name,
+            geometry=hello.geometries[0],
+            window_bytes=welcome.window_bytes,
+            geometries=hello.geometries,
+            backend=choice.backend,
+            backend_reason=choice.reason,
+            memory=hello.memory,
+        )
+        return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
+
+    def _welcome(self, offer: BackendOffer, hello: Hello, backend: str) -> Welcome:
+        return Welcome(
+            protocol=messages.VERSION,
+            session=self._new_session(),
+            instance=offer.instance,
+            fingerprint=offer.fingerprint,
+            stages=offer.stages(),
+            max_model_len=min(offer.max_model_len, hello.max_model_len),
+            max_tickets=self._config.max_tickets_per_peer,
+            window_bytes=min(self._config.window_bytes, hello.window_bytes),
+            checksum=matching.choose_checksum(self._checksums, hello.checksums),
+            backend=backend,
+            heartbeat_s=self._config.peer_timeout_s / 3,
+            timeout_s=self._config.peer_timeout_s,
+            components=matching.components_of(offer.geometries),
+        )
+
+    def _reserve(self, peer: PeerSession, reserve: Reserve) -> Outcome:
+        current = peer.tickets.get(reserve.ticket)
+        known = max(current.generation if current else -1, peer.ended.get(reserve.ticket, -1))
+        if reserve.generation <= known:
+            self.counters.add("stale_messages_total", labels=("reserve",))
+            return Outcome([], [])
+        error = self._objection(peer, reserve, current)
+        if error is not None:
+            self.counters.add("reservations_refused_total", labels=(error.code,))
+            peer.end(reserve.ticket, reserve.generation)  # it has been told so, and a late copy must not revive it
+            return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
+        pages = packed_length(reserve.pages)
+        peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
+        peer.pages += pages
+        event = PeerReserved(
+            session=peer.session,
+            ticket=reserve.ticket,
+            generation=reserve.generation,
+            prompt_tokens=reserve.prompt_tokens,
+            cached_tokens=reserve.cached_tokens,
+            pages=reserve.pages,
+            row=reserve.row,
+            wait=reserve.wait,
+            prompt_hash=reserve.prompt_hash,
+        )
+        return Outcome([], [event])
+
+    def _objection(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
+        """Why a reservation cannot be accepted, measured against the peer's own hello."""
+        limit = self._config.max_tickets_per_peer
+        if current is not None:
+            text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
+            return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
+        if len(peer.tickets) >= limit:
+            text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
+            text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
+            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
+        return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
+
+    def _cancel(self, peer: PeerSession, cancel: Cancel) -> Outcome:
+        current = peer.tickets.get(cancel.ticket)
+        if current is None or current.generation != cancel.generation:
+            unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
+            peer.end(cancel.ticket, cancel.generation)
+            reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
+            # What has ended, ended; what was never reserved is waited for, and its name gives the right to release it.
+            released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
+            return Outcome([(peer.route, reply)], [released] if unknown else [])
+        if current.cancelling:
+            self.counters.add("stale_messages_total", labels=("cancel",))
+            return Outcome([], [])
+        current.cancelling = True
+        event = PeerCancelled(
+            session=peer.session, ticket=cancel.ticket, generation=cancel.generation, reason=cancel.reason
+        )
+        return Outcome([], [event])
+
+    def _drop(self, peer: PeerSession, reason: str) -> Outcome:
+        del self._by_route[peer.route]
+        del self._by_session[peer.session]
+        self.counters.add("peers_gone_total")
+        return Outcome([], [PeerGone(session=peer.session, reason=reason)])
+
+    def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
+        self.counters.add("refusals_total", labels=("desk", code))
+        return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
+
+
+def _join(outcomes: Iterable[Outcome]) -> Outcome:
+    joined = Outcome([], [])
+    for outcome in outcomes:
+        joined.replies.extend(outcome.replies)
+        joined.events.extend(outcome.events)
+    return joined

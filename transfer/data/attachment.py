@@ -1,0 +1,51 @@
+"""The timing of one data connection: attach, try again when refused, ping while attached. Pure."""
+
+from headrace.transfer.protocol.messages import Attach, Attached, Ping, Pong, Refuse
+
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 1.0
+
+
+class Attachment:
+    """The peer's side. attach: what to say first; it is repeated until the stage answers, since the stage may not
+    have heard of the session yet, and after a connection that libzmq has made anew."""
+
+    def __init__(self, attach: Attach, heartbeat_s: float, timeout_s: float, now: float) -> None:
+        self.attached = False
+        self._attach = attach
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
+        self._retry_s = FIRST_RETRY_S
+        self._next = now
+        self._heard = now
+        self._pings = 0
+
+    def tick(self, now: float) -> Attach | Ping | None:
+        """What is due to be said."""
+        if self._next > now:
+            return None
+        if self.attached and self._heard + self._timeout_s > now:
+            self._next = now + self._heartbeat_s
+            self._pings += 1
+            return Ping(number=self._pings)
+        self.attached = False
+        self._next = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        return self._attach
+
+    def receive(self, message: Attached | Refuse | Pong, now: float) -> None:
+        self._heard = now
+        if isinstance(message, Attached):
+            self.attached = True
+            self._retry_s = FIRST_RETRY_S
+            self._next = now + self._heartbeat_s
+        elif isinstance(message, Refuse) and self.attached and message.code == "no_session":
+            self.attached = False
+            self._next = now
+
+    def heard(self, now: float) -> None:
+        """A chunk came."""
+        self._heard = now
+
+    def next_deadline(self) -> float:
+        return self._next

@@ -1,0 +1,195 @@
+"""What a decode stage expects from prefill stages, and which chunks it may write. Pure.
+
+PrepareReceive ──► expected ──all chunks of all source stages, metadata──► arrived
+              │ bad chunk: failed      │ Forget: forgotten
+              ▼                        ▼
+          nothing is written for it any more; every later chunk is answered, none is written
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace.core.messages.orders import PrepareReceive
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import ITEM_BYTES, packed_length
+from headrace.core.types.request import FirstToken
+from headrace.transfer.protocol import messages, metadata
+from headrace.transfer.protocol.layout import Copy, carried, copies, pages_for
+from headrace.transfer.protocol.messages import Chunk
+
+Key = tuple[str, str, int]  # session, ticket, generation
+ARRIVED_KEPT = 4096  # tickets remembered after they arrived, so that chunks sent again are acknowledged again
+
+
+@dataclass(slots=True)
+class Source:
+    """One prefill stage's part of a ticket. geometry: that stage's, cut to the layers and heads that come here. chunks:
+    written ones, by number, as (start, count)."""
+
+    geometry: Geometry
+    chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    total: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.total > 0 and len(self.chunks) == self.total
+
+
+@dataclass(slots=True)
+class Inbound:
+    """One expected request."""
+
+    expect: PrepareReceive
+    sources: dict[int, Source]
+    first: FirstToken | None = None
+    bytes: int = 0
+    chunks: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.expect.session, self.expect.ticket, self.expect.generation
+
+    @property
+    def complete(self) -> bool:
+        return all(source.complete for source in self.sources.values())
+
+
+class AcceptChunk(NamedTuple):
+    """Write these copies if the checksum is right."""
+
+    inbound: Inbound
+    source: Source
+    copies: list[Copy]
+
+
+class RepeatChunk(NamedTuple):
+    """Already written: acknowledge again."""
+
+
+class RejectChunk(NamedTuple):
+    """Do not write. inbound: the request that fails by it, None when no request is concerned."""
+
+    code: str
+    message: str
+    inbound: Inbound | None = None
+
+
+class InboundTable:
+    """The requests that one decode stage expects. geometry: of its pool."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._requests: dict[int, Inbound] = {}
+        self._by_key: dict[Key, Inbound] = {}
+        self._arrived: dict[Key, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def expect(self, order: PrepareReceive, sources: Mapping[int, Geometry]) -> str:
+        """Open a request for KV of these prefill stages, which together have all layers and heads, each once. Returns
+        what is wrong with the order, or ""."""
+        key = order.session, order.ticket, order.generation
+        needed = pages_for(self._geometry.page_size, order.start, order.count)
+        found, wanted = sum(source.token_bytes for source in sources.values()), self._geometry.token_bytes
+        if found != wanted:
+            return f"the stages of the prefill server have {found} of this stage's {wanted} bytes of a token"
+        if packed_length(order.pages) != needed:
+            return f"{packed_length(order.pages)} pages given, {needed} needed"
+        if key in self._by_key or order.request in self._requests:
+            return "this ticket and generation is expected already"
+        inbound = Inbound(order, {stage: Source(geometry) for stage, geometry in sources.items()})
+        self._requests[order.request] = self._by_key[key] = inbound
+        return ""
+
+    def close(self, request: int) -> Inbound | None:
+        """Write nothing more for a request. Returns it if it was open."""
+        inbound = self._requests.pop(request, None)
+        if inbound is not None:
+            del self._by_key[inbound.key]
+        return inbound
+
+    def check(
+        self, session: str, stage: int, header: Chunk, frames: list[int]
+    ) -> AcceptChunk | RepeatChunk | RejectChunk:
+        """Decide about a chunk of a prefill stage. frames: sizes of the frames after the header."""
+        key = session, header.ticket, header.generation
+        inbound = self._by_key.get(key)
+        if inbound is None:
+            if key in self._arrived:
+                return RepeatChunk()
+            return RejectChunk(messages.UNKNOWN_TICKET, "this ticket and generation is not expected here")
+        source = inbound.sources.get(stage)
+        if source is None:
+            return RejectChunk(messages.BAD_CHUNK, f"stage {stage} has no part in this ticket", inbound)
+        if header.chunk in source.chunks:
+            return RepeatChunk()
+        problem = self._problem(inbound.expect, source, header)
+        if problem:
+            return RejectChunk(messages.BAD_CHUNK, problem, inbound)
+        plan = copies(source.geometry, self._geometry, header.start, header.count)
+        problem = _size_problem(header, plan, frames)
+        return RejectChunk(messages.BAD_CHUNK, problem, inbound) if problem else AcceptChunk(inbound, source, plan)
+
+    def written(self, accepted: AcceptChunk, header: Chunk, first: FirstToken | None) -> str:
+        """Note a chunk that has been written. Returns what is wrong if the chunks do not fit together, or ""."""
+        inbound, source, _ = accepted
+        source.chunks[header.chunk] = (header.start, header.count)
+        source.total = header.total or source.total
+        inbound.first = first or inbound.first
+        inbound.bytes += header.payload_bytes
+        inbound.chunks += 1
+        return _gap(inbound.expect, source) if source.complete else ""
+
+    def arrive(self, inbound: Inbound) -> None:
+        """Close a complete request; its chunks are acknowledged if they come again."""
+        self.close(inbound.expect.request)
+        self._arrived[inbound.key] = None
+        if len(self._arrived) > ARRIVED_KEPT:
+            del self._arrived[next(iter(self._arrived))]
+
+    def _problem(self, expect: PrepareReceive, source: Source, header: Chunk) -> str:
+        """What is wrong with a chunk's header, measured against what was reserved; "" when nothing is."""
+        start, count = header.start, header.count
+        if start < expect.start or start + count > expect.start + expect.count:
+            return f"tokens {start} to {start + count}; expected {expect.start} to {expect.start + expect.count}"
+        if header.total not in (0, header.chunk + 1) or (
+            source.total and (header.total or header.chunk > source.total)
+        ):
+            return f"chunk {header.chunk} of {header.total}, after a last chunk of {source.total}"
+        if not count and not header.total:
+            return "an empty chunk that is not the last"
+        if header.chunk > expect.count:
+            return f"chunk number {header.chunk} of {expect.count} tokens"
+        if header.row != expect.row:
+            return f"metadata row {header.row}, reserved was {expect.row}"
+        first = start // self._geometry.page_size - expect.start // self._geometry.page_size
+        needed = pages_for(self._geometry.page_size, start, count)
+        if header.pages != expect.pages[first * ITEM_BYTES : (first + needed) * ITEM_BYTES]:
+            return f"pages other than those reserved for tokens {start} to {start + count}"
+        return ""
+
+
+def _size_problem(header: Chunk, plan: list[Copy], frames: list[int]) -> str:
+    """Where the frames of a chunk are not those of its plan; "" when they are."""
+    payload = [frame.bytes for frame, _ in carried(plan)]
+    expected = [metadata.ROW_BYTES] if header.total else []
+    if header.payload_bytes != sum(payload):
+        return f"a payload of {header.payload_bytes} bytes; expected {sum(payload)}"
+    if not header.written:
+        expected += payload
+    if frames != expected:
+        return f"{len(frames)} frames of {sum(frames)} bytes; expected {len(expected)} of {sum(expected)}"
+    return ""
+
+
+def _gap(expect: PrepareReceive, source: Source) -> str:
+    """Where the written chunks fail to cover the expected tokens exactly once; "" when they do."""
+    position = expect.start
+    for start, count in sorted(source.chunks.values()):
+        if start != position:
+            return f"tokens from {position} were expected next, and a chunk begins at {start}"
+        position += count
+    end = expect.start + expect.count
+    return "" if position == end else f"the last chunk ends at token {position}, expected {end}"

@@ -1,0 +1,64 @@
+"""What the frames of a chunk hold: out of one pool, into another, or straight from pool to pool."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.core.types.geometry import Geometry
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.protocol.checksum import Digest
+from headrace.transfer.protocol.layout import Bytes, Copy, PageStore, SourceStore, carried, copies, whole_pages
+
+Pages = Sequence[int]
+
+
+class Passage(NamedTuple):
+    """Positions [start, start + tokens) on their way from one rank to another."""
+
+    source: Geometry
+    destination: Geometry
+    start: int
+    tokens: int
+
+
+def frames(store: PageStore, plan: list[Copy], pages: Pages) -> list[Bytes]:
+    """The payload of a plan, frame by frame, flat."""
+    cuts = (frame for frame, _ in carried(plan))
+    return [store.read(pages[cut.page], cut.slot, cut.count, cut.box).reshape(-1) for cut in cuts]
+
+
+def write_frames(store: PageStore, plan: list[Copy], pages: Pages, payload: Sequence[memoryview]) -> None:
+    """Put frames (buffers) where a plan wants them."""
+    for (frame, moves), buffer in zip(carried(plan), payload, strict=True):
+        block = np.frombuffer(buffer, np.uint8).reshape(frame.shape)
+        for copy in moves:
+            offset = copy.source_slot - frame.slot
+            data = block[:, :, :, offset : offset + copy.count]
+            store.write(pages[copy.page], copy.slot, copy.count, data, copy.destination)
+
+
+def write_through(
+    store: SourceStore, remote: RemotePages, passage: Passage, pages: Pages, peer_pages: Pages, digest: Digest | None
+) -> None:
+    """Copy from pool to pool, without frames. digest: takes what they would hold, each while it is in the cache.
+    Raises IndexError for a page that the peer's pool has not."""
+    whole = whole_pages(*passage) if digest is None else range(0)
+    if whole:
+        remote.write_pages(peer_pages[whole.start : whole.stop], store, pages[whole.start : whole.stop])
+    for frame, moves in carried(copies(*passage)):
+        if frame.page in whole:
+            continue
+        page = pages[frame.page]
+        if digest is not None:
+            digest.update(store.read(page, frame.slot, frame.count, frame.box).data)
+        for copy in moves:
+            data = store.view(page, copy.source_slot, copy.count, copy.source)
+            remote.write(peer_pages[copy.page], copy.slot, copy.count, data, copy.destination)
+
+
+def in_place(store: PageStore, plan: list[Copy], pages: Pages) -> Iterator[Bytes]:
+    """The frames that a plan's payload would have come in, read from where it lies."""
+    for _, moves in carried(plan):
+        pieces = [store.read(pages[copy.page], copy.slot, copy.count, copy.destination) for copy in moves]
+        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=3)

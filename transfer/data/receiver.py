@@ -1,0 +1,350 @@
+"""The receiver of a decode stage: a Port in its I/O thread that writes incoming KV into the pool.
+
+    chunk ──► expected? ──► checksum ──► write pages ──► Ack ──► ChunkReceived, and KvReceived after the last one
+                 │ no          │ wrong   (or they are)
+                 └──► Nack ◄───┘ ──► ReceiveFailed, if a request is concerned
+
+It owns one DEALER for each prefill stage that shares KV with this stage; transfer/data/inbound.py decides about
+chunks. Its
+own writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the other side
+writes,
+its desk says when it has ceased for a ticket; SessionClosed is said when it has for a session that ended without such
+a word.
+"""
+
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from typing import assert_never
+
+import zmq
+
+from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import (
+    CancelReceive,
+    ChunkReceived,
+    CloseSession,
+    KvReceived,
+    OpenSession,
+    PrepareReceive,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceivePrepared,
+    SessionClosed,
+    StageEvent,
+)
+from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.stats import Counters, Sample, Stats
+from headrace.core.types.backends import FAKE, SHM, ZMQ, NixlAccess, writes_directly
+from headrace.core.types.errors import CHECKSUM, PEER_GONE
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import unpack
+from headrace.core.types.request import FirstToken
+from headrace.transfer.backends.base import RegisteredPool
+from headrace.transfer.data import payload
+from headrace.transfer.data.attachment import Attachment
+from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
+from headrace.transfer.data.revocation import Revocations
+from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol.layout import PageStore, overlap
+from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
+from headrace.transfer.protocol.metadata import MetadataRows
+from headrace.transfer.sockets import zap, zmq_sockets
+from headrace.transfer.sockets.zmq_sockets import Context, Socket
+
+log = logging.getLogger(__name__)
+
+ReceiverOrder = OpenSession | CloseSession | PrepareReceive | CancelReceive
+CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
+
+
+class _Line:
+    """A data connection to one prefill stage. source: its geometry, cut to what comes here. backend: how."""
+
+    def __init__(
+        self, session: str, stage: int, source: Geometry, backend: str, socket: Socket, attachment: Attachment
+    ) -> None:
+        self.session = session
+        self.stage = stage
+        self.source = source
+        self.backend = backend
+        self.socket = socket
+        self.attachment = attachment
+
+
+class Receiver:
+    """A Port of StageEvents and ReceiverOrders. exposures: how others may write into the pool, by backend."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        *,
+        stage: int,
+        geometry: Geometry,
+        store: PageStore,
+        context: Context,
+        metadata_rows: int = 4096,
+        exposures: Mapping[str, RegisteredPool] | None = None,
+    ) -> None:
+        self._config = config
+        self._stage = stage
+        self._geometry = geometry
+        self._store = store
+        self._context = context
+        self._keys = zap.own_keys(config)
+        self._rows = MetadataRows(metadata_rows)
+        self._table = InboundTable(geometry)
+        self._lines: list[_Line] = []
+        self._exposures = dict(exposures or {})
+        self._revocations = Revocations()
+        self._counters = Counters()
+        for backend in config.backends:
+            self._counters.add("bytes_received_total", 0, (backend,))
+        for name in ("chunks_received_total", "checksum_failures_total"):
+            self._counters.add(name, 0)
+        self._received: Codec[StageMessage] = Codec(StageMessage)
+        self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
+
+    def sockets(self) -> list[Socket]:
+        return [line.socket for line in self._lines]
+
+    def receive(self, now: float) -> list[StageEvent]:
+        return [event for line in self._lines for event in self._receive(line, now)]
+
+    def apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
+        match command:
+            case OpenSession():
+                return self._dial(command, now)
+            case CloseSession():
+                return self._hang_up(command.session, now)
+            case PrepareReceive():
+                return self._expect(command)
+            case CancelReceive():
+                self._close(command.request)
+                return [ReceiveCancelled(stage=self._stage, request=command.request)]
+            case _:
+                assert_never(command)
+
+    def tick(self, now: float) -> list[StageEvent]:
+        for line in self._lines:
+            message = line.attachment.tick(now)
+            if message is not None:
+                self._say(line, message)
+        return [SessionClosed(stage=self._stage, session=session) for session in self._revocations.tick(now)]
+
+    def next_deadline(self) -> float | None:
+        attachments = (line.attachment.next_deadline() for line in self._lines)
+        retry = self._revocations.next_deadline()
+        return min([*attachments, *([] if retry is None else [retry])], default=None)
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.socket.close()
+        self._lines.clear()
+
+    def statistics(self) -> Stats:
+        attached = sum(line.attachment.attached for line in self._lines)
+        gauges = (
+            Sample("data_connections", attached),
+            Sample("expected_requests", len(self._table)),
+            Sample("sessions_being_revoked", len(self._revocations)),
+        )
+        return Stats(samples=(*gauges, *self._counters.snapshot()))
+
+    def _dial(self, order: OpenSession, now: float) -> list[StageEvent]:
+        self._close_lines(order.session)
+        kind = checksum.kinds(self._config.checksum)[0]
+        timeout_s = self._config.peer_timeout_s
+        access = self._grant(order)
+        for stage, (endpoint, whole) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
+            source = overlap(whole, self._geometry)
+            if source is None:
+                continue
+            socket = zmq_sockets.dial(
+                self._context,
+                endpoint,
+                max_frame=self._config.max_frame_bytes,
+                silence_s=timeout_s,
+                keys=self._keys,
+                server_key=order.server_key,
+            )
+            attach = Attach(
+                session=order.session,
+                stage=stage,
+                checksum=kind,
+                peer_stage=self._stage,
+                checksum_shm=self._config.checksum_shm,
+                nixl=access,
+            )
+            attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
+            self._lines.append(_Line(order.session, stage, source, order.backend, socket, attachment))
+        return self.tick(now)
+
+    def _grant(self, order: OpenSession) -> NixlAccess | None:
+        """What the stages need to write into the pool. Where it cannot be had, they send frames."""
+        exposure = self._exposures.get(order.backend)
+        try:
+            return exposure.grant(order.session) if exposure is not None else None
+        except OSError as error:
+            log.warning("KV comes in frames: the pool cannot be opened for %s: %s", order.backend, error)
+            return None
+
+    def _hang_up(self, session: str, now: float) -> list[StageEvent]:
+        """Close a session's connections. Whoever may write through it loses that right, now or later."""
+        ended = self._close_lines(session)
+        writers = [line.stage for line in ended if writes_directly(line.backend)]
+        if not writers:
+            return [SessionClosed(stage=self._stage, session=session)]
+        over = self._revocations.begin(session, self._exposures[ended[0].backend], writers, now)
+        return [SessionClosed(stage=self._stage, session=session) for session in over]
+
+    def _close_lines(self, session: str) -> list[_Line]:
+        closed = [line for line in self._lines if line.session == session]
+        self._lines = [line for line in self._lines if line.session != session]
+        for line in closed:
+            line.socket.close()
+        return closed
+
+    def _expect(self, order: PrepareReceive) -> list[StageEvent]:
+        sources = {line.stage: line.source for line in self._lines if line.session == order.session}
+        if not sources:
+            return [self._fetch_failed(order.request, PEER_GONE, "no data connection of this session is open")]
+        if order.row >= len(self._rows) or not self._rows.is_clear(order.row):
+            text = f"metadata row {order.row} of {len(self._rows)} does not exist or is in use"
+            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, text)]
+        problem = self._table.expect(order, sources)
+        if problem:
+            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, problem)]
+        return [ReceivePrepared(stage=self._stage, request=order.request)]
+
+    def _receive(self, line: _Line, now: float) -> list[StageEvent]:
+        events: list[StageEvent] = []
+        for _ in range(CHUNKS_PER_PASS):
+            frames = zmq_sockets.take_frames(line.socket)
+            if frames is None:
+                break
+            message = self._decode(frames)
+            if isinstance(message, Chunk):
+                line.attachment.heard(now)
+                events += self._chunk(line, message, frames[1:])
+            elif message is not None:
+                line.attachment.receive(message, now)
+        return events
+
+    def _decode(self, frames: list[zmq.Frame]) -> StageMessage | None:
+        try:
+            if len(frames[0]) > messages.CONTROL_FRAME_BYTES:
+                raise DecodeError("the header is too large")
+            message = self._received.decode(frames[0].buffer)
+            if len(frames) > 1 and not isinstance(message, Chunk):
+                raise DecodeError("frames after a message that has none")
+        except DecodeError:
+            self._counters.add("malformed_frames_total", labels=("receiver",))
+            return None
+        return message
+
+    def _chunk(self, line: _Line, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+        """Answer a chunk, always: the sender's window counts on it."""
+        verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
+        if isinstance(verdict, AcceptChunk):
+            verdict = self._verify(line, verdict, header, frames)
+        match verdict:
+            case AcceptChunk():
+                return self._accept(line, verdict, header, frames)
+            case RepeatChunk():
+                self._counters.add("stale_messages_total", labels=("repeated_chunk",))
+                self._ack(line, header)
+                return []
+            case RejectChunk():
+                return self._reject(line, verdict, header)
+
+    def _verify(
+        self, line: _Line, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]
+    ) -> AcceptChunk | RejectChunk:
+        """Check what can be checked before anything is written here: the checksum, and whose metadata row it is."""
+        if header.written and line.backend == ZMQ:
+            return RejectChunk(
+                messages.BAD_CHUNK, "nobody may write into this pool, and no frames came", accept.inbound
+            )
+        if header.checksum is None and self._insists(line, header):
+            return RejectChunk(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
+        if header.checksum is not None:
+            written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
+            found = checksum.of_frames(chain((frame.buffer for frame in frames), written))
+            if found != header.checksum:
+                self._counters.add("checksum_failures_total")
+                return RejectChunk(
+                    CHECKSUM, f"checksum {found:016x}, the header says {header.checksum:016x}", accept.inbound
+                )
+        if header.total:
+            try:
+                row = metadata.decode(frames[0].buffer)
+            except ValueError as error:
+                return RejectChunk(messages.BAD_METADATA, str(error), accept.inbound)
+            if not row.belongs_to(header.ticket, header.generation):
+                text = f"metadata of another ticket, or of generation {row.generation}"
+                return RejectChunk(messages.BAD_METADATA, text, accept.inbound)
+        return accept
+
+    def _insists(self, line: _Line, header: Chunk) -> bool:
+        """Whether a chunk has to have a checksum."""
+        if line.backend == FAKE:
+            return False
+        return self._config.checksum_shm if header.written and line.backend == SHM else self._config.checksum
+
+    def _accept(self, line: _Line, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+        inbound = accept.inbound
+        request = inbound.expect.request
+        first = self._metadata(inbound, frames.pop(0)) if header.total else None
+        if not header.written:
+            buffers = [frame.buffer for frame in frames]
+            payload.write_frames(self._store, accept.copies, unpack(header.pages), buffers)
+        problem = self._table.written(accept, header, first)
+        if problem:
+            return self._reject(line, RejectChunk(messages.BAD_CHUNK, problem, inbound), header)
+        self._counters.add("bytes_received_total", header.payload_bytes, (line.backend if header.written else ZMQ,))
+        self._counters.add("chunks_received_total")
+        self._ack(line, header)
+        arrived = ChunkReceived(stage=self._stage, request=request)
+        if not inbound.complete or inbound.first is None:
+            return [arrived]
+        self._table.arrive(inbound)
+        self._rows.clear(inbound.expect.row)
+        done = KvReceived(
+            stage=self._stage, request=request, first=inbound.first, bytes=inbound.bytes, chunks=inbound.chunks
+        )
+        return [arrived, done]
+
+    def _metadata(self, inbound: Inbound, frame: zmq.Frame) -> FirstToken:
+        """Store the row, once for all source stages, and read it back from where it lies."""
+        row = inbound.expect.row
+        if self._rows.is_clear(row):
+            self._rows.set(row, frame.buffer)
+        return self._rows.read(row).first
+
+    def _reject(self, line: _Line, verdict: RejectChunk, header: Chunk) -> list[StageEvent]:
+        self._counters.add("chunks_rejected_total", labels=(verdict.code,))
+        text = messages.text(verdict.message)
+        nack = Nack(
+            ticket=header.ticket, generation=header.generation, chunk=header.chunk, code=verdict.code, message=text
+        )
+        self._say(line, nack)
+        if verdict.inbound is None:
+            return []
+        request = verdict.inbound.expect.request
+        self._close(request)
+        return [self._fetch_failed(request, verdict.code, text)]
+
+    def _close(self, request: int) -> None:
+        inbound = self._table.close(request)
+        if inbound is not None:
+            self._rows.clear(inbound.expect.row)
+
+    def _fetch_failed(self, request: int, code: str, message: str) -> ReceiveFailed:
+        return ReceiveFailed(stage=self._stage, request=request, code=code, message=message)
+
+    def _ack(self, line: _Line, header: Chunk) -> None:
+        self._say(line, Ack(ticket=header.ticket, generation=header.generation, chunk=header.chunk))
+
+    def _say(self, line: _Line, message: AnswerMessage) -> None:
+        zmq_sockets.put(line.socket, (self._sent.encode(message),))

@@ -1,0 +1,56 @@
+"""Sessions that have ended while their other side may still write into our pool: whom to ask again, and when. Pure.
+
+It cannot wake us when it lets go, so the right is asked back at growing intervals; most give it back at once.
+"""
+
+from dataclasses import dataclass
+
+from headrace.transfer.backends.base import RegisteredPool
+
+FIRST_RETRY_S = 0.002
+LAST_RETRY_S = 0.25
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A session, and the prefill stages that may still write through it."""
+
+    session: str
+    exposure: RegisteredPool
+    stages: list[int]
+
+
+class Revocations:
+    """Rights to write that are being taken back."""
+
+    def __init__(self) -> None:
+        self._ended: list[_Ended] = []
+        self._retry_s = FIRST_RETRY_S
+        self._next: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def begin(self, session: str, exposure: RegisteredPool, stages: list[int], now: float) -> list[str]:
+        """Take back the rights of these stages. Returns what tick() returns."""
+        self._ended.append(_Ended(session, exposure, stages))
+        self._retry_s = FIRST_RETRY_S
+        return self._ask(now)
+
+    def tick(self, now: float) -> list[str]:
+        """Ask again, if it is time. Returns the sessions through which nobody can write any more."""
+        if self._next is None or self._next > now:
+            return []
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        return self._ask(now)
+
+    def next_deadline(self) -> float | None:
+        return self._next
+
+    def _ask(self, now: float) -> list[str]:
+        for one in self._ended:
+            one.stages = [stage for stage in one.stages if not one.exposure.revoke(one.session, stage)]
+        over = [one.session for one in self._ended if not one.stages]
+        self._ended = [one for one in self._ended if one.stages]
+        self._next = now + self._retry_s if self._ended else None
+        return over

@@ -1,0 +1,209 @@
+"""Where KV lies on both sides, and what moves where. Pure arithmetic, and the seam to the pools' memory.
+
+A side is a list of ranks, each with a pool that holds some layers and some heads of one or several tensors: keys and
+values, and the components beside them. Two ranks have in common what both own. The canonical payload of tokens
+[start, start + count) between two ranks is, for each tensor they share, one frame per source page that the tokens
+touch: the C-contiguous bytes of [layers, planes, kv_heads, tokens in that page, head_dim] of the common part. Between
+ranks of the same layers and heads a frame of a full page is the page itself.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
+from math import lcm
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from headrace.core.types.geometry import KV, Component, Geometry
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Box(msgspec.Struct, frozen=True):
+    """Layers and heads of one tensor of a pool, counted from its first ones."""
+
+    layers: slice
+    heads: slice
+    tensor: str = KV
+
+
+WHOLE = Box(slice(None), slice(None))
+_NO_KV = Component(KV, "", layers=0, kv_heads=0, head_dim=0)
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A payload frame: slots [slot, slot + count) of the page-th page of the source's list, of the layers and heads in
+    box. part: these, as a tensor of their own."""
+
+    part: Component
+    box: Box
+    page: int
+    slot: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return frame_shape(self.part, self.count)
+
+    @property
+    def bytes(self) -> int:
+        return self.part.token_bytes * self.count
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """Slots [source_slot, source_slot + count) of the source_page-th page of the source's list, of the layers and heads
+    in source, go to slots [slot, slot + count) of the page-th page of the destination's list, to those in destination.
+    part: these layers and heads, as a tensor of their own."""
+
+    part: Component
+    source_page: int
+    source_slot: int
+    source: Box
+    page: int
+    slot: int
+    destination: Box
+    count: int
+
+
+class Carried(NamedTuple):
+    """A payload frame, and the copies that it carries."""
+
+    frame: Frame
+    copies: list[Copy]
+
+
+class PageStore(Protocol):
+    """A KV pool as the transfer sees it: pages of each tensor that its geometry names, of shape
+    [layers, planes, kv_heads, page_size, slot_bytes]. How its memory is laid out is its own business."""
+
+    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """Bytes of the slots, [layers, planes, kv_heads, count, slot_bytes] with the layers and heads of the box, in
+        place and strided where the pool can be read so, else a copy."""
+        ...
+
+    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """C-contiguous bytes of the slots, [layers, planes, kv_heads, count, slot_bytes] with the layers and heads of
+        the box. Layers of a whole page with all heads may be a view, which is then read until the peer has acknowledged
+        it; anything less is a copy."""
+        ...
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Copy data, of the same shape, into the slots. data may be read-only and strided; it is not kept."""
+        ...
+
+
+class SourceStore(PageStore, Protocol):
+    """A pool that is sent from."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        ...
+
+    @property
+    def rows(self) -> Bytes | None:
+        """All pages as [pages, bytes of a page], in place; None where keys and values do not lie so, or not alone."""
+        ...
+
+
+def pages_for(page_size: int, start: int, count: int) -> int:
+    """Pages that positions [start, start + count) touch."""
+    return (start + count - 1) // page_size - start // page_size + 1 if count else 0
+
+
+def whole_pages(source: Geometry, destination: Geometry, start: int, count: int) -> range:
+    """Where in the lists of pages of positions [start, start + count) those are that move as they are, the i-th of the
+    source's to the i-th of the destination's: the full ones, of ranks that have the same of nothing but K and V."""
+    if source != destination or source.components:
+        return range(0)
+    size = source.page_size
+    first = start // size
+    return range(-(-start // size) - first, max(-(-start // size), (start + count) // size) - first)
+
+
+def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:
+    """What moves of positions [start, start + count) between two ranks: one tensor after the other as the source names
+    them, each in the order of positions. Nothing when they have no layer or no head in common. The pairs of all ranks
+    together move every byte once to every owner."""
+    period = lcm(source.page_size, destination.page_size)  # where pages begin together, plans begin anew
+    return list(_copies(source, destination, start % period, count))
+
+
+@lru_cache(maxsize=256)
+def _copies(source: Geometry, destination: Geometry, start: int, count: int) -> tuple[Copy, ...]:
+    position, end = start, start + count
+    moves: list[tuple[int, int, int, int, int]] = []
+    while position < end:
+        source_page, source_slot = divmod(position, source.page_size)
+        page, slot = divmod(position, destination.page_size)
+        moved = min(source.page_size - source_slot, destination.page_size - slot, end - position)
+        source_page -= start // source.page_size
+        page -= start // destination.page_size
+        moves.append((source_page, source_slot, page, slot, moved))
+        position += moved
+    parts = [(part, box_in(ours, part), box_in(theirs, part)) for ours, theirs, part in _shared(source, destination)]
+    return tuple(
+        Copy(part, source_page, source_slot, taken, page, slot, put, moved)
+        for part, taken, put in parts
+        for source_page, source_slot, page, slot, moved in moves
+    )
+
+
+def carried(plan: list[Copy]) -> Iterator[Carried]:
+    """The payload frames that carry a plan, in order: for each tensor, one for each source page."""
+    for _, group in groupby(plan, key=lambda copy: (copy.part.name, copy.source_page)):
+        moves = list(group)
+        first, last = moves[0], moves[-1]
+        count = last.source_slot + last.count - first.source_slot
+        yield Carried(Frame(first.part, first.source, first.source_page, first.source_slot, count), moves)
+
+
+def frame_shape(part: Component, count: int) -> tuple[int, int, int, int, int]:
+    """Shape of a payload frame of this many tokens, in bytes along the last axis."""
+    return part.layers, part.planes, part.kv_heads, count, part.slot_bytes
+
+
+def overlap(source: Geometry, destination: Geometry) -> Geometry | None:
+    """The part of a source rank's KV that a destination rank takes: the source's geometry, cut to the layers and heads
+    that both own. None when they share none."""
+    parts = [part for _, _, part in _shared(source, destination)]
+    if not parts:
+        return None
+    kv = next((part for part in parts if part.name == KV), _NO_KV)
+    return replace(
+        source,
+        layers=kv.layers,
+        kv_heads=kv.kv_heads,
+        layer_start=kv.layer_start,
+        head_start=kv.head_start,
+        components=tuple(part for part in parts if part.name != KV),
+    )
+
+
+def common(one: Component, other: Component) -> Component | None:
+    """The layers and heads of a tensor that two ranks both own; None when there are none."""
+    layer = max(one.layer_start, other.layer_start)
+    head = max(one.head_start, other.head_start)
+    layers = min(one.layer_end, other.layer_end) - layer
+    heads = min(one.head_end, other.head_end) - head
+    if layers <= 0 or heads <= 0:
+        return None
+    return replace(one, layer_start=layer, layers=layers, head_start=head, kv_heads=heads)
+
+
+def box_in(pool: Component, part: Component) -> Box:
+    """Where a part lies in a pool's tensor that holds all of it."""
+    layer, head = part.layer_start - pool.layer_start, part.head_start - pool.head_start
+    return Box(slice(layer, layer + part.layers), slice(head, head + part.kv_heads), part.name)
+
+
+def _shared(source: Geometry, destination: Geometry) -> Iterator[tuple[Component, Component, Component]]:
+    """Tensors that both ranks have some of: the source's, the destination's, and what they have in common."""
+    theirs = {tensor.name: tensor for tensor in destination.tensors}
+    for ours in source.tensors:
+        if ours.name in theirs and (part := common(ours, theirs[ours.name])) is not None:
+            yield ours, theirs[ours.name], part

@@ -1,0 +1,268 @@
+"""What a prefill server and a decode peer must have in common (G6), and what they agree on. Pure.
+
+Each check returns a Refuse that names both values, or None. Both sides check, so neither trusts the other's care.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from headrace.core.config import TransferConfig
+from headrace.core.types.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol.layout import common
+from headrace.transfer.protocol.messages import ComponentShape, Hello, Refuse, StageInfo, Welcome
+
+MAX_PAGE_SIZE = 1 << 16
+Part = tuple[int, Component]  # a stage, and what it has of a tensor
+
+
+class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
+    stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
+    in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their hosts. nixl: their
+    versions of NIXL."""
+
+    instance: str
+    fingerprint: str
+    geometries: tuple[Geometry, ...]
+    data_ports: tuple[int, ...]
+    max_model_len: int
+    data_hosts: tuple[str, ...] = ()
+    backends: tuple[str, ...] = (ZMQ,)
+    shared_memory: frozenset[str] = frozenset()
+    nixl: frozenset[str] = frozenset()
+
+    def stages(self) -> tuple[StageInfo, ...]:
+        """As the desk tells them to peers."""
+        hosts = self.data_hosts or ("",) * len(self.data_ports)
+        columns = zip(self.data_ports, self.geometries, hosts, strict=True)
+        return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
+
+
+class BackendChoice(NamedTuple):
+    """A way to move payload, and why it is that one. backend "": there is none."""
+
+    backend: str
+    reason: str
+
+
+def make_hello(
+    config: TransferConfig,
+    *,
+    instance: str,
+    name: str,
+    role: str,
+    fingerprint: str,
+    geometries: tuple[Geometry, ...],
+    kv_pages: int,
+    max_model_len: int,
+    metadata_rows: int,
+    backends: tuple[str, ...] = (ZMQ,),
+    memory: tuple[PoolMemory, ...] = (),
+) -> Hello:
+    """The hello of this version of the program. kv_pages: of the smallest of the stages' pools. backends: what works at
+    all stages. memory: how their pools may be written."""
+    return Hello(
+        protocols=(messages.VERSION,),
+        instance=instance,
+        name=name,
+        role=role,
+        fingerprint=fingerprint,
+        geometries=geometries,
+        kv_pages=kv_pages,
+        max_model_len=max_model_len,
+        metadata_version=metadata.VERSION,
+        metadata_bytes=metadata.ROW_BYTES,
+        metadata_rows=metadata_rows,
+        window_bytes=config.window_bytes,
+        checksums=checksum.kinds(config.checksum),
+        backends=backends,
+        components=components_of(geometries),
+        memory=memory,
+    )
+
+
+def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -> Refuse | None:
+    """The desk's check."""
+    if messages.VERSION not in hello.protocols:
+        return _refuse("protocol", messages.VERSION, hello.protocols)
+    if hello.fingerprint != offer.fingerprint:
+        return _refuse("fingerprint", offer.fingerprint, hello.fingerprint)
+    if hello.metadata_version != metadata.VERSION:
+        return _refuse("metadata_version", metadata.VERSION, hello.metadata_version)
+    if hello.metadata_bytes != metadata.ROW_BYTES:
+        return _refuse("metadata_bytes", metadata.ROW_BYTES, hello.metadata_bytes)
+    if not set(checksums) & set(hello.checksums):
+        return _refuse("checksum", checksums, hello.checksums)
+    choice = choose_backend(offer, hello)
+    if not choice.backend:
+        return _refuse("backend", f"{', '.join(offer.backends)} ({choice.reason})", ", ".join(hello.backends))
+    if sorted(hello.components) != sorted(components_of(offer.geometries)):
+        return _refuse("components", _named(components_of(offer.geometries)), _named(hello.components))
+    return check_geometries(offer.geometries, hello.geometries, replicas=True)
+
+
+def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
+    """The peer's check of what the desk answered to its hello."""
+    if welcome.protocol not in hello.protocols:
+        return _refuse("protocol", hello.protocols, welcome.protocol)
+    if welcome.fingerprint != hello.fingerprint:
+        return _refuse("fingerprint", hello.fingerprint, welcome.fingerprint)
+    if welcome.checksum not in hello.checksums:
+        return _refuse("checksum", hello.checksums, welcome.checksum)
+    if welcome.backend not in hello.backends:
+        return _refuse("backend", hello.backends, welcome.backend)
+    if welcome.heartbeat_s >= welcome.timeout_s:
+        return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
+    if sorted(welcome.components) != sorted(hello.components):
+        return _refuse("components", _named(hello.components), _named(welcome.components))
+    return check_geometries(hello.geometries, tuple(stage.geometry for stage in welcome.stages))
+
+
+def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...]:
+    """The components of our own stages, each as a whole, by name."""
+    parts = _by_name(geometries)
+    parts.pop(KV, None)
+    return tuple(_shape([part for _, part in parts[name]]) for name in sorted(parts))
+
+
+def check_geometries(
+    ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...], *, replicas: bool = False
+) -> Refuse | None:
+    """dtype, head size, and the layers and heads of the model and of each component as a whole must be equal; page
+    sizes and the split over ranks may differ. Ours are taken to be right; theirs must have each head of each layer
+    once. replicas: ranks of exactly the same layers and heads count as one (more ranks than heads)."""
+    for rank, their in enumerate(theirs):
+        names = [tensor.name for tensor in their.tensors]
+        if not names:
+            return _refuse("layers", "1 or more", their.layers, f" of stage {rank}")
+        if len(set(names)) != len(names):
+            return _refuse("components", "each name once", ", ".join(names), f" of stage {rank}")
+        if not 1 <= their.page_size <= MAX_PAGE_SIZE:
+            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, f" of stage {rank}")
+    if len({their.page_size for their in theirs}) != 1:
+        return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
+    parts, their_parts = _by_name(ours), _by_name(theirs)
+    if parts.keys() != their_parts.keys():
+        return _refuse("components", ", ".join(sorted(parts)), ", ".join(sorted(their_parts)), " of all stages")
+    refusals = (_check_tensor(name, parts[name], their_parts[name], replicas) for name in parts)
+    return next((refuse for refuse in refusals if refuse is not None), None)
+
+
+def _check_tensor(name: str, ours: list[Part], theirs: list[Part], replicas: bool) -> Refuse | None:
+    """As check_geometries, for one of the tensors. The lists have the parts of the stages that have some of it."""
+    our = asdict(ours[0][1])
+    for rank, part in theirs:
+        their, where = asdict(part), f" of stage {rank}"
+        for field in ("dtype", "head_dim", "planes"):
+            if our[field] != their[field]:
+                return _refuse(field, our[field], their[field], where, name)
+        for field in ("layers", "kv_heads"):
+            if their[field] < 1:
+                return _refuse(field, "1 or more", their[field], where, name)
+    whole, their_whole = (asdict(_whole([part for _, part in parts])) for parts in (ours, theirs))
+    for field in ("layer_start", "layers", "head_start", "kv_heads"):
+        if whole[field] != their_whole[field]:
+            return _refuse(field, whole[field], their_whole[field], component=name)
+    return _check_split(name, whole["layers"] * whole["kv_heads"], theirs, replicas)
+
+
+def _check_split(name: str, expected: int, parts: list[Part], replicas: bool) -> Refuse | None:
+    """Whether parts that together span a tensor have each head of each layer once. expected: heads over all layers."""
+    for one, other in combinations(parts, 2):
+        if common(one[1], other[1]) is not None and not (replicas and one[1] == other[1]):
+            return _refuse("split", "each head of each layer once", f"{_own(*one)}; {_own(*other)}", component=name)
+    owned = [part for _, part in parts]
+    found = sum(part.layers * part.kv_heads for part in (set(owned) if replicas else owned))
+    if found != expected:
+        there = f"{found}: {'; '.join(_own(*part) for part in parts)}"
+        return _refuse("split", f"{expected} heads over all layers", there, component=name)
+    return None
+
+
+def _by_name(ranks: tuple[Geometry, ...]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for rank, geometry in enumerate(ranks):
+        for tensor in geometry.tensors:
+            found.setdefault(tensor.name, []).append((rank, tensor))
+    return found
+
+
+def _whole(parts: list[Component]) -> Component:
+    """The one rank that would have all layers and heads of these."""
+    layer, head = min(part.layer_start for part in parts), min(part.head_start for part in parts)
+    layers = max(part.layer_end for part in parts) - layer
+    heads = max(part.head_end for part in parts) - head
+    return replace(parts[0], layer_start=layer, layers=layers, head_start=head, kv_heads=heads)
+
+
+def _shape(parts: list[Component]) -> ComponentShape:
+    whole = _whole(parts)
+    return ComponentShape(whole.name, whole.dtype, (whole.layers, whole.planes, whole.kv_heads, whole.head_dim))
+
+
+def _own(number: int, part: Component) -> str:
+    layers, heads = f"{part.layer_start} to {part.layer_end - 1}", f"{part.head_start} to {part.head_end - 1}"
+    return f"layers {layers} and heads {heads} in stage {number}"
+
+
+def choose_backend(offer: BackendOffer, hello: Hello) -> BackendChoice:
+    """The first of the prefill server's ways that works between all stages of both sides."""
+    reasons: list[str] = []
+    for backend in offer.backends:
+        obstacle = _obstacle(backend, offer, hello)
+        if not obstacle:
+            return BackendChoice(backend, "; ".join(reasons) or "the first choice of this server")
+        reasons.append(f"not {backend}: {obstacle}")
+    return BackendChoice("", "; ".join(reasons))
+
+
+def _obstacle(backend: str, offer: BackendOffer, hello: Hello) -> str:
+    """Why payload cannot move in this way; "" when it can."""
+    if backend not in hello.backends:
+        return f"the peer accepts {', '.join(hello.backends)}"
+    if backend == SHM:
+        shared = [memory.shm for memory in hello.memory if memory.shm is not None]
+        hosts = offer.shared_memory | {pool.host for pool in shared}
+        return _missing(shared, hello) or ("" if len(hosts) == 1 else "the stages of the two are not on one host")
+    if backend == NIXL:
+        reached = [memory.nixl for memory in hello.memory if memory.nixl is not None]
+        versions = offer.nixl | {pool.version for pool in reached}
+        text = f"the stages of the two have versions {', '.join(sorted(versions))}"
+        return _missing(reached, hello) or ("" if len(versions) == 1 else text)
+    return ""
+
+
+def _missing(pools: Sequence[SharedMemory | NixlMemory], hello: Hello) -> str:
+    """What is not there of the pools that the peer should have opened; "" when it has all."""
+    if len(pools) != len(hello.geometries):
+        return f"the peer shares {len(pools)} pools of {len(hello.geometries)}"
+    if min(pool.pages for pool in pools) < hello.kv_pages:
+        return f"the peer shares {min(pool.pages for pool in pools)} pages of {hello.kv_pages}"
+    return ""
+
+
+def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
+    """The first of ours that they offer; check_hello has made sure that there is one."""
+    return next(kind for kind in accepted if kind in offered)
+
+
+def _refuse(field: str, ours: object, theirs: object, where: str = "", component: str = KV) -> Refuse:
+    """A refusal for a field of the hello, or of one of its components."""
+    about = f"{field}{where}" if component == KV else f"components: {field} of {component}{where}"
+    code = field if component == KV else "components"
+    return Refuse(code=f"{code}_mismatch", message=messages.text(f"{about}: {_show(ours)} here, {_show(theirs)} there"))
+
+
+def _named(components: tuple[ComponentShape, ...]) -> str:
+    return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in components) or "none"
+
+
+def _show(value: object) -> str:
+    shown = str(value)
+    return shown if len(shown) <= 300 else shown[:299] + "…"

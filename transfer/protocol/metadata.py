@@ -1,0 +1,123 @@
+"""The metadata row: what a decode peer needs beside the KV of a request, in a fixed layout of 256 bytes.
+
+Version 1, little-endian. docs/protocol.md has the table; a cleared row is all zeros, so its version is 0.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.transfer.protocol.checksum import of_ticket
+
+VERSION = 1
+ROW_BYTES = 256
+MAX_TOP = 20
+HAS_LOGPROB = 1
+FINISH_REASONS = ("", "stop", "length")  # the row stores the index
+
+ROW = np.dtype(
+    {
+        "names": [
+            "version", "flags", "finish_reason", "top_count", "ticket_hash", "generation", "token",
+            "prompt_tokens", "cached_tokens", "logprob", "top_ids", "top_logprobs",
+        ],
+        "formats": [
+            "<u2", "<u2", "u1", "u1", "<u8", "<u8", "<i4", "<i4", "<i4", "<f4", ("<i4", MAX_TOP), ("<f4", MAX_TOP),
+        ],
+        "offsets": [0, 2, 4, 5, 8, 16, 24, 28, 32, 36, 40, 120],
+        "itemsize": ROW_BYTES,
+    }
+)  # fmt: skip
+
+
+class Metadata(NamedTuple):
+    """A decoded row."""
+
+    ticket_hash: int
+    generation: int
+    first: FirstToken
+
+    def belongs_to(self, ticket: str, generation: int) -> bool:
+        return self.generation == generation and self.ticket_hash == of_ticket(ticket)
+
+
+def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
+    """One row. Logprobs are stored as float32. Raises ValueError when there are more alternatives than fit."""
+    row = np.zeros((), ROW)
+    row["version"] = VERSION
+    row["ticket_hash"] = of_ticket(ticket)
+    row["generation"] = generation
+    row["token"] = first.token
+    row["prompt_tokens"] = first.prompt_tokens
+    row["cached_tokens"] = first.cached_tokens
+    row["finish_reason"] = FINISH_REASONS.index(first.finish_reason)
+    if first.logprob is not None:
+        top = len(first.logprob.top_ids)
+        if top > MAX_TOP or top != len(first.logprob.top_logprobs):
+            raise ValueError(f"a metadata row holds up to {MAX_TOP} pairs of alternatives, not {top}")
+        row["flags"] = HAS_LOGPROB
+        row["logprob"] = first.logprob.logprob
+        row["top_count"] = top
+        row["top_ids"][:top] = first.logprob.top_ids
+        row["top_logprobs"][:top] = first.logprob.top_logprobs
+    return row.tobytes()
+
+
+def decode(data: bytes | memoryview) -> Metadata:
+    """Raises ValueError, naming what was found, when the bytes are no row of this version."""
+    if len(data) != ROW_BYTES:
+        raise ValueError(f"a metadata row has {ROW_BYTES} bytes, not {len(data)}")
+    row = np.frombuffer(data, ROW)[0]
+    if row["version"] != VERSION:
+        raise ValueError(f"metadata row version {row['version']}, expected {VERSION}")
+    if row["finish_reason"] >= len(FINISH_REASONS):
+        raise ValueError(f"metadata row has finish reason {row['finish_reason']}, expected < {len(FINISH_REASONS)}")
+    if row["top_count"] > MAX_TOP:
+        raise ValueError(f"metadata row has {row['top_count']} alternatives, expected at most {MAX_TOP}")
+    if min(row["token"], row["prompt_tokens"], row["cached_tokens"]) < 0:
+        raise ValueError("metadata row has a negative token or count")
+    first = FirstToken(
+        token=int(row["token"]),
+        prompt_tokens=int(row["prompt_tokens"]),
+        cached_tokens=int(row["cached_tokens"]),
+        logprob=_logprob(row) if row["flags"] & HAS_LOGPROB else None,
+        finish_reason=FINISH_REASONS[row["finish_reason"]],
+    )
+    return Metadata(int(row["ticket_hash"]), int(row["generation"]), first)
+
+
+def _logprob(row: np.void) -> TokenLogprob:
+    top = int(row["top_count"])
+    return TokenLogprob(
+        token=int(row["token"]),
+        logprob=float(row["logprob"]),
+        top_ids=tuple(row["top_ids"][:top].tolist()),
+        top_logprobs=tuple(row["top_logprobs"][:top].tolist()),
+    )
+
+
+class MetadataRows:
+    """The rows of one stage, one block of memory. A row is set once, and cleared before it serves another request."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = np.zeros((rows, ROW_BYTES), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def is_clear(self, row: int) -> bool:
+        return not self._rows[row].any()
+
+    def set(self, row: int, data: bytes | memoryview) -> None:
+        """Raises ValueError when the row still holds another request's metadata."""
+        if not self.is_clear(row):
+            raise ValueError(f"metadata row {row} is in use")
+        self._rows[row] = np.frombuffer(data, np.uint8)
+
+    def read(self, row: int) -> Metadata:
+        """Raises ValueError when the row is clear."""
+        return decode(self._rows[row].tobytes())
+
+    def clear(self, row: int) -> None:
+        self._rows[row] = 0

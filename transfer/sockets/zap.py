@@ -1,0 +1,125 @@
+"""CURVE at a socket that peers connect to: who may, and what is told of those who may not.
+
+    peer ──handshake──► libzmq ──inproc, ZAP──► ZapAuthenticator: is its public key in the folder? ──► 200 or 400
+                          │ no CURVE, another server's key, rubbish                          │
+                          └──monitor events──► ZapAuthenticator ──► a log line, a counter ◄──────────────┘
+
+The gate has no thread: it is read in the loop that owns the socket. Meanwhile libzmq goes on with all other
+connections, and gives up a handshake that nobody has decided in sockets.HANDSHAKE_MS.
+"""
+
+import logging
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from headrace.core.config import TransferConfig
+from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.stats import Counters
+from headrace.core.types.errors import ConfigError
+from headrace.transfer.sockets.curve_keys import AllowList, KeyPair, read_pair
+from headrace.transfer.sockets.zmq_sockets import RECEIVE_BATCH, Context, Socket, take
+
+log = logging.getLogger(__name__)
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+WRONG_SERVER_KEY = "it does not have this server's public key: correct its --curve-server-key"
+# Without keys it depends on which end hangs up first whether libzmq knows a reason.
+NO_CURVE = "it has begun no CURVE handshake: if it is a peer, give it --curve-key and --curve-server-key"
+
+
+def own_keys(config: TransferConfig) -> KeyPair | None:
+    """This server's keys, None where it has none. Raises ConfigError."""
+    return read_pair(Path(config.curve_key)) if config.curve_key else None
+
+
+def gate(context: Context, config: TransferConfig, part: str) -> "ZapAuthenticator | None":
+    """For a socket that is about to be bound; None where connections are in the clear. Raises ConfigError."""
+    keys = own_keys(config)
+    return ZapAuthenticator(context, keys, config.curve_allowed, part) if keys is not None else None
+
+
+class ZapAuthenticator:
+    """folder: of the public keys that may connect; "" is none. part: of the server, for logs and counters. A context
+    has one gate, for one socket."""
+
+    def __init__(self, context: Context, keys: KeyPair, folder: str, part: str) -> None:
+        self._keys = keys
+        self._folder = folder
+        self._allowed = AllowList(Path(folder)) if folder else None
+        if self._allowed is not None and not len(self._allowed):
+            log.warning("there is no public key in %s yet: no peer can connect", folder)
+        self._part = part
+        self._quiet = LogThrottle()
+        self.counters = Counters()
+        self._requests = context.socket(zmq.ROUTER)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        try:
+            self._requests.bind(ZAP_ENDPOINT)
+        except zmq.ZMQError as error:
+            self._requests.close()
+            raise ConfigError(f"another socket of this process decides already who may connect ({error})") from error
+        self._events = context.socket(zmq.PAIR)
+        # Without a limit: libzmq's own threads wait where one is reached, and events are small and bring nothing in.
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._guarded: Socket | None = None
+
+    def guard(self, socket: Socket) -> None:
+        """Before it is bound."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, self._part.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while nobody decides
+        endpoint = f"inproc://gate-{id(self)}"
+        socket.monitor(endpoint, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._events.connect(endpoint)
+        self._guarded = socket
+
+    def sockets(self) -> tuple[Socket, ...]:
+        return self._requests, self._events
+
+    def receive(self, now: float) -> None:
+        """Decide, log and count, in a bounded pass."""
+        for _ in range(RECEIVE_BATCH):
+            request = take(self._requests)
+            if request is None:
+                break
+            self._decide(request, now)
+        for _ in range(RECEIVE_BATCH):
+            event = take(self._events)
+            if event is None:
+                break
+            wrong_key = parse_monitor_message(event)["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+            reason, text = ("wrong_server_key", WRONG_SERVER_KEY) if wrong_key else ("no_curve", NO_CURVE)
+            self._refused(reason, "a connection", text, now)  # of an address that libzmq does not tell
+
+    def close(self) -> None:
+        """Before the guarded socket."""
+        if self._guarded is not None:
+            self._guarded.disable_monitor()
+        self._events.close()
+        self._requests.close()
+
+    def _decide(self, request: list[bytes], now: float) -> None:
+        """Answer one ZAP request (RFC 27): route, empty, version, id, domain, address, routing id, mechanism, key."""
+        route, empty, version, number, _, address, _, mechanism, *credentials = request
+        known = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
+        key = z85.encode(credentials[0]).decode() if known else ""
+        name = self._allowed.name_of(key) if known and self._allowed is not None else None
+        status, text = (b"200", b"OK") if name is not None else (b"400", b"not allowed")
+        self._requests.send_multipart([route, empty, version, number, status, text, (name or "").encode(), b""])
+        if name is None:
+            where = self._folder or "none: this server takes no peers"
+            host = address.decode(errors="replace")
+            self._refused("not_allowed", host, f"its public key {key} is not among those allowed ({where})", now)
+
+    def _refused(self, reason: str, who: str, text: str, now: float) -> None:
+        """Count, and log what was not logged of this peer within the last minute."""
+        self.counters.add("handshakes_refused_total", labels=(self._part, reason))
+        about = f"refused {who} at the {self._part} socket: {text}"
+        if self._quiet.due(about, now):
+            log.warning("%s", about)

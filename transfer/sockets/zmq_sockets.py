@@ -1,0 +1,153 @@
+"""ZMQ sockets with the options that the protocol relies on. Nothing here blocks."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from headrace.core.types.addresses import bracketed, url
+from headrace.core.types.errors import ConfigError
+from headrace.transfer.sockets.curve_keys import KeyPair
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+UNREACHABLE = (zmq.EAGAIN, zmq.EHOSTUNREACH)
+RECEIVE_BATCH = 256  # messages taken in one pass, so that one busy socket does not keep the loop to itself
+HANDSHAKE_MS = 10_000  # from a connection's first byte to the end of its greeting
+
+
+def bind(
+    context: Context,
+    host: str,
+    port: int,
+    *,
+    max_frame: int,
+    queue: int,
+    unread: int = 0,
+    silence_s: float = 0.0,
+    guard: Callable[[Socket], None] | None = None,
+) -> tuple[Socket, int]:
+    """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
+    unread: messages taken in from one connection before they are read, 0 for libzmq's limit.
+    silence_s: see _watch. guard: encrypts (transfer/sockets/zap.py). Raises ConfigError when the address is taken or
+    not ours."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
+    socket.setsockopt(zmq.SNDHWM, queue)
+    if unread:
+        socket.setsockopt(zmq.RCVHWM, unread)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    _limit(socket, max_frame)
+    _watch(socket, silence_s)
+    if guard is not None:
+        guard(socket)
+    try:
+        return socket, socket.bind_to_random_port(f"tcp://{bracketed(host)}") if port == 0 else _bind(
+            socket, host, port
+        )
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(
+            f"cannot listen on tcp://{host}:{port}: {os.strerror(error.errno or 0)}; write another address"
+        ) from error
+
+
+def dial(
+    context: Context,
+    endpoint: str,
+    *,
+    max_frame: int,
+    silence_s: float = 0.0,
+    keys: KeyPair | None = None,
+    server_key: str = "",
+) -> Socket:
+    """A DEALER that connects to tcp://host:port, now or as soon as somebody listens there. keys: this side's, for a
+    server with the public key server_key; None connects in the clear."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # bounded by our own requests and pings
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    _limit(socket, max_frame)
+    _watch(socket, silence_s)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    socket.connect(endpoint)
+    return socket
+
+
+def take(socket: Socket) -> list[bytes] | None:
+    """The next message as bytes, or None."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def take_frames(socket: Socket) -> list[zmq.Frame] | None:
+    """The next message without a copy, or None."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+
+
+def put(socket: Socket, frames: Sequence[bytes]) -> bool:
+    """Send a copied message. False when the connection is gone or its queue is full."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno in UNREACHABLE:
+            return False
+        raise
+    return True
+
+
+def put_tracked(socket: Socket, frames: Sequence[bytes], payload: Sequence[Any]) -> list[zmq.MessageTracker] | None:
+    """Send frames, then the payload buffers without a copy. Returns what tells when libzmq has let go of them, or
+    None when the connection is gone."""
+    try:
+        for index, frame in enumerate(frames):
+            more = bool(payload) or index + 1 < len(frames)
+            socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if more else 0))
+    except zmq.ZMQError as error:  # only the first frame, the address, can find the connection gone
+        if error.errno in UNREACHABLE:
+            return None
+        raise
+    trackers = []
+    for index, buffer in enumerate(payload):
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if index + 1 < len(payload) else 0)
+        tracker = socket.send(buffer, flags, copy=False, track=True)
+        if not tracker.done:  # small buffers are copied after all
+            trackers.append(tracker)
+    return trackers
+
+
+def host_of(endpoint: str) -> str:
+    """The host part of tcp://host:port, brackets of an IPv6 address included."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _limit(socket: Socket, max_frame: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)  # what a dead connection had queued is dropped, and close() never waits
+    socket.setsockopt(zmq.IPV6, 1)
+    # libzmq cuts off whoever sends more; the parts count and refuse what is between their limit and this one.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_frame)
+
+
+def _watch(socket: Socket, silence_s: float) -> None:
+    """Have libzmq itself drop a connection whose other end is silent, and with it every frame queued there.
+
+    Only this frees page memory that was sent without a copy to a stopped process: no call takes frames back from
+    the queue of one connection of a ROUTER. Listeners and connections copy the options when they are made.
+    """
+    if silence_s:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 1000 / 3)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 1000)))
+
+
+def _bind(socket: Socket, host: str, port: int) -> int:
+    socket.bind(url("tcp", host, port))
+    return port
