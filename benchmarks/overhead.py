@@ -1,6 +1,6 @@
 """What everything around the forward pass costs: `python -m benchmarks.overhead`.
 
-Three measurements. An idle server with a stand-in model that takes no time, one request after the other, and where the
+Three measurements. An idle server with a stub model that takes no time, one request after the other, and where the
 time goes. Requests/s of the same server by the number of clients. Both beside uvicorn with an empty route, the two
 taking turns, with the client of this process (which has its share of the machine's cores). And prompts of a real model,
 HTTP to first token, against the seconds that its stage computed.
@@ -26,7 +26,7 @@ from headrace.server.launch.free_port import free_port
 from headrace.server.launch.local_server import LocalServer
 
 VOCABULARY = 1000
-STAND_IN = f"stand-in:us_per_token=0,max_len=4096,vocab={VOCABULARY}"
+STUB = f"stub:us_per_token=0,max_len=4096,vocab={VOCABULARY}"
 IDLE_TOKENS = 16
 WARM_UP = 50
 _COMPUTED = re.compile(r"^headrace_plan_duration_seconds_sum (\S+)$", re.MULTILINE)
@@ -135,7 +135,7 @@ def idle(server: LocalServer, empty: int, rounds: int, count: int) -> None:
         ("front end, and the way to the scheduler and back", f"{total - http - queue - forward:.2f}", ""),
         ("queue", f"{queue:.2f}", ""),
         ("orders to the stage and back", f"{forward - stage:.2f}", ""),
-        ("the stage's forward pass (the stand-in's arithmetic)", f"{stage:.2f}", ""),
+        ("the stage's forward pass (the stub's arithmetic)", f"{stage:.2f}", ""),
     ]
     print_table(f"one request on an idle server, ms: median of {len(ours)}", ("part", "ms", ""), rows)
 
@@ -151,7 +151,7 @@ def throughput(server: LocalServer, empty: int, clients: Sequence[int], rounds: 
         rows.append((str(count), spread([a for a, _ in pairs]), spread([b for _, b in pairs]), f"{ratio:.2f}"))
     print_table(
         f"requests/s, {IDLE_TOKENS} tokens each: median (range) of {rounds} rounds",
-        ("clients", "headrace, stand-in model", "uvicorn, empty route", "ratio"),
+        ("clients", "headrace, stub model", "uvicorn, empty route", "ratio"),
         rows,
     )
 
@@ -210,15 +210,15 @@ async def _listening(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def around_a_stand_in(clients: Sequence[int], rounds: int, count: int, seconds: float) -> None:
+def around_a_stub(clients: Sequence[int], rounds: int, count: int, seconds: float) -> None:
     """The first two measurements."""
     server = LocalServer(
-        "--role", "prefill", "--model", STAND_IN, "--no-prefix-cache", "--kv-pages", "2048", "--threads", "1"
+        "--role", "prefill", "--model", STUB, "--no-prefix-cache", "--kv-pages", "2048", "--threads", "1"
     )
     port = free_port()
     empty = subprocess.Popen([sys.executable, "-m", "benchmarks.overhead", "--empty-route", str(port)])
     try:
-        with console.status("starting a server with a stand-in model, and an empty one"):
+        with console.status("starting a server with a stub model, and an empty one"):
             server.wait_ready()
             asyncio.run(asyncio.wait_for(_listening(port), 30))
         with console.status("one request after the other"):
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.empty_route:
         uvicorn.run(_empty, port=given.empty_route, log_config=None, access_log=False, lifespan="off")
         return 0
-    around_a_stand_in(given.clients, given.rounds, given.requests, given.seconds)
+    around_a_stub(given.clients, given.rounds, given.requests, given.seconds)
     if given.lengths:
         share(given.model, given.dtype, given.threads, given.lengths, given.rounds)
     return 0

@@ -1,4 +1,4 @@
-"""Pipeline stages with a stand-in model, which takes a set time and no CPU: `python -m benchmarks.pipeline`.
+"""Pipeline stages with a stub model, which takes a set time and no CPU: `python -m benchmarks.pipeline`.
 
 Throughput against the ideal: one prompt of N chunks at P stages can take no less than (N + P - 1) turns of a stage,
 and a full pipeline computes one chunk a turn. The share of the ideal is what control and hidden states leave of that.
@@ -21,7 +21,7 @@ from headrace.server.launch.local_server import LocalServer
 
 LAYERS = 16
 VOCABULARY = 1000
-HIDDEN = 64  # numbers per position; the stand-in's
+HIDDEN = 64  # numbers per position; the stub's
 BOUNCES = 500
 
 
@@ -62,7 +62,7 @@ def seconds(server: LocalServer, ids: list[int]) -> float:
 def measure(stages: int, chunk: int, chunks: int, us_per_token: int, rounds: int, hop: float) -> tuple[str, ...]:
     """A row of the table. us_per_token: of one stage, whatever their number."""
     length = chunk * chunks
-    model = f"stand-in:layers={LAYERS},us_per_token={us_per_token * stages},vocab={VOCABULARY},max_len={length + 16}"
+    model = f"stub:layers={LAYERS},us_per_token={us_per_token * stages},vocab={VOCABULARY},max_len={length + 16}"
     flags = ("--role", "prefill", "--model", model, "--pp", str(stages), "--chunk-tokens", str(chunk))
     server = LocalServer(*flags, "--no-prefix-cache", "--kv-pages", str(length // 16 + 16), "--threads", "1")
     try:

@@ -20,7 +20,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.io_thread import QUEUE_LIMIT, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.loop import StageLoop
-from headrace.engine.model.stub import is_stand_in
+from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import dial_scheduler
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.pipeline import LinkBroken, PipelineLinks, join_group
@@ -133,7 +133,7 @@ def _ready(config: StageConfig, runner: Runner, sharing: KvMemory, data_port: in
 def _runner(config: StageConfig, sharing: KvMemory) -> Runner:
     """With the layers of this stage, warmed up."""
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
-    make: Callable[..., Runner] = StubRunner if is_stand_in(config.model.model) else ModelRunner
+    make: Callable[..., Runner] = StubRunner if is_stub(config.model.model) else ModelRunner
     runner = make(config.model, config.engine, layer_range=layers, allocate=sharing.allocate)
     keep_freed_memory()  # not before the weights are there: what was theirs on the way is to be given back
     runner.warm_up()

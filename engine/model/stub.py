@@ -1,4 +1,4 @@
-"""The stand-in model's name, sizes and tokenizer: `stand-in`, or `stand-in:layers=8,us_per_token=50`.
+"""The stub model's name, sizes and tokenizer: `stub`, or `stub:layers=8,us_per_token=50`.
 
 It has no weights: it takes a set time and computes nothing but checks (engine/stub_runner.py), for benchmarks and
 tests of everything around a model.
@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec, RopeSpec
 
-STAND_IN = "stand-in"
+STUB = "stub"
 END = 256  # ends a text; ids below are bytes, ids above are words that only the model says
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -37,7 +37,7 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     def spec(self) -> ModelSpec:
         """One KV head as wide as the hidden states, and the least of everything that does not matter here."""
         return ModelSpec(
-            family=STAND_IN,
+            family=STUB,
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=1,
@@ -53,25 +53,25 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def fingerprint(self) -> str:
         """Names what is computed; the time that it takes stays out of it."""
-        return xxhash.xxh3_128_hexdigest(f"{STAND_IN} {self.layers} {self.hidden} {self.vocab}".encode())
+        return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}".encode())
 
 
 LEAST = {"layers": 1, "hidden": 16, "vocab": END + 2, "max_len": 1, "us_per_token": 0, "us_per_plan": 0}
 
 
-def is_stand_in(model: str) -> bool:
-    """Whether --model names a stand-in."""
-    return model.partition(":")[0] == STAND_IN
+def is_stub(model: str) -> bool:
+    """Whether --model names a stub."""
+    return model.partition(":")[0] == STUB
 
 
-def parse_stand_in(model: str) -> StubModel:
+def parse_stub(model: str) -> StubModel:
     """Raises ConfigError for a key or a value that is wrong, naming it."""
     given: dict[str, int] = {}
     for item in filter(None, model.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
         if key not in StubModel.__struct_fields__:
             known = ", ".join(StubModel.__struct_fields__)
-            raise ConfigError(f"--model {model}: there is no {key!r}; a stand-in has {known}")
+            raise ConfigError(f"--model {model}: there is no {key!r}; a stub has {known}")
         if not value.isascii() or not value.isdigit():
             raise ConfigError(f"--model {model}: {key} must be a whole number, found {value!r}")
         if key in given:
@@ -88,10 +88,10 @@ def parse_stand_in(model: str) -> StubModel:
     return made
 
 
-def stand_in_tokenizer(model: str) -> Tokenizer:
+def stub_tokenizer(model: str) -> Tokenizer:
     """A tokenizer in which every byte of a text is a token."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-    words = {f"Ġw{token}": token for token in range(END + 1, parse_stand_in(model).vocab)}
+    words = {f"Ġw{token}": token for token in range(END + 1, parse_stub(model).vocab)}
     made = Tokenizer(models.BPE(vocab={**vocab, "<end>": END, **words}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()

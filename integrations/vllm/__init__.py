@@ -1,1 +1,1 @@
-"""KV connector for vLLM: a stock vLLM takes its prompts' KV from Headrace prefill servers (pip install headrace[vllm])."""
+"""KV connector for vLLM: a stock vLLM takes its prompts' KV from prefill servers (pip install headrace[vllm])."""

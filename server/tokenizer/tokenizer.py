@@ -11,7 +11,7 @@ import tokenizers
 
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.engine.model.source import resolve_source
-from headrace.engine.model.stub import CHAT_TEMPLATE, END, stand_in_tokenizer
+from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.store import load_record
 
@@ -95,7 +95,7 @@ class Tokenizer:
 
 @cache
 def _byte_characters() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE uses for bytes (Radford et al. 2019, GPT-2's encoder), inverted."""
+    """The printable stubs that byte-level BPE uses for bytes (Radford et al. 2019, GPT-2's encoder), inverted."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -107,8 +107,8 @@ def load_tokenizer(model: str, cache_dir: str) -> Tokenizer:
     Raises ConfigError, saying why there is none.
     """
     source = resolve_source(model)
-    if source.kind == "stand-in":
-        return Tokenizer(stand_in_tokenizer(model), (END,), ChatTemplate(CHAT_TEMPLATE, {}))
+    if source.kind == "stub":
+        return Tokenizer(stub_tokenizer(model), (END,), ChatTemplate(CHAT_TEMPLATE, {}))
     record = load_record(source, cache_dir)
     template = ChatTemplate(record.chat_template, record.special_tokens) if record.chat_template else None
     return Tokenizer(tokenizers.Tokenizer.from_str(record.backend), record.eos_ids, template)

@@ -1,4 +1,4 @@
-"""The prefill server under test: HEADRACE_URL names one of any make; by default it is ours, with the stand-in model."""
+"""The prefill server under test: HEADRACE_URL names one of any make; by default it is ours, with the stub model."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.conformance.client import Client, Target
 from tests.e2e.harness import serving
 from tests.transfer.harness import zmq_context
 
-STAND_IN = ("--role", "prefill", "--model", "stand-in:layers=4,hidden=32", "--chunk-tokens", "96")
+STUB = ("--role", "prefill", "--model", "stub:layers=4,hidden=32", "--chunk-tokens", "96")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def target() -> Iterator[Target]:
     (a list of their maps, in JSON) what it has beside that."""
     url = os.environ.get("HEADRACE_URL")
     if url is None:
-        with serving(*STAND_IN) as server:
+        with serving(*STUB) as server:
             yield _target(server.url)
     else:
         yield _target(url)

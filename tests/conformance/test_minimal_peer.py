@@ -34,7 +34,7 @@ PROMPT = [7 * i % 250 for i in range(1, 400)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--role", "prefill", "--model", "stand-in:layers=4,hidden=32", "--chunk-tokens", "96") as made:
+    with serving("--role", "prefill", "--model", "stub:layers=4,hidden=32", "--chunk-tokens", "96") as made:
         yield made
 
 

@@ -3,6 +3,8 @@
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -27,7 +29,7 @@ def pins(name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in filter(None, lines):
         if line.startswith("-r "):
-            found |= pins(line.removeprefix("-r "))
+            found |= pins(str(Path(name).parent / line.removeprefix("-r ")))
             continue
         match = LINE.fullmatch(line)
         assert match, f"{name}: {line!r} is no exact pin"
@@ -37,8 +39,8 @@ def pins(name: str) -> dict[str, str]:
     return found
 
 
-def project() -> dict[str, list[str]]:
-    table: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
 
@@ -48,7 +50,8 @@ def test_torch_is_pinned_by_the_plain_name() -> None:
 
 def test_every_dependency_of_the_project_is_pinned_within_its_bounds() -> None:
     pinned = pins("requirements/server.txt")
-    for text in project()["dependencies"]:
+    table = project()
+    for text in [*table["dependencies"], *table["optional-dependencies"]["server"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
 

@@ -1,6 +1,6 @@
 """Models for servers under test, each with an oracle: what comes after a prompt, said by somebody else.
 
-Most tests are about everything but the model. They run with the stand-in, which loads at once and whose tokens show
+Most tests are about everything but the model. They run with the stub, which loads at once and whose tokens show
 every wrong page (engine/stub_runner.py), and with SmolLM2 in the full run.
 """
 
@@ -24,10 +24,10 @@ from tests.e2e.harness import Server
 
 NAME = "tested"
 GREEDY = SamplingParams(temperature=0.0)
-SIZES = "stand-in:layers=4,vocab=1000,max_len=8192"
+SIZES = "stub:layers=4,vocab=1000,max_len=8192"
 
 
-class StandInOracle:
+class StubOracle:
     """One runner, one request at a time, in one page, without the time that it takes."""
 
     def __init__(self, sizes: str, room: int) -> None:
@@ -85,8 +85,8 @@ class Model(msgspec.Struct, frozen=True):
 
 
 @cache
-def _oracle() -> StandInOracle:
-    return StandInOracle(SIZES, 8192)
+def _oracle() -> StubOracle:
+    return StubOracle(SIZES, 8192)
 
 
 @cache
@@ -95,8 +95,8 @@ def _story() -> tuple[int, ...]:
     return tuple(draw.randrange(_oracle().vocab_size) for _ in range(8000))
 
 
-def stand_in(us_per_token: int) -> Model:
-    """The stand-in. us_per_token: how long it takes, for tests that have to be quicker than the prompt."""
+def stub(us_per_token: int) -> Model:
+    """The stub. us_per_token: how long it takes, for tests that have to be quicker than the prompt."""
     return Model(
         ("--model", f"{SIZES},us_per_token={us_per_token}", "--served-model-name", NAME, "--dtype", "float32"),
         _story,
@@ -109,8 +109,8 @@ SMOLLM2 = Model(("--served-model-name", NAME, "--dtype", "float32"), gold.story_
 
 
 def both(us_per_token: int) -> list[object]:
-    """Parameters: the stand-in always, SmolLM2 in the full run."""
+    """Parameters: the stub always, SmolLM2 in the full run."""
     return [
-        pytest.param(stand_in(us_per_token), id="stand-in"),
+        pytest.param(stub(us_per_token), id="stub"),
         pytest.param(SMOLLM2, id="smollm2", marks=pytest.mark.full),
     ]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import httpx
 
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.e2e.models import StandInOracle, spoken
+from tests.e2e.models import StubOracle, spoken
 
 Way = Literal["whole", "streamed", "prefill"]
 Taking = Literal["leave", "delete", "late"]
@@ -36,8 +36,8 @@ class Prompt:
 
 def make_prompts(sizes: str, count: int, longest: int, seed: int) -> list[Prompt]:
     """Prompts of 1 to `longest` tokens, some with a common beginning, and their continuations by one runner alone.
-    sizes: of a stand-in, without the time that it takes."""
-    oracle = StandInOracle(sizes, longest + MOST_TOKENS)
+    sizes: of a stub, without the time that it takes."""
+    oracle = StubOracle(sizes, longest + MOST_TOKENS)
     generator = random.Random(seed)
     common = [generator.randrange(oracle.vocab_size) for _ in range(longest)]
     made = []

@@ -32,10 +32,10 @@ def test_encrypted_texts_are_the_models_own(tmp_path: Path, model: Model) -> Non
 
 
 def test_without_a_key_nothing_is_handed_over_and_both_logs_say_why(tmp_path: Path) -> None:
-    stand_in = ("--model", "stand-in:layers=4,hidden=32")
+    stub = ("--model", "stub:layers=4,hidden=32")
     theirs, _ = keys(tmp_path)
-    with serving("--role", "prefill", *stand_in, *theirs) as prefill:
-        decode = Server("--role", "decode", "--prefill", prefill.url, *stand_in, "--fallback", "local")
+    with serving("--role", "prefill", *stub, *theirs) as prefill:
+        decode = Server("--role", "decode", "--prefill", prefill.url, *stub, "--fallback", "local")
         with running(decode):
             wait_until(lambda: "--curve-server-key" in decode.log, 20, "the decode side's log")
             wait_until(lambda: "no CURVE handshake" in prefill.log, 20, "the prefill side's log")

@@ -7,8 +7,8 @@ from tests.e2e.harness import pages_in_use, serving, wait_until
 from tests.e2e.storm import Storm, make_prompts
 from tests.e2e.test_pipeline import FLAGS, check_texts
 
-NAME = "stand-in"
-SIZES = "stand-in:layers=6,vocab=1000,max_len=512"
+NAME = "stub"
+SIZES = "stub:layers=6,vocab=1000,max_len=512"
 MODEL = f"{SIZES},us_per_token=20,us_per_plan=2000,jitter_percent=100"
 OPTIONS = ("--model", MODEL, "--served-model-name", NAME, "--chunk-tokens", "64", "--kv-pages", "400", "--threads", "1")
 REQUESTS = 120
@@ -21,7 +21,7 @@ def cases(timed: tuple[int, int]) -> list[object]:
 
 
 @pytest.mark.parametrize(("stages", "depth"), cases(timed=(3, 0)))
-def test_stand_in_texts(stages: int, depth: int) -> None:
+def test_stub_texts(stages: int, depth: int) -> None:
     """Prompts of many lengths at once, each followed by what one runner alone makes of it."""
     storm = Storm(NAME, load_tokenizer(SIZES, ""), make_prompts(SIZES, 60, 300, 1), seed=1, taking=0, concurrency=32)
     with serving("--role", "colocated", "--pp", str(stages), "--pipeline-depth", str(depth), *OPTIONS) as server:

@@ -14,10 +14,10 @@ import pytest
 from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import SUBNET, Stages, Tree, machines
-from tests.e2e.models import NAME, SMOLLM2, Model, both, stand_in
+from tests.e2e.models import NAME, SMOLLM2, Model, both, stub
 
 ROOM = ("--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
-STAND_IN = (*stand_in(us_per_token=1000).flags, *ROOM)
+STUB = (*stub(us_per_token=1000).flags, *ROOM)
 FLAGS = ("--pp", "2", "--threads", "1", "--peer-timeout", "2", "--stages", "external")
 LENGTHS = (1, 17, 300)
 TOKENS = 8
@@ -111,7 +111,7 @@ def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
 
 
 def test_an_orderly_end_is_that_of_the_stages_too() -> None:
-    with waiting_server("--role", "colocated", *STAND_IN) as (server, stages):
+    with waiting_server("--role", "colocated", *STUB) as (server, stages):
         trees = stages.start_all()
         with running(server):
             assert server.get("/ready").status_code == 200
@@ -132,7 +132,7 @@ def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
 
 
 def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
-    with waiting_server("--role", "prefill", *STAND_IN) as (server, stages):
+    with waiting_server("--role", "prefill", *STUB) as (server, stages):
         wrong = {
             "HEADRACE_STAGE_KEY": stages.start(0, environment={"HEADRACE_STAGE_KEY": "another"}),
             "--pp 2": stages.start(0, "--world-size", "3"),

@@ -13,7 +13,7 @@ from tests.scheduler.router import Router, name_of
 
 PAGE = 16
 POOL = 12
-MODEL = "stand-in:us_per_token=0"
+MODEL = "stub:us_per_token=0"
 
 
 class Subscriber:

@@ -13,7 +13,7 @@ from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
 WAIT_S = 4.0
-MODEL = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "1024", "--bootstrap-timeout", str(WAIT_S))
+MODEL = ("--model", "stub:layers=4,hidden=32", "--max-model-len", "1024", "--bootstrap-timeout", str(WAIT_S))
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [

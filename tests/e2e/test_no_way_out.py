@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.harness import Server, serving, wait_until
 
-STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--dtype", "float32", "--peer-timeout", "2")
+STUB = ("--model", "stub:layers=4,hidden=32", "--dtype", "float32", "--peer-timeout", "2")
 
 
 class Trap:
@@ -76,7 +76,7 @@ def watched(server: Server) -> Iterator[list[Any]]:
 def test_a_decode_server_connects_to_its_own_prefill_servers_only(trap: Trap) -> None:
     own = closing(Trap())
     with own as configured:
-        flags = ("--role", "decode", "--fallback", "local", "--prefill", f"http://{configured.address}", *STAND_IN)
+        flags = ("--role", "decode", "--fallback", "local", "--prefill", f"http://{configured.address}", *STUB)
         with serving(*flags) as server, watched(server) as seen:
             wait_until(lambda: configured.visits, 20, "it looks for its own")
             for path, extra in (

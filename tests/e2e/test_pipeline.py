@@ -17,7 +17,7 @@ from tests.e2e.models import Model, both
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 TOKENS = 8
 LENGTHS = (1, 17, 64, 300)
-STAND_IN = "stand-in:layers=4,us_per_token=100,us_per_plan=2000,vocab=1000,max_len=2048"
+STUB = "stub:layers=4,us_per_token=100,us_per_plan=2000,vocab=1000,max_len=2048"
 
 
 def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
     """A pair with two stages each: whichever dies or stops, whenever, all in flight end within seconds at both ends,
     nothing leaks, and the pair works again."""
     rng = random.Random(turns)
-    flags = ("--model", STAND_IN, "--pp", "2", "--peer-timeout", "2", "--chunk-tokens", "128", "--kv-pages", "1024")
+    flags = ("--model", STUB, "--pp", "2", "--peer-timeout", "2", "--chunk-tokens", "128", "--kv-pages", "1024")
     prompts = [tuple(rng.randrange(3, 1000) for _ in range(rng.randrange(1, 1500))) for _ in range(6)]
 
     def ask(prompt: tuple[int, ...]) -> httpx.Response:

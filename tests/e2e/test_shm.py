@@ -1,6 +1,6 @@
 """Two servers on one machine, with KV written straight into the decode server's pool: whoever dies, stops or cancels.
 
-The stand-in model's texts show every wrong page (engine/stub_runner.py); they are compared with those of one runner
+The stub model's texts show every wrong page (engine/stub_runner.py); they are compared with those of one runner
 alone, or with those before something went wrong.
 """
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
-from tests.e2e.models import SIZES, StandInOracle
+from tests.e2e.models import SIZES, StubOracle
 
 MODEL = f"{SIZES},us_per_token=400"
 TOKENS = 8
@@ -72,7 +72,7 @@ def stopped(server: Server) -> Iterator[None]:
 @pytest.mark.parametrize(("backend", "other"), [("shm", "zmq"), pytest.param("zmq", "shm", marks=pytest.mark.full)])
 def test_texts_are_those_of_one_runner_alone_by_either_way(backend: str, other: str) -> None:
     prompts = [TEXT[:length] for length in (1, 15, 16, 17, 300, 1700)]
-    oracle = StandInOracle(SIZES, 2000)
+    oracle = StubOracle(SIZES, 2000)
     with pair(FLAGS, (*FLAGS, "--page-size", "64", "--transfer-backends", backend)) as (prefill, decode):
         pool = pool_of(decode) if backend == "shm" else None
         expected = [oracle.greedy_text(list(prompt.encode()), TOKENS) for prompt in prompts]

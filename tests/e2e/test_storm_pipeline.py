@@ -6,8 +6,8 @@ from headrace.server.tokenizer.tokenizer import load_tokenizer
 from tests.e2e.harness import Server, pair, serving, wait_until
 from tests.e2e.storm import Storm, make_prompts
 
-NAME = "stand-in"
-SIZES = "stand-in:layers=8,vocab=1000,max_len=512"
+NAME = "stub"
+SIZES = "stub:layers=8,vocab=1000,max_len=512"
 PLAN_US = 10000  # of one stage, give or take as much: the stages are what requests wait for, most of the time
 LONGEST = 300
 LEFT_OVER = (

@@ -12,7 +12,7 @@ import httpx
 from tests.e2e.harness import Server, pair, serving
 from tests.server.telemetry.trace_format import Event, check, lanes, of
 
-MODEL = "stand-in:layers=6,us_per_token=60,vocab=1000,max_len=2048"
+MODEL = "stub:layers=6,us_per_token=60,vocab=1000,max_len=2048"
 FLAGS = ("--model", MODEL, "--chunk-tokens", "64", "--kv-pages", "1024", "--threads", "1")
 STAGES = 3
 FIRST = 2  # process number of stage 0

@@ -1,4 +1,4 @@
-"""The stand-in model: its tokens follow from the prompt alone, and show every wrong page."""
+"""The stub model: its tokens follow from the prompt alone, and show every wrong page."""
 
 import time
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.packed import pack
 from headrace.core.types.request import SamplingParams
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.model.stub import parse_stand_in
+from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
 from headrace.engine.stub_runner import StubRunner
 
 PAGES = 110
 GREEDY = SamplingParams(temperature=0.0)
-NAME = "stand-in:layers=4,hidden=16,us_per_token=0,max_len=100,vocab=300"
+NAME = "stub:layers=4,hidden=16,us_per_token=0,max_len=100,vocab=300"
 
 
 def runner(layers: range | None = None, page_size: int = 4, model: str = NAME, dtype: str = "float32") -> StubRunner:
@@ -154,7 +154,7 @@ def test_logprobs_are_those_of_a_certain_model() -> None:
 
 
 def test_a_plan_takes_its_time_and_a_stage_its_share() -> None:
-    made = runner(range(2), model="stand-in:layers=4,hidden=16,us_per_token=200,us_per_plan=2000,max_len=100")
+    made = runner(range(2), model="stub:layers=4,hidden=16,us_per_token=200,us_per_plan=2000,max_len=100")
     prompt = [row(1, 0, list(range(20)), range(5))]
     begun, used = time.perf_counter(), time.process_time()
     for _ in range(20):
@@ -166,14 +166,14 @@ def test_a_plan_takes_its_time_and_a_stage_its_share() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("stand-in:size=3", "there is no 'size'; a stand-in has layers, hidden"),
-        ("stand-in:layers", "layers must be a whole number, found ''"),
-        ("stand-in:layers=-1", "layers must be a whole number, found '-1'"),
-        ("stand-in:layers=0", "layers must be 1 or more"),
-        ("stand-in:hidden=20", "hidden must be a multiple of 8, such as 16"),
-        ("stand-in:vocab=100", "vocab must be 258 or more"),
-        ("stand-in:layers=2,layers=3", "layers is given twice"),
-        ("stand-in:jitter_percent=101", "jitter_percent must be 100 or less"),
+        ("stub:size=3", "there is no 'size'; a stub has layers, hidden"),
+        ("stub:layers", "layers must be a whole number, found ''"),
+        ("stub:layers=-1", "layers must be a whole number, found '-1'"),
+        ("stub:layers=0", "layers must be 1 or more"),
+        ("stub:hidden=20", "hidden must be a multiple of 8, such as 16"),
+        ("stub:vocab=100", "vocab must be 258 or more"),
+        ("stub:layers=2,layers=3", "layers is given twice"),
+        ("stub:jitter_percent=101", "jitter_percent must be 100 or less"),
     ],
 )
 def test_a_wrong_name_is_refused_saying_why(model: str, message: str) -> None:
@@ -194,5 +194,5 @@ def test_rows_that_contradict_themselves_are_refused() -> None:
 
 
 def test_time_stays_out_of_the_fingerprint_and_sizes_do_not() -> None:
-    assert parse_stand_in("stand-in:us_per_token=1").fingerprint() == parse_stand_in("stand-in").fingerprint()
-    assert parse_stand_in("stand-in:layers=9").fingerprint() != parse_stand_in("stand-in").fingerprint()
+    assert parse_stub("stub:us_per_token=1").fingerprint() == parse_stub("stub").fingerprint()
+    assert parse_stub("stub:layers=9").fingerprint() != parse_stub("stub").fingerprint()

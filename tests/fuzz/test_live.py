@@ -26,7 +26,7 @@ from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import Machine, Tree
 from tests.transfer.harness import zmq_context
 
-MODEL = ("--model", "stand-in:layers=4,hidden=32", "--dtype", "float32", "--kv-pages", "512", "--max-model-len", "2048")
+MODEL = ("--model", "stub:layers=4,hidden=32", "--dtype", "float32", "--kv-pages", "512", "--max-model-len", "2048")
 GEOMETRY = {"dtype": "float32", "layers": 4, "kv_heads": 1, "head_dim": 32, "page_size": 16}
 GROWTH_BYTES = 96 << 20  # of one process; a leak of what is sent here would be many times that
 SLOW = 40  # connections that are opened and left alone

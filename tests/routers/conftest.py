@@ -8,16 +8,16 @@ from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import pair
 from tests.routers.fleet import KINDS, Router, Site, routed
 
-STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "2048", "--served-model-name", "tested")
+STUB = ("--model", "stub:layers=4,hidden=32", "--max-model-len", "2048", "--served-model-name", "tested")
 SMOLLM2 = ("--dtype", "float32", "--max-model-len", "512", "--kv-pages", "128", "--served-model-name", "tested",
            "--threads", "1")  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
-    """The stand-in model, whose tokens follow from all of the prompt's KV: what is lost or misplaced shows."""
+    """The stub model, whose tokens follow from all of the prompt's KV: what is lost or misplaced shows."""
     port = free_port()
-    with pair((*STAND_IN, "--bootstrap-port", str(port)), STAND_IN) as (prefill, decode):
+    with pair((*STUB, "--bootstrap-port", str(port)), STUB) as (prefill, decode):
         yield Site(prefill, decode, port, "tested")
 
 

@@ -15,7 +15,7 @@ from tests.routers.fleet import KINDS, Router, Site, routed
 pytestmark = pytest.mark.routers
 
 SHORT = ("--hold-lease", "3", "--bootstrap-timeout", "3")
-STAND_IN = ("--model", "stand-in:layers=4,hidden=32", "--max-model-len", "512", "--served-model-name", "tested", *SHORT)
+STUB = ("--model", "stub:layers=4,hidden=32", "--max-model-len", "512", "--served-model-name", "tested", *SHORT)
 BODY = {"model": "tested", "prompt": "x y z", "max_tokens": 8, "temperature": 0}
 BOUND_S = 20.0  # sglang-router tries five times
 # xpyd-proxy reads a refusal as an answer without kv_transfer_params; sglang-router has a status of its own for what it
@@ -31,9 +31,9 @@ class Fleet:
     def __init__(self) -> None:
         self.bootstrap_port = free_port()
         flags = ("--bootstrap-port", str(self.bootstrap_port), "--max-queued-requests", "1")
-        self._prefill = ("--role", "prefill", *STAND_IN, *flags)
+        self._prefill = ("--role", "prefill", *STUB, *flags)
         self.prefill = Server(*self._prefill)
-        self._decode = ("--role", "decode", "--prefill", self.prefill.url, *STAND_IN)
+        self._decode = ("--role", "decode", "--prefill", self.prefill.url, *STUB)
         self.decode = Server(*self._decode)
         self.prefill.started()
         self.decode.started()

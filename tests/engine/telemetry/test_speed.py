@@ -38,8 +38,8 @@ def test_a_line_has_no_square_also_with_noise() -> None:
     assert cost[1] == pytest.approx(1e-4, rel=0.1)
 
 
-def test_a_stand_in_takes_the_time_that_it_was_told() -> None:
-    model = ModelConfig(model="stand-in:layers=4,us_per_token=100,us_per_plan=3000,max_len=512", device="cpu")
+def test_a_stub_takes_the_time_that_it_was_told() -> None:
+    model = ModelConfig(model="stub:layers=4,us_per_token=100,us_per_plan=3000,max_len=512", device="cpu")
     made = StubRunner(model, EngineConfig(kv_pages=40), range(2, 4))
     started = time.perf_counter()
     assert measure(made, 64, 512, first=False) is not None

@@ -20,7 +20,7 @@ from headrace.server.config.curve_keys import write_pair
 from headrace.transfer.sockets.curve_keys import ServerKeys
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 
-MODEL = "stand-in:layers=4,hidden=32"
+MODEL = "stub:layers=4,hidden=32"
 PROMPT = tuple(range(200))
 
 

@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_computed_here(vllm: Vllm, prefill: Server, more: d
         assert vllm.text(ids, params) == vllm.alone(ids)
 
 
-@pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--model", "stand-in")], ids=str)
+@pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--model", "stub")], ids=str)
 def test_another_model_or_dtype_is_refused_at_hello(vllm: Vllm, flags: tuple[str, str]) -> None:
     ids = prompt(128, at=70)
     code = f"{'dtype' if flags[0] == '--dtype' else 'fingerprint'}_mismatch"

@@ -67,8 +67,8 @@ def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
     assert real.stop_ids(["e"]) == (), "too many tokens contain an e: it is looked for in the text"
 
 
-def test_a_stand_in_has_a_tokenizer_of_bytes() -> None:
-    made = load_tokenizer("stand-in:vocab=300", "")
+def test_a_stub_has_a_tokenizer_of_bytes() -> None:
+    made = load_tokenizer("stub:vocab=300", "")
     assert made.encode("é\n") == list("é\n".encode())
     assert (made.vocab_size, made.eos_ids) == (300, (256,))
     assert made.decode([*b"a", 257, 299]) == "a w257 w299"

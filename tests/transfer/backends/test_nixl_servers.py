@@ -11,7 +11,7 @@ import pytest
 
 from headrace.core.types.backends import NIXL
 from tests.e2e.harness import Server, pages_in_use, pair, running, wait_until
-from tests.e2e.models import NAME, SIZES, StandInOracle
+from tests.e2e.models import NAME, SIZES, StubOracle
 
 pytestmark = pytest.mark.nixl
 
@@ -27,7 +27,7 @@ TOKENS = 8
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """What one runner says alone after the prompts."""
-    oracle = StandInOracle(SIZES, 2000)
+    oracle = StubOracle(SIZES, 2000)
     return {prompt: oracle.greedy_text(list(prompt.encode()), TOKENS) for prompt in PROMPTS}
 
 
