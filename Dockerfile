@@ -52,7 +52,7 @@ USER headrace
 WORKDIR /home/headrace
 VOLUME /models
 
-# HTTP, desk, data. The last two only when decode servers come from outside the container.
+# HTTP, control endpoint, data. The last two only when decode servers come from outside the container.
 EXPOSE 8000 8100 8200
 STOPSIGNAL SIGTERM
 # Alive, not ready: an orchestrator that routes traffic should ask /ready.

@@ -39,13 +39,13 @@ def first_token(vllm: Vllm, ids: list[int], params: dict[str, Any] | None) -> fl
 
 
 def from_headrace(prefill: LocalServer) -> Prepare:
-    desk_port = prefill.request("GET", "/v1/handoff").json()["desk_port"]
+    control_port = prefill.request("GET", "/v1/handoff").json()["control_port"]
 
     def prepare(ids: list[int]) -> dict[str, Any]:
         ticket = secrets.token_hex(16)
         answer = prefill.request("POST", "/v1/prefill", {"prompt_token_ids": ids, "ticket": ticket, "handoff": "hold"})
         assert answer.status_code == 200, answer.text
-        return {"do_remote_prefill": True, "ticket": ticket, "remote_host": "127.0.0.1", "remote_port": desk_port}
+        return {"do_remote_prefill": True, "ticket": ticket, "remote_host": "127.0.0.1", "remote_port": control_port}
 
     return prepare
 

@@ -73,7 +73,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """desk_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
+    """control_port and data_port 0 take free ports. window_bytes: unacknowledged bytes a receiver allows per sender.
     peer_timeout_s: silence after which a peer is gone; pings go out at a third of it. backends: ways to move KV that
     may be used, best first; the prefill server's order counts. checksum: of payload that goes over a network;
     checksum_shm: also of what is copied within one machine. curve_key: file with this server's CURVE keys, "" for
@@ -81,7 +81,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     where the sockets are."""
 
     host: str = "127.0.0.1"
-    desk_port: int = 0
+    control_port: int = 0
     data_port: int = 0
     window_bytes: int = 64 << 20
     peer_timeout_s: float = 3.0
@@ -123,8 +123,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     curve_server_keys: key files
     of prefill servers, each FILE for all or HOST=FILE for one (server/config/curve_keys.py). bootstrap_port: on a
     prefill server
-    another port that tells where the desk is, 0 for none; on a decode server the one to ask where a router names none,
-    0 for the usual one (server/upstream/handoff_params.py)."""
+    another port that tells where the control endpoint is, 0 for none; on a decode server the one to ask where a router
+    names none, 0 for the usual one (server/upstream/handoff_params.py)."""
 
     role: Role = "colocated"
     host: str = "127.0.0.1"

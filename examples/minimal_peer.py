@@ -119,10 +119,10 @@ class Stage:
 
 
 class Peer:
-    """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the desk refuses."""
+    """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the control endpoint refuses."""
 
-    def __init__(self, context, desk, fingerprint, geometry, wait_s=30.0):
-        self.host, self.geometry, self.wait_s = desk.rpartition(":")[0], geometry, wait_s
+    def __init__(self, context, control_server, fingerprint, geometry, wait_s=30.0):
+        self.host, self.geometry, self.wait_s = control_server.rpartition(":")[0], geometry, wait_s
         self.context, self.stages, self.ticket = context, [], None
         self.hello = {
             "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
@@ -132,12 +132,14 @@ class Peer:
         }  # fmt: skip
         answer, end = {"code": "not_ready"}, time.monotonic() + wait_s
         while answer.get("code") == "not_ready" and time.monotonic() < end:  # a fresh connection for every attempt
-            self.desk = dial(self.context, desk, 5 << 20)
-            self.desk.send(encode(self.hello))
-            answer = decode(self.desk.recv()) if self.desk.poll(1000 * wait_s) else {"type": "silence"}
+            self.control_server = dial(self.context, control_server, 5 << 20)
+            self.control_server.send(encode(self.hello))
+            answer = (
+                decode(self.control_server.recv()) if self.control_server.poll(1000 * wait_s) else {"type": "silence"}
+            )
             if answer["type"] == "Welcome":
                 return self._welcomed(answer)
-            self.desk.close()
+            self.control_server.close()
             time.sleep(0.2)
         raise Failure(f"{answer.get('code', 'peer_gone')}: {answer.get('message', 'no answer to the hello')}")
 
@@ -170,9 +172,11 @@ class Peer:
         for stage in self.stages:
             stage.chunks, stage.total = {}, 0
         names, place = {"ticket": ticket, "generation": generation}, {"pages": self.pages.tobytes(), "row": 0}
-        self.desk.send(encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place}))
+        self.control_server.send(
+            encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place})
+        )
         try:
-            while not self.ended:  # Finished, which the desk sends when it has all our Acks
+            while not self.ended:  # Finished, which the control endpoint sends when it has all our Acks
                 self._turn()
                 if time.monotonic() > self.progress + self.wait_s:
                     raise Failure(f"timeout: nothing came for {self.wait_s:g} s")
@@ -182,13 +186,13 @@ class Peer:
         return self.first, self.kv
 
     def close(self):
-        self.desk.send(encode({"type": "Goodbye"}))
+        self.control_server.send(encode({"type": "Goodbye"}))
 
     def _turn(self):
         """Read what has come, then say what is due."""
-        zmq.select([self.desk, *(stage.socket for stage in self.stages)], [], [], 0.05)
-        while self.desk.poll(0):
-            self._told(self.desk.recv_multipart())
+        zmq.select([self.control_server, *(stage.socket for stage in self.stages)], [], [], 0.05)
+        while self.control_server.poll(0):
+            self._told(self.control_server.recv_multipart())
         now = time.monotonic()
         for stage in self.stages:
             while stage.socket.poll(0):
@@ -199,9 +203,9 @@ class Peer:
                 stage.socket.send(encode(PING if stage.attached else {"type": "Attach", **attach}))
                 stage.next = now + (self.welcome["heartbeat_s"] if stage.attached else 0.1)
         if now > self.heard + self.welcome["timeout_s"]:
-            raise Failure(f"peer_gone: the desk is silent for {self.welcome['timeout_s']:g} s")
+            raise Failure(f"peer_gone: the control endpoint is silent for {self.welcome['timeout_s']:g} s")
         if self.ping <= now:
-            self.desk.send(encode(PING))
+            self.control_server.send(encode(PING))
             self.ping = now + self.welcome["heartbeat_s"]
 
     def _told(self, frames):
@@ -285,8 +289,8 @@ def main():
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
     with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer, zmq.Context() as context:
         server = json.load(answer)
-        desk = f"{urllib.parse.urlsplit(args.url).hostname}:{server['desk_port']}"
-        peer = Peer(context, desk, server["fingerprint"], geometry)
+        control_server = f"{urllib.parse.urlsplit(args.url).hostname}:{server['control_port']}"
+        peer = Peer(context, control_server, server["fingerprint"], geometry)
         first, kv = peer.fetch(args.ticket, args.tokens)
         print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
         peer.close()

@@ -3,8 +3,8 @@
                  ┌──────────────────────────── one turn ────────────────────────────┐
     front end ──►│                                                                   │──► front end
     stages    ──►│ wait ─► receive ─► handle(event) ─► plan while credits ─► apply   │──► stages (orders)
-    desk      ──►│  (sockets readable,                   effects in order            │──► desk
-    dialer    ──►│   or next deadline)                                               │──► dialer
+    control endpoint      ──►│  (sockets readable,                   effects in order            │──► control endpoint
+    control client    ──►│   or next deadline)                                               │──► control client
                  │                                                                   │──► publisher (KV events)
                  └───────────────────────────────────────────────────────────────────┘
 
@@ -37,8 +37,9 @@ AnyPort = EventSource[Any, Any]  # of one kind of Event each
 class SchedulerLoop:
     """Drains ports into one Scheduler and applies what it decides.
 
-    front takes SchedulerReply effects, stages Orders, desk and dialer their own, publisher KvEvents; the last three
-    may be absent, and effects for them are then a programming error. observe sees every event before it is handled.
+    front takes SchedulerReply effects, stages Orders, control endpoint and control client their own, publisher
+    KvEvents; the last three may be absent, and effects for them are then a programming error. observe sees every event
+    before it is handled.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class SchedulerLoop:
         *,
         front: AnyPort,
         stages: AnyPort,
-        desk: AnyPort | None,
-        dialer: AnyPort | None,
+        control_server: AnyPort | None,
+        control_client: AnyPort | None,
         publisher: AnyPort | None,
         clock: Clock,
         observe: Callable[[Event], None] = lambda _event: None,
@@ -56,10 +57,10 @@ class SchedulerLoop:
         self._scheduler = scheduler
         self._front = front
         self._stages = stages
-        self._desk = desk
-        self._dialer = dialer
+        self._control_server = control_server
+        self._control_client = control_client
         self._publisher = publisher
-        self._ports = [port for port in (front, stages, desk, dialer, publisher) if port is not None]
+        self._ports = [port for port in (front, stages, control_server, control_client, publisher) if port is not None]
         self._clock = clock
         self._observe = observe
         self._poll = Poll(zmq.Poller)
@@ -120,10 +121,10 @@ class SchedulerLoop:
             return self._stages
         if isinstance(effect, SchedulerReply):
             return self._front
-        if isinstance(effect, ControlServerEffect) and self._desk is not None:
-            return self._desk
-        if isinstance(effect, ControlClientEffect) and self._dialer is not None:
-            return self._dialer
+        if isinstance(effect, ControlServerEffect) and self._control_server is not None:
+            return self._control_server
+        if isinstance(effect, ControlClientEffect) and self._control_client is not None:
+            return self._control_client
         if isinstance(effect, KvEvent) and self._publisher is not None:
             return self._publisher
         raise TypeError(f"no port takes a {type(effect).__name__} in this role")

@@ -35,7 +35,7 @@ def create_app(service: Service, config: ServerConfig) -> FastAPI:
 
 
 def create_bootstrap_app(service: Service, config: ServerConfig) -> FastAPI:
-    """What a prefill server answers on its bootstrap port: where its desk is."""
+    """What a prefill server answers on its bootstrap port: where its control endpoint is."""
     app = FastAPI(title="Headrace bootstrap", docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
     for routes in (operation_routes(service), bootstrap_routes(service), handoff_routes(service, config)):

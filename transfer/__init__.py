@@ -1,1 +1,2 @@
-"""The handoff: protocol messages, sessions, desk and dialer, sender and receiver, page layout, metadata rows."""
+"""The handoff: protocol messages, sessions, control endpoint and control client, sender and receiver, page layout,
+metadata rows."""

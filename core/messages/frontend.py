@@ -60,8 +60,8 @@ class ReleaseTicket(FrontendRequest, frozen=True, kw_only=True):
 
 
 class AddPrefill(FrontendRequest, frozen=True, kw_only=True):
-    """Dial a prefill server's desk. name: its URL as configured; endpoint: tcp://host:port; server_key: its CURVE
-    public key, "" to connect in the clear."""
+    """Dial a prefill server's control endpoint. name: its URL as configured; endpoint: tcp://host:port; server_key:
+    its CURVE public key, "" to connect in the clear."""
 
     name: str
     endpoint: str
@@ -117,7 +117,7 @@ class EngineState(SchedulerReply, frozen=True, kw_only=True):
 
     ready: bool
     reason: str = ""
-    desk_port: int = 0
+    control_port: int = 0
     data: tuple[str, ...] = ()
     kv_pages: int = 0
     instance: str = ""
@@ -135,7 +135,7 @@ class StageDown(SchedulerReply, frozen=True, kw_only=True):
 
 
 class PrefillState(SchedulerReply, frozen=True, kw_only=True):
-    """A prefill server's desk was reached, refused us, or fell silent."""
+    """A prefill server's control endpoint was reached, refused us, or fell silent."""
 
     name: str
     up: bool
@@ -143,7 +143,7 @@ class PrefillState(SchedulerReply, frozen=True, kw_only=True):
 
 
 class Reserved(SchedulerReply, frozen=True, kw_only=True):
-    """Entrance "wire": pages are leased here and the prefill's desk has been told; post the prompt now."""
+    """Entrance "wire": pages are leased here and the prefill's control endpoint has been told; post the prompt now."""
 
     rid: str
 

@@ -116,8 +116,8 @@ class DropPeer(Order, frozen=True, kw_only=True):
 
 class OpenSession(Order, frozen=True, kw_only=True):
     """Open the data connections to a prefill server: one endpoint per stage of it, in stage order.
-    session is the secret its desk gave us; geometries are those of its stages. backend: how bytes come. server_key: its
-    CURVE public key, "" where connections are in the clear."""
+    session is the secret its control endpoint gave us; geometries are those of its stages. backend: how bytes come.
+    server_key: its CURVE public key, "" where connections are in the clear."""
 
     session: str
     endpoints: tuple[str, ...]

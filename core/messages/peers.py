@@ -1,4 +1,5 @@
-"""What the desk (prefill side) and the dialer (decode side) tell the scheduler, and what it has them say.
+"""What the control endpoint (prefill side) and the control client (decode side) tell the scheduler, and what it has
+them say.
 
 These pass inside one process, as values. The wire messages behind them are in transfer/protocol/messages.py; whatever
 gets this far has been checked against what the peer said in its hello.
@@ -13,13 +14,13 @@ from headrace.core.types.request import FirstToken
 
 
 class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of events from the desk and the dialer."""
+    """Base of events from the control endpoint and the control client."""
 
 
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
-    """Desk: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first stage;
-    geometries: of all of them (empty: it has but one). backend: how bytes go there, and why that one; memory: its
-    stages' pools, where it writes into them."""
+    """Control endpoint: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first
+    stage; geometries: of all of them (empty: it has but one). backend: how bytes go there, and why that one; memory:
+    its stages' pools, where it writes into them."""
 
     session: str
     name: str
@@ -32,14 +33,14 @@ class PeerJoined(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
+    """Control endpoint: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
 
     session: str
     reason: str
 
 
 class PeerReserved(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
+    """Control endpoint: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
     cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row. wait: for a prompt that has not
     come yet; otherwise that is a failure. prompt_hash: of the prompt that the peer has (see
     headrace.core.types.packed); "" if it does not say."""
@@ -56,14 +57,14 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer will come for these tickets; their leases begin anew."""
+    """Control endpoint: the peer will come for these tickets; their leases begin anew."""
 
     session: str
     tickets: tuple[str, ...]
 
 
 class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer takes a ticket back; to be answered by TellCancelled."""
+    """Control endpoint: the peer takes a ticket back; to be answered by TellCancelled."""
 
     session: str
     ticket: str
@@ -72,7 +73,7 @@ class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerReleased(PeerEvent, frozen=True, kw_only=True):
-    """Desk: the peer cancels a ticket that it has not reserved: nobody will come for it."""
+    """Control endpoint: the peer cancels a ticket that it has not reserved: nobody will come for it."""
 
     session: str
     ticket: str
@@ -80,8 +81,8 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server welcomed us. backend: how bytes will come. server_key: its CURVE public key, "" where
-    connections are in the clear."""
+    """Control client: a prefill server welcomed us. backend: how bytes will come. server_key: its CURVE public key, ""
+    where connections are in the clear."""
 
     name: str
     session: str
@@ -93,8 +94,8 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: a prefill server refused us or fell silent. session is None if it never welcomed us. unfit: the two do
-    not fit each other, so that trying again does not help."""
+    """Control client: a prefill server refused us or fell silent. session is None if it never welcomed us. unfit: the
+    two do not fit each other, so that trying again does not help."""
 
     name: str
     session: str | None
@@ -103,7 +104,7 @@ class PrefillDown(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketFailed(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: the prefill server failed a ticket; no more bytes come for it."""
+    """Control client: the prefill server failed a ticket; no more bytes come for it."""
 
     session: str
     ticket: str
@@ -112,7 +113,7 @@ class TicketFailed(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketFinished(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: the prefill ended the request with its first token; no KV comes."""
+    """Control client: the prefill ended the request with its first token; no KV comes."""
 
     session: str
     ticket: str
@@ -121,7 +122,8 @@ class TicketFinished(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Dialer: answer to AskCancel; no byte is written for it any more. None comes when the session ends before."""
+    """Control client: answer to AskCancel; no byte is written for it any more. None comes when the session ends
+    before."""
 
     session: str
     ticket: str
@@ -129,11 +131,11 @@ class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of effects for the desk and the dialer."""
+    """Base of effects for the control endpoint and the control client."""
 
 
 class TellFailed(PeerEffect, frozen=True, kw_only=True):
-    """Desk: the ticket has failed."""
+    """Control endpoint: the ticket has failed."""
 
     session: str
     ticket: str
@@ -142,8 +144,8 @@ class TellFailed(PeerEffect, frozen=True, kw_only=True):
 
 
 class TellFinished(PeerEffect, frozen=True, kw_only=True):
-    """Desk: the ticket is finished. first is set when the request ended with its first token and no KV moved;
-    None when every chunk was acknowledged (the end of the ticket at both sides)."""
+    """Control endpoint: the ticket is finished. first is set when the request ended with its first token and no KV
+    moved; None when every chunk was acknowledged (the end of the ticket at both sides)."""
 
     session: str
     ticket: str
@@ -152,7 +154,7 @@ class TellFinished(PeerEffect, frozen=True, kw_only=True):
 
 
 class TellCancelled(PeerEffect, frozen=True, kw_only=True):
-    """Desk: no byte follows for this generation."""
+    """Control endpoint: no byte follows for this generation."""
 
     session: str
     ticket: str
@@ -160,14 +162,14 @@ class TellCancelled(PeerEffect, frozen=True, kw_only=True):
 
 
 class EndPeer(PeerEffect, frozen=True, kw_only=True):
-    """Desk: end the session, since nobody can vouch any more that its pages are not written."""
+    """Control endpoint: end the session, since nobody can vouch any more that its pages are not written."""
 
     session: str
     reason: str
 
 
 class ConnectPrefill(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: keep a connection to this desk (server_key as in PrefillUp)."""
+    """Control client: keep a connection to this control endpoint (server_key as in PrefillUp)."""
 
     name: str
     endpoint: str
@@ -175,13 +177,13 @@ class ConnectPrefill(PeerEffect, frozen=True, kw_only=True):
 
 
 class DisconnectPrefill(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: close the connection."""
+    """Control client: close the connection."""
 
     name: str
 
 
 class AskReserve(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: announce pages for a ticket (fields as in PeerReserved)."""
+    """Control client: announce pages for a ticket (fields as in PeerReserved)."""
 
     session: str
     ticket: str
@@ -195,14 +197,14 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskRenew(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: renew a held ticket with every heartbeat, until it is reserved or cancelled."""
+    """Control client: renew a held ticket with every heartbeat, until it is reserved or cancelled."""
 
     session: str
     ticket: str
 
 
 class AskCancel(PeerEffect, frozen=True, kw_only=True):
-    """Dialer: take a ticket back; answered by TicketCancelled or PrefillDown."""
+    """Control client: take a ticket back; answered by TicketCancelled or PrefillDown."""
 
     session: str
     ticket: str

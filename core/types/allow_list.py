@@ -68,7 +68,7 @@ def parse_allowed(text: str, flag: str = "--allow-prefill") -> AllowedPrefill:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host, in canonical form, and port of a URL; that of a desk (tcp) always has a port."""
+    """Host, in canonical form, and port of a URL; that of a control endpoint (tcp) always has a port."""
     parts = urlsplit(url)
     return canonical(parts.hostname or ""), parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
 

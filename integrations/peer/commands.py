@@ -6,8 +6,8 @@ from headrace.core.types.request import FirstToken
 
 
 class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket and where it is. host, port: of the prefill server's desk, or with http of its HTTP port, where the desk
-    is asked for. wait: its prompt may still be on the way.
+    """A ticket and where it is. host, port: of the prefill server's control endpoint, or with http of its HTTP port,
+    where the control endpoint is asked for. wait: its prompt may still be on the way.
     fingerprint: of the model that the KV is said to be of; "" says nothing."""
 
     name: str
@@ -19,7 +19,7 @@ class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discover(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect: ask an HTTP port where the desk is; answered by Found. name: the server's, see name_of()."""
+    """Effect: ask an HTTP port where the control endpoint is; answered by Found. name: the server's, see name_of()."""
 
     name: str
     host: str
@@ -27,10 +27,10 @@ class Discover(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: what an HTTP port has answered. desk_port 0: nothing of use, for this reason."""
+    """Event: what an HTTP port has answered. control_port 0: nothing of use, for this reason."""
 
     name: str
-    desk_port: int = 0
+    control_port: int = 0
     reason: str = ""
 
 

@@ -99,7 +99,7 @@ class KvLoader:
         self._start(now)
 
     def handle(self, event: PeerEvent | StageEvent | Found, now: float) -> None:
-        """Take note of what the dialer, the receiver or a lookup tells."""
+        """Take note of what the control client, the receiver or a lookup tells."""
         match event:
             case Found():
                 self._found(event, now)
@@ -181,12 +181,12 @@ class KvLoader:
         return server
 
     def _found(self, found: Found, now: float) -> None:
-        """OpenSession the desk that an HTTP port has told of; ask again later when it has told nothing."""
+        """OpenSession the control endpoint that an HTTP port has told of; ask again later when it has told nothing."""
         server = self._servers.get(found.name)
         if server is None:
             return
-        if found.desk_port:
-            self.out.append(server.dial(found.desk_port))
+        if found.control_port:
+            self.out.append(server.dial(found.control_port))
         else:
             server.reason, server.next_lookup = found.reason, now + LOOKUP_S
 
@@ -330,7 +330,7 @@ class KvLoader:
         if event.session is not None and event.session == server.session:
             server.session = None
             self.out.append(CloseSession(seq=0, session=event.session))
-            if server.ticket.http:  # one that was started again may have its desk elsewhere
+            if server.ticket.http:  # one that was started again may have its control endpoint elsewhere
                 self.out.append(DisconnectPrefill(name=server.name))
                 server.next_lookup = now
         for record in list(server.records.values()):

@@ -1,4 +1,5 @@
-"""Asking prefill servers over HTTP where their desks are, on threads of their own: names may be slow to resolve."""
+"""Asking prefill servers over HTTP where their control endpoints are, on threads of their own: names may be slow to
+resolve."""
 
 import http.client
 from collections.abc import Callable
@@ -16,7 +17,7 @@ THREADS = 4
 class HandoffEndpoints(msgspec.Struct, frozen=True):
     """What GET /v1/handoff answers, as far as it is needed."""
 
-    desk_port: int
+    control_port: int
 
 
 class Lookups:
@@ -36,13 +37,13 @@ class Lookups:
 
     def _answer(self, what: Discover) -> None:
         try:
-            self._tell(Found(name=what.name, desk_port=self._get(what)))
+            self._tell(Found(name=what.name, control_port=self._get(what)))
         except (OSError, http.client.HTTPException, ValueError, msgspec.DecodeError) as error:
             reason = f"GET /v1/handoff: {type(error).__name__} {error}"
             self._tell(Found(name=what.name, reason=reason))
 
     def _get(self, what: Discover) -> int:
-        """The desk's port. Raises ValueError when the answer has none."""
+        """The control endpoint's port. Raises ValueError when the answer has none."""
         connection = http.client.HTTPConnection(what.host, what.port, timeout=TIMEOUT_S)
         try:
             connection.request("GET", "/v1/handoff", headers=self._headers)
@@ -50,9 +51,9 @@ class Lookups:
             body = answer.read(MAX_BYTES)
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            port = msgspec.json.decode(body, type=HandoffEndpoints).desk_port
+            port = msgspec.json.decode(body, type=HandoffEndpoints).control_port
         finally:
             connection.close()
         if not 1 <= port <= 65535:
-            raise ValueError(f"desk_port {port}")
+            raise ValueError(f"control_port {port}")
         return port

@@ -86,7 +86,7 @@ class TicketRecord:
         )
 
     def reserve(self) -> AskReserve:
-        """The message to the desk, once the receiver is ready."""
+        """The message to the control endpoint, once the receiver is ready."""
         assert self.load is not None, "only loads have a place"
         return AskReserve(
             session=self.session,
@@ -123,11 +123,11 @@ class PrefillRecord:
             return Discover(name=self.name, host=self.ticket.host, port=self.ticket.port)
         return self.dial(self.ticket.port)
 
-    def dial(self, desk_port: int) -> ConnectPrefill:
-        """To the desk, once its port is known."""
-        return ConnectPrefill(name=self.name, endpoint=url("tcp", self.ticket.host, desk_port), server_key=self.key)
+    def dial(self, control_port: int) -> ConnectPrefill:
+        """To the control endpoint, once its port is known."""
+        return ConnectPrefill(name=self.name, endpoint=url("tcp", self.ticket.host, control_port), server_key=self.key)
 
 
 def name_of(ticket: TicketRef) -> str:
-    """Of the server that has the ticket: the endpoint of its desk, or its URL."""
+    """Of the server that has the ticket: the endpoint of its control endpoint, or its URL."""
     return url("http" if ticket.http else "tcp", ticket.host, ticket.port)

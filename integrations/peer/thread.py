@@ -1,6 +1,6 @@
 """The peer's thread: its sockets, its clock, and the loads between them.
 
-    owner ──commands──► ┌────────┐ ◄──── desk (dialer)
+    owner ──commands──► ┌────────┐ ◄──── control endpoint (control client)
           ◄──results─── │ thread │ ◄──── stages (receiver) ──► staging area
                         └────────┘
 A turn: wait, take commands, take what the sockets have, do what is due; after each, carry out what the loads ask for.
@@ -66,7 +66,9 @@ class PeerThread(threading.Thread):
         self._clock = clock or SystemClock()
         self._context: Any = zmq.Context()
         self._loads = KvLoader(limits)
-        self._dialer = ControlClient(config, self._context, lambda host, port: is_allowed(limits.rules, host, port))
+        self._control_client = ControlClient(
+            config, self._context, lambda host, port: is_allowed(limits.rules, host, port)
+        )
         self._receiver = Receiver(
             config,
             stage=0,
@@ -86,7 +88,7 @@ class PeerThread(threading.Thread):
             max_model_len=max_model_len,
             metadata_rows=METADATA_ROWS,
         )
-        self._dialer.ready(hello)
+        self._control_client.ready(hello)
         self._commands: queue.SimpleQueue[AnyCommand | Found | None] = queue.SimpleQueue()  # bounded by the requests
         self._results: queue.SimpleQueue[AnyResult | Stopped] = queue.SimpleQueue()  # one for each command at most
         self._bell, self._ear = socket.socketpair()
@@ -132,7 +134,7 @@ class PeerThread(threading.Thread):
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._lookups.close()
-            self._dialer.close()
+            self._control_client.close()
             self._receiver.close()
             self._bell.close()
             self._ear.close()
@@ -143,7 +145,7 @@ class PeerThread(threading.Thread):
         readable = self._wait()
         if self._ear.fileno() in readable:
             self._take_commands()
-        for port in (self._dialer, self._receiver):
+        for port in (self._control_client, self._receiver):
             if any(one in readable for one in port.sockets()):
                 self._note(port.receive(self._clock.now()))
             deadline, now = port.next_deadline(), self._clock.now()
@@ -155,10 +157,10 @@ class PeerThread(threading.Thread):
     def _wait(self) -> set[Any]:
         poller = zmq.Poller()
         poller.register(self._ear.fileno(), zmq.POLLIN)
-        for one in (*self._dialer.sockets(), *self._receiver.sockets()):
+        for one in (*self._control_client.sockets(), *self._receiver.sockets()):
             poller.register(one, zmq.POLLIN)
         now = self._clock.now()
-        due = (self._dialer.next_deadline(), self._receiver.next_deadline(), self._loads.next_deadline())
+        due = (self._control_client.next_deadline(), self._receiver.next_deadline(), self._loads.next_deadline())
         wait_s = min([MAX_WAIT_S, *(deadline - now for deadline in due if deadline is not None)])
         return {one for one, _ in poller.poll(max(0, int(1000 * wait_s + 0.999)))}
 
@@ -191,7 +193,7 @@ class PeerThread(threading.Thread):
                 self._lookups.ask(effect)
                 events = ()
             elif isinstance(effect, PeerEffect):
-                events = self._dialer.apply(effect, now)
+                events = self._control_client.apply(effect, now)
             else:
                 events = self._receiver.apply(effect, now)
             for event in events:

@@ -18,10 +18,10 @@ BOOTSTRAP_PORT = 8998  # where Mooncake and SGLang ask when nobody says otherwis
 class KvParams(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that are read; all others are skipped. A prefill server's answer has what is needed.
 
-    ticket, or tickets with one entry for each prompt of the request; or transfer_id. remote_host, remote_port: the desk
-    of the prefill server; or remote_bootstrap_addr: its HTTP port, which tells where the desk is. prompt_hashes: of the
-    prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash). remote_num_tokens: their lengths,
-    one number for a
+    ticket, or tickets with one entry for each prompt of the request; or transfer_id. remote_host, remote_port: the
+    control endpoint of the prefill server; or remote_bootstrap_addr: its HTTP port, which tells where the control
+    endpoint is. prompt_hashes: of the prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash).
+    remote_num_tokens: their lengths, one number for a
     sole one. fingerprint: of the prefill server's model. wait: the prompt may still be on its way to it; by default it
     may unless remote_num_tokens is there, since only a computed prompt has that.
     """

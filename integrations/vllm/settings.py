@@ -14,12 +14,12 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """allow_prefill: hosts, HOST:PORT or networks whose desks requests may name; loopback unless set. fingerprint: of
-    the model, instead of one made from its files. staging_tokens: KV on its way at a time; 0 is twice max_model_len.
-    prefill_api_key: shown to HTTP ports that are asked for a desk. checksum: insist on checksums. load_timeout_s:
-    silence about one load. connect_timeout_s: no session with a desk. curve_key: file with this vLLM's CURVE keys, ""
-    for connections in the clear. curve_server_keys: files with the public keys of prefill servers, FILE for all of
-    them, HOST=FILE or HOST:PORT=FILE as requests name them."""
+    """allow_prefill: hosts, HOST:PORT or networks whose control endpoints requests may name; loopback unless set.
+    fingerprint: of the model, instead of one made from its files. staging_tokens: KV on its way at a time; 0 is twice
+    max_model_len. prefill_api_key: shown to HTTP ports that are asked for a control endpoint. checksum: insist on
+    checksums. load_timeout_s: silence about one load. connect_timeout_s: no session with a control endpoint.
+    curve_key: file with this vLLM's CURVE keys, "" for connections in the clear. curve_server_keys: files with the
+    public keys of prefill servers, FILE for all of them, HOST=FILE or HOST:PORT=FILE as requests name them."""
 
     allow_prefill: tuple[str, ...] = ("127.0.0.0/8", "::1/128", "localhost")
     fingerprint: str = ""

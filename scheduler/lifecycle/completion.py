@@ -196,7 +196,8 @@ class Completion:
 
 
 def release(state: State, prefill: str | None, ticket: str | None, reason: str) -> None:
-    """Tell a prefill server, if its desk can be reached, that nobody will come for a ticket that was not reserved."""
+    """Tell a prefill server, if its control endpoint can be reached, that nobody will come for a ticket that was not
+    reserved."""
     server = state.prefills.get(prefill or "")
     if server is not None and server.session is not None and ticket is not None:
         state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))

@@ -31,8 +31,9 @@ WINDOW = 1 << 20
 
 
 class SimulatedLink:
-    """The connection of a decode server to a prefill server's desk, and their data connections. By "shm" the prefill
-    stages write into the pool that the decode server had when the session began, until they are kept from it."""
+    """The connection of a decode server to a prefill server's control endpoint, and their data connections. By "shm"
+    the prefill stages write into the pool that the decode server had when the session began, until they are kept from
+    it."""
 
     def __init__(
         self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
@@ -48,9 +49,9 @@ class SimulatedLink:
         self._data: dict[tuple[int, int], Channel] = {}
         self._backend = backend
         self._pools: dict[str, SimulatedPipeline] = {}
-        prefill.on_peer = self._from_desk
+        prefill.on_peer = self._from_control_server
         prefill.ship = self._ship
-        decode.on_peer = self._from_dialer
+        decode.on_peer = self._from_control_client
         if self._backend == SHM:
             decode.on_restart = self.lose  # its pool is another one, so its hello is
 
@@ -101,7 +102,7 @@ class SimulatedLink:
             event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
             self._send(self._to_prefill, self._prefill, event)
 
-    def _from_dialer(self, effect: Effect) -> None:
+    def _from_control_client(self, effect: Effect) -> None:
         match effect:
             case ConnectPrefill():
                 self.connect()
@@ -124,7 +125,7 @@ class SimulatedLink:
             case _:
                 pass
 
-    def _from_desk(self, effect: Effect) -> None:
+    def _from_control_server(self, effect: Effect) -> None:
         match effect:
             case TellFailed(session=session, ticket=ticket, generation=generation, error=error):
                 event: Event = TicketFailed(session=session, ticket=ticket, generation=generation, error=error)

@@ -115,7 +115,8 @@ class PageGuard:
 
 
 class SimulatedServer:
-    """A Scheduler, its simulated engine, and its front end's view. dial and desk: where peers' effects go."""
+    """A Scheduler, its simulated engine, and its front end's view. dial and control endpoint: where peers' effects
+    go."""
 
     def __init__(
         self, world: World, name: str, config: SchedulerConfig, token_s: float, report: SimulationReport

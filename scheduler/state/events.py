@@ -20,9 +20,9 @@ from headrace.core.messages.peers import (
     TicketFinished,
 )
 
-DeskEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
-DialerEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
-Event = AnyFrontendRequest | AnyStageEvent | Gathering | DeskEvent | DialerEvent
+ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
+ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
+Event = AnyFrontendRequest | AnyStageEvent | Gathering | ControlServerEvent | ControlClientEvent
 Effect = AnyOrder | ControlServerEffect | ControlClientEffect | AnySchedulerReply | KvEventMessage
 
 

@@ -1,4 +1,5 @@
-"""TicketTable of this server's desk: who uses which, which peers came too early, and how recent ones ended."""
+"""TicketTable of this server's control endpoint: who uses which, which peers came too early, and how recent ones
+ended."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -81,7 +81,7 @@ def _check_ports(config: Config) -> None:
     ports = (
         ("port", config.server.port),
         ("bootstrap-port", config.server.bootstrap_port if config.server.role == "prefill" else 0),
-        ("desk-port", config.transfer.desk_port),
+        ("control-port", config.transfer.control_port),
         ("stage-port", config.group.port),
         ("kv-events-port", config.kv_events.port),
         ("kv-events-replay-port", config.kv_events.replay_port),

@@ -53,10 +53,10 @@ class FrontChannel:
     of the other ports; turns the supervisor's StageLost into the event that a silent stage causes too.
     on_stage_down: who else has to hear of it. A front end that is gone is a Shutdown."""
 
-    def __init__(self, frames: FrameSocket, desk_port: int, instance: str) -> None:
+    def __init__(self, frames: FrameSocket, control_port: int, instance: str) -> None:
         self._frames = frames
         self._retry_at: float | None = None
-        self._desk_port = desk_port
+        self._control_port = control_port
         self._instance = instance
         self.stages: tuple[StageReady, ...] = ()
         self.on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]] = lambda _down: ()
@@ -81,7 +81,7 @@ class FrontChannel:
         if isinstance(command, EngineState):
             command = msgspec.structs.replace(
                 command,
-                desk_port=self._desk_port,
+                control_port=self._control_port,
                 data=tuple(_address(stage) for stage in self.stages),
                 kv_pages=min((stage.kv_pages for stage in self.stages), default=0),
                 instance=self._instance,

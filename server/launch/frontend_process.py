@@ -66,9 +66,11 @@ class FrontEnd:
             f"  http   http://{config.server.host}:{config.server.port}",
         ]
         if config.server.role == "prefill" and config.server.bootstrap_port:
-            lines.append(f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the desk is)")
-        if engine.desk_port:
-            lines.append(f"  desk   tcp://{config.transfer.host}:{engine.desk_port}")
+            lines.append(
+                f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the control endpoint is)"
+            )
+        if engine.control_port:
+            lines.append(f"  control endpoint   tcp://{config.transfer.host}:{engine.control_port}")
             lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
         if config.kv_events.port:
             lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")

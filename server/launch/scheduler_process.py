@@ -1,8 +1,8 @@
 """The scheduler process: `python -m headrace.server.launch.scheduler_process PARENT`, configuration as JSON on
 standard input.
 
-Joins the pure scheduler with its ports: the front end, the stages, the desk where decode peers call, the dialer that
-calls prefill servers' desks, and the publisher of KV events.
+Joins the pure scheduler with its ports: the front end, the stages, the control endpoint where decode peers call, the
+control client that calls prefill servers' control endpoints, and the publisher of KV events.
 """
 
 import logging
@@ -65,31 +65,31 @@ def run(config: SchedulerProcessConfig) -> None:
     """Turn the loop until the front end sends Shutdown."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
-    desk = ControlServer(config.transfer, context) if config.role == "prefill" else None
+    control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
     may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
-    dialer = ControlClient(config.transfer, context, may_dial) if config.role == "decode" else None
+    control_client = ControlClient(config.transfer, context, may_dial) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     frames = FrameSocket(socket.socket(fileno=config.front))
-    front = FrontChannel(frames, desk.port if desk else 0, instance)
+    front = FrontChannel(frames, control_server.port if control_server else 0, instance)
     stages = _stage_channel(config, context)
     front.on_stage_down = stages.stage_down
-    front.more_stats = [source for source in (stages, desk, dialer, publisher) if source is not None]
+    front.more_stats = [source for source in (stages, control_server, control_client, publisher) if source is not None]
 
     def introduce(event: Event) -> None:
         """Once every stage has told its geometry, peers may know who we are."""
         if isinstance(event, StageReady) and (ready := stages.all_ready()):
             front.stages = ready
-            if desk is not None:
-                desk.ready(_offer(config, instance, ready))
-            if dialer is not None:
-                dialer.ready(_hello(config, instance, ready))
+            if control_server is not None:
+                control_server.ready(_offer(config, instance, ready))
+            if control_client is not None:
+                control_client.ready(_hello(config, instance, ready))
 
     loop = SchedulerLoop(
         Scheduler(config.scheduler),
         front=front,
         stages=stages,
-        desk=desk,
-        dialer=dialer,
+        control_server=control_server,
+        control_client=control_client,
         publisher=publisher,
         clock=SystemClock(),
         observe=introduce,
@@ -98,7 +98,7 @@ def run(config: SchedulerProcessConfig) -> None:
     try:
         loop.run()
     finally:
-        for port in (front, stages, desk, dialer, publisher):
+        for port in (front, stages, control_server, control_client, publisher):
             if port is not None:
                 port.close()
         context.term()
@@ -120,7 +120,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
             key=external.key,
             version=headrace_version(),
             endpoint=f"{config.stage_endpoint.rpartition(':')[0]}:{bound_port(socket)}",
-            desk_host=config.transfer.host if config.role == "prefill" else None,
+            control_host=config.transfer.host if config.role == "prefill" else None,
             new_session=partial(secrets.token_hex, 16),
         )
         gate = JoinEndpoint(socket, roster, config.scheduler.start_timeout_s)
@@ -128,7 +128,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
 
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
-    """What the desk tells decode peers."""
+    """What the control endpoint tells decode peers."""
     return BackendOffer(
         instance=instance,
         fingerprint=stages[0].fingerprint,
@@ -143,7 +143,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
 
 
 def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Hello:
-    """What the dialer tells prefill servers' desks."""
+    """What the control client tells prefill servers' control endpoints."""
     return make_hello(
         config.transfer,
         instance=instance,

@@ -3,7 +3,7 @@
     this process            children
     ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
     │ uvicorn + app  │      │ scheduler │      │ stage 0 │──►│ stage 1 │ …
-    │ supervisor     │◄────►│ desk      │◄────►│ pool    │   │ pool    │
+    │ supervisor     │◄────►│ control endpoint      │◄────►│ pool    │   │ pool    │
     └────────────────┘      └───────────┘      └─────────┘   └─────────┘
 
 Order of the end, on SIGTERM or Ctrl-C: not ready at once; work in flight finishes, or is failed at the deadline; the

@@ -46,8 +46,8 @@ class RegisteredStage:
 class StageRegistry:
     """Gathers one process per rank, and tells each of them its whole configuration.
 
-    template: what all stages have in common. endpoint: where they join, for messages. desk_host: where the desk
-    listens, if decode servers fetch from the stages. new_session makes unguessable secrets.
+    template: what all stages have in common. endpoint: where they join, for messages. control_host: where the control
+    endpoint listens, if decode servers fetch from the stages. new_session makes unguessable secrets.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class StageRegistry:
         key: str,
         version: str,
         endpoint: str,
-        desk_host: str | None,
+        control_host: str | None,
         new_session: Callable[[], str],
     ) -> None:
         self._template = template
         self._key = key
         self._version = version
         self._endpoint = endpoint
-        self._desk_host = desk_host
+        self._control_host = control_host
         self._new_session = new_session
         self._members: dict[int, RegisteredStage] = {}
         self._ended = ""  # why the last group has
@@ -164,16 +164,16 @@ class StageRegistry:
             return Refused(code=WRONG_WORLD_SIZE, message=text)
         if not 0 <= join.rank < stages:
             return Refused(code=WRONG_RANK, message=f"rank {join.rank} does not exist: there are 0 to {stages - 1}")
-        if self._desk_host is not None and (why := unreachable(join.host, self._desk_host)):
+        if self._control_host is not None and (why := unreachable(join.host, self._control_host)):
             return Refused(code=UNREACHABLE_HOST, message=f"{why}: write --transfer-host with the machine's address")
         return None
 
 
-def unreachable(host: str, desk_host: str) -> str:
-    """Why decode servers that reach the desk could not reach a stage's data socket; "" when they could."""
+def unreachable(host: str, control_host: str) -> str:
+    """Why decode servers that reach the control endpoint could not reach a stage's data socket; "" when they could."""
     if _is_wildcard(host):
         return f"decode servers cannot connect to {host}"
-    if is_loopback(host) and not is_loopback(desk_host):
+    if is_loopback(host) and not is_loopback(control_host):
         return f"decode servers on other machines cannot connect to {host}"
     return ""
 

@@ -25,11 +25,11 @@ TRANSFER: tuple[MetricSpec, ...] = (
         "handshakes_refused_total", "counter", "CURVE handshakes refused, by socket and reason.", ("socket", "reason")
     ),
     MetricSpec("refused_here_total", "counter", "Refusals this server got from others.", ("reason",)),
-    MetricSpec("reservations_refused_total", "counter", "Reservations refused at the desk.", ("reason",)),
-    MetricSpec("desk_sessions", "gauge", "Decode peers with a session at the desk."),
+    MetricSpec("reservations_refused_total", "counter", "Reservations refused at the control endpoint.", ("reason",)),
+    MetricSpec("control_sessions", "gauge", "Decode peers with a session at the control endpoint."),
     MetricSpec("peers_gone_total", "counter", "Peers that fell silent."),
     MetricSpec("open_tickets", "gauge", "Tickets that peers have reserved and that have not ended."),
-    MetricSpec("prefill_servers_up", "gauge", "Prefill servers whose desk has welcomed this server."),
+    MetricSpec("prefill_servers_up", "gauge", "Prefill servers whose control endpoint has welcomed this server."),
     MetricSpec("data_connections", "gauge", "Data connections to stages of prefill servers."),
     MetricSpec(
         "sessions_being_revoked", "gauge", "Ended sessions through which a prefill stage may still write into the pool."

@@ -67,10 +67,10 @@ class HandOver(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a request says that a prefill server is: its desk, or an HTTP port that tells where the desk is. engine:
-    the instance id of the server, "" where it is not told."""
+    """Where a request says that a prefill server is: its control endpoint, or an HTTP port that tells where the
+    control endpoint is. engine: the instance id of the server, "" where it is not told."""
 
-    kind: Literal["desk", "http"]
+    kind: Literal["control_server", "http"]
     host: str
     port: int
     engine: str = ""
@@ -114,7 +114,7 @@ def origins(names: HandoffParams, jobs: Jobs, default_port: int) -> list[KvSourc
         raise invalid("kv_transfer_params.do_remote_decode", message)
     if params is not None and params.do_remote_prefill:
         _one_kind(names)
-        address = _bootstrap_address(params) if params.remote_host is None else _desk_address(params)
+        address = _bootstrap_address(params) if params.remote_host is None else _control_address(params)
         waits = params.remote_host is None
         return [KvSource(address, ticket, wait=waits, held=True) for ticket in _tickets(params, jobs.count)]
     if not _names_rooms(names):
@@ -199,14 +199,14 @@ def _tickets(params: TransferParams, count: int) -> list[str]:
     return [_name(field, name, MAX_TICKET_CHARS)]
 
 
-def _desk_address(params: TransferParams) -> Address:
+def _control_address(params: TransferParams) -> Address:
     host, port = params.remote_host or "", params.remote_port
     if not host:
         raise invalid("kv_transfer_params.remote_host", "kv_transfer_params.remote_host is empty")
     if port is None:
         message = "kv_transfer_params.remote_port is required where remote_host is given"
         raise invalid("kv_transfer_params.remote_port", message, code="missing_field")
-    return Address("desk", host, _port("kv_transfer_params.remote_port", port), params.remote_engine_id or "")
+    return Address("control_server", host, _port("kv_transfer_params.remote_port", port), params.remote_engine_id or "")
 
 
 def _bootstrap_address(params: TransferParams) -> Address:

@@ -1,7 +1,8 @@
-"""The prefill servers of a decode server: finding their desks, and choosing the least loaded one of its own, or finding
-the one that a request names.
+"""The prefill servers of a decode server: finding their control endpoints, and choosing the least loaded one of its
+own, or finding the one that a request names.
 
-One task per server:   discover (GET /v1/handoff) ──► have the scheduler dial its desk ──► wait until it is down ─┐
+One task per server:   discover (GET /v1/handoff) ──► have the scheduler dial its control endpoint ──► wait until it is
+down ─┐
                            ▲          │ no answer: wait a little longer each time                                  │
                            └──────────┴────────────────────────────────────────────────────────────────────────────┘
 A server that a request names and that is none of our own is dialled if --allow-prefill covers it, and kept while it is
@@ -42,7 +43,7 @@ class Discovery(msgspec.Struct, frozen=True):
 
     protocol: tuple[int, ...]
     instance: str
-    desk_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     bootstrap_port: int = 0
 
 
@@ -61,8 +62,8 @@ class PrefillServer:
         self.dialled: Discovery | None = None
         self.changed = asyncio.Event()
 
-    def endpoint(self, desk_port: int) -> str:
-        return url("tcp", urlsplit(self.url).hostname or "", desk_port)
+    def endpoint(self, control_port: int) -> str:
+        return url("tcp", urlsplit(self.url).hostname or "", control_port)
 
     def answers_to(self, address: Address) -> bool:
         """Whether a request that gives this address means this server."""
@@ -71,8 +72,8 @@ class PrefillServer:
             return True
         if canonical(address.host) != self.host:
             return False
-        if address.kind == "desk":
-            return found is not None and address.port == found.desk_port
+        if address.kind == "control_server":
+            return found is not None and address.port == found.control_port
         return address.port == self.port or (found is not None and address.port == found.bootstrap_port)
 
 
@@ -115,7 +116,7 @@ class PrefillPool:
         await self._http.aclose()
 
     def update(self, state: PrefillState) -> None:
-        """The scheduler's dialer has news of a server."""
+        """The scheduler's control client has news of a server."""
         server = self._servers.get(state.name) or self._named.get(state.name)
         if server is None or server.dialled is None:
             return
@@ -179,7 +180,7 @@ class PrefillPool:
                     f"{MAX_NAMED} prefill servers that requests have named are in use", code=NO_PREFILL_SERVER
                 )
             self._forget(idle)
-        scheme = "tcp" if address.kind == "desk" else "http"
+        scheme = "tcp" if address.kind == "control_server" else "http"
         server = PrefillServer(url(scheme, canonical(address.host), address.port))
         self._named[server.url] = server
         if address.kind == "http":
@@ -222,13 +223,13 @@ class PrefillPool:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _dial(self, server: PrefillServer, found: Discovery) -> None:
-        """Have the scheduler talk to the desk that was found, unless it does already."""
+        """Have the scheduler talk to the control endpoint that was found, unless it does already."""
         if found == server.dialled:
             return
         if server.dialled is not None:
             self._post(RemovePrefill(name=server.url))
         server.dialled = found
-        endpoint = server.endpoint(found.desk_port)
+        endpoint = server.endpoint(found.control_port)
         self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
 
     async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
@@ -238,7 +239,7 @@ class PrefillPool:
                     server.changed.clear()
                     await server.changed.wait()
         except TimeoutError:
-            server.reason = server.reason or "its desk does not answer"
+            server.reason = server.reason or "its control endpoint does not answer"
         return server.up
 
     async def _until_down(self, server: PrefillServer) -> None:
@@ -247,7 +248,7 @@ class PrefillPool:
             await server.changed.wait()
 
     async def _discover(self, server: PrefillServer) -> Discovery:
-        """Raises HeadraceError when the server does not tell where its desk is."""
+        """Raises HeadraceError when the server does not tell where its control endpoint is."""
         try:
             response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
         except httpx.HTTPError as error:

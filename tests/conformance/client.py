@@ -18,7 +18,7 @@ class Target(NamedTuple):
     """A prefill server. geometry: of a peer that fits it."""
 
     url: str
-    desk: str
+    control_server: str
     host: str
     fingerprint: str
     geometry: dict[str, Any]
@@ -54,7 +54,7 @@ class Client:
     def __init__(self, context: Any, target: Target) -> None:
         self.context, self.target = context, target
         self._sockets: list[Any] = []
-        self.desk = self._dial(target.desk)
+        self.control_server = self._dial(target.control_server)
         self.welcome: dict[str, Any] = {}
 
     def hello(self, **changes: Any) -> dict[str, Any]:
@@ -72,15 +72,15 @@ class Client:
         return answer
 
     def say(self, message: dict[str, Any]) -> None:
-        self.desk.send(msgspec.msgpack.encode(message))
+        self.control_server.send(msgspec.msgpack.encode(message))
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.say(message)
         return self.heard()
 
     def heard(self) -> dict[str, Any]:
-        """The next thing that the desk says, answers to the pings of take() left out."""
-        while (message := self.take(self.desk)[0]) == {"type": "Pong", "number": 0}:
+        """The next thing that the control endpoint says, answers to the pings of take() left out."""
+        while (message := self.take(self.control_server)[0]) == {"type": "Pong", "number": 0}:
             pass
         return message
 
@@ -94,7 +94,7 @@ class Client:
         raise NoAnswer("no answer")
 
     def silent(self) -> bool:
-        """Whether the desk says nothing but the answer to a ping that is sent now."""
+        """Whether the control endpoint says nothing but the answer to a ping that is sent now."""
         number = secrets.randbits(32)
         return self.ask({"type": "Ping", "number": number}) == {"type": "Pong", "number": number}
 

@@ -36,7 +36,7 @@ def _target(url: str) -> Target:
     geometry |= {"dtype": os.environ.get("HEADRACE_DTYPE", "float32"), "page_size": 16}
     geometry["components"] = json.loads(os.environ.get("HEADRACE_COMPONENTS", "[]"))
     host = httpx.URL(url).host
-    return Target(url, f"tcp://{host}:{handoff['desk_port']}", host, handoff["fingerprint"], geometry)
+    return Target(url, f"tcp://{host}:{handoff['control_port']}", host, handoff["fingerprint"], geometry)
 
 
 @pytest.fixture

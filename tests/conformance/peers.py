@@ -91,7 +91,7 @@ def minimal(url: str) -> Result:
     shape = {"layers": LAYERS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
     try:
         with zmq_context() as context:
-            peer = minimal_peer.Peer(context, f"127.0.0.1:{about['desk_port']}", about["fingerprint"], shape, 5.0)
+            peer = minimal_peer.Peer(context, f"127.0.0.1:{about['control_port']}", about["fingerprint"], shape, 5.0)
             first, kv = peer.fetch(TICKET, TOKENS)
             peer.close()
     except minimal_peer.Failure as error:
@@ -106,11 +106,11 @@ def ours(url: str, geometry: Geometry = GEOMETRY) -> Result:
     config = TransferConfig(peer_timeout_s=5.0)
     with zmq_context() as context:
         store = random_store(geometry, 16)
-        dialer = ControlClient(config, context)
+        control_client = ControlClient(config, context)
         receiver = Receiver(config, stage=0, geometry=geometry, store=store, context=context)
-        loop = Loop(dialer, receiver)
+        loop = Loop(control_client, receiver)
         try:
-            return _fetch(loop, dialer, receiver, store, geometry, about)
+            return _fetch(loop, control_client, receiver, store, geometry, about)
         finally:
             loop.close()
 
@@ -121,31 +121,36 @@ def ours_with_a_latent(url: str) -> Result:
 
 
 def _fetch(
-    loop: Loop, dialer: ControlClient, receiver: Receiver, store: StridedPool, geometry: Geometry, about: dict[str, Any]
+    loop: Loop,
+    control_client: ControlClient,
+    receiver: Receiver,
+    store: StridedPool,
+    geometry: Geometry,
+    about: dict[str, Any],
 ) -> Result:
-    dialer.ready(
+    control_client.ready(
         make_hello(
             TransferConfig(peer_timeout_s=5.0), instance=secrets.token_hex(16), name="ours", role="decode",
             fingerprint=about["fingerprint"], geometries=(geometry,), kv_pages=16, max_model_len=256, metadata_rows=4,
         )
     )  # fmt: skip
-    loop.apply(dialer, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{about['desk_port']}"))
-    loop.until(lambda: loop.of(dialer, PrefillUp) or _down(loop, dialer), 20)
-    if not loop.of(dialer, PrefillUp):
-        return Result(failure=loop.of(dialer, PrefillDown)[-1].reason)
-    up = loop.of(dialer, PrefillUp)[0]
+    loop.apply(control_client, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{about['control_port']}"))
+    loop.until(lambda: loop.of(control_client, PrefillUp) or _down(loop, control_client), 20)
+    if not loop.of(control_client, PrefillUp):
+        return Result(failure=loop.of(control_client, PrefillDown)[-1].reason)
+    up = loop.of(control_client, PrefillUp)[0]
     loop.apply(receiver, OpenSession(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
                               window_bytes=up.window_bytes))  # fmt: skip
     pages = [9, 3, 12]
     names: dict[str, Any] = {"session": up.session, "ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
     loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=TOKENS, **names))
-    loop.apply(dialer, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
+    loop.apply(control_client, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
     failures = (TicketFailed, PrefillDown)
     loop.until(
         lambda: (
             loop.of(receiver, KvReceived)
             or loop.of(receiver, ReceiveFailed)
-            or any(loop.of(dialer, kind) for kind in (*failures, TicketFinished))
+            or any(loop.of(control_client, kind) for kind in (*failures, TicketFinished))
         ),
         30,
     )
@@ -156,21 +161,21 @@ def _fetch(
         for name in store.tensors:
             found.update(np.ascontiguousarray(np.moveaxis(gather(store, geometry, pages, 0, TOKENS, name), 0, 3)))
         return Result(arrived[0].first.token, found.hexdigest())
-    if finished := loop.of(dialer, TicketFinished):
+    if finished := loop.of(control_client, TicketFinished):
         first: FirstToken = finished[0].first
         return Result(first.token)
-    return Result(failure=_why(loop, dialer, receiver))
+    return Result(failure=_why(loop, control_client, receiver))
 
 
-def _down(loop: Loop, dialer: ControlClient) -> bool:
+def _down(loop: Loop, control_client: ControlClient) -> bool:
     """It was refused for good, or is not answered."""
-    lasting = [event for event in loop.of(dialer, PrefillDown) if not event.reason.startswith("not_ready")]
+    lasting = [event for event in loop.of(control_client, PrefillDown) if not event.reason.startswith("not_ready")]
     return bool(lasting)
 
 
-def _why(loop: Loop, dialer: ControlClient, receiver: Receiver) -> str:
+def _why(loop: Loop, control_client: ControlClient, receiver: Receiver) -> str:
     if bad := loop.of(receiver, ReceiveFailed):
         return f"{bad[0].code}: {bad[0].message}"
-    if failed := loop.of(dialer, TicketFailed):
+    if failed := loop.of(control_client, TicketFailed):
         return f"{failed[0].error.code}: {failed[0].error.message}"
-    return loop.of(dialer, PrefillDown)[-1].reason
+    return loop.of(control_client, PrefillDown)[-1].reason

@@ -24,7 +24,8 @@ WAIT_S = 20.0
 
 
 class Scripted:
-    """A desk, one stage with all layers, and GET /v1/handoff, on loopback. latent: its pool has LATENT, too."""
+    """A control endpoint, one stage with all layers, and GET /v1/handoff, on loopback. latent: its pool has LATENT,
+    too."""
 
     def __init__(self, context: Any, *, timeout_s: float = 2.0, latent: bool = False) -> None:
         self.timeout_s = timeout_s
@@ -34,15 +35,15 @@ class Scripted:
         }  # fmt: skip
         if latent:
             self.geometry["components"] = [LATENT]
-        self.desk, self.stage = (context.socket(zmq.ROUTER) for _ in range(2))
-        self.desk_port, self.data_port = (
-            socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self.desk, self.stage)
+        self.control_server, self.stage = (context.socket(zmq.ROUTER) for _ in range(2))
+        self.control_port, self.data_port = (
+            socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self.control_server, self.stage)
         )
         self.pings = 0
         self._kept: list[tuple[Any, dict[str, Any]]] = []
         self.hello: dict[str, Any] = {}
         self.reserve: dict[str, Any] = {}
-        self.desk_route = self.data_route = b""
+        self.control_route = self.data_route = b""
         self.session = secrets.token_hex(16)
         self._http = HTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
@@ -51,7 +52,7 @@ class Scripted:
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
-        self.desk.close(linger=0)
+        self.control_server.close(linger=0)
         self.stage.close(linger=0)
 
     def greet(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class Scripted:
 
     def say(self, message: dict[str, Any]) -> None:
         """On the control connection that was heard last."""
-        self.desk.send_multipart((self.desk_route, msgspec.msgpack.encode(message)))
+        self.control_server.send_multipart((self.control_route, msgspec.msgpack.encode(message)))
 
     def send(self, message: dict[str, Any], *frames: bytes) -> None:
         """On the data connection that was heard last."""
@@ -93,7 +94,7 @@ class Scripted:
 
     def heard(self, kind: str) -> dict[str, Any]:
         """The next message of this type on the control connection; pings are answered."""
-        return self._until(self.desk, kind)
+        return self._until(self.control_server, kind)
 
     def came(self, kind: str) -> dict[str, Any]:
         """The next message of this type on the data connection."""
@@ -106,7 +107,7 @@ class Scripted:
     def quiet(self, kind: str, seconds: float) -> bool:
         """Whether no message of this type comes on the control connection for so long."""
         try:
-            self._until(self.desk, kind, wait_s=seconds)
+            self._until(self.control_server, kind, wait_s=seconds)
         except AssertionError:
             return True
         return False
@@ -167,15 +168,15 @@ class Scripted:
             left = end - time.monotonic()
             if left <= 0:
                 break
-            for ready in zmq.select([self.desk, self.stage], [], [], left)[0]:
+            for ready in zmq.select([self.control_server, self.stage], [], [], left)[0]:
                 self._kept.append((ready, self._take(ready)))
         raise AssertionError(f"no {' or '.join(kinds)} within {wait_s} s")
 
     def _take(self, socket: Any) -> dict[str, Any]:
         route, body = socket.recv_multipart()
         message: dict[str, Any] = msgspec.msgpack.decode(body)
-        if socket is self.desk:
-            self.desk_route = route
+        if socket is self.control_server:
+            self.control_route = route
         else:
             self.data_route = route
         if message["type"] == "Ping":
@@ -184,8 +185,8 @@ class Scripted:
         return message
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
-        """Tells where the desk is."""
-        about = {"protocol": [1], "instance": "1" * 32, "desk_port": self.desk_port, "fingerprint": FINGERPRINT}
+        """Tells where the control endpoint is."""
+        about = {"protocol": [1], "instance": "1" * 32, "control_port": self.control_port, "fingerprint": FINGERPRINT}
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:

@@ -1,8 +1,9 @@
 """docs/protocol.md from the prefill server's side, against any decode side.
 
 HEADRACE_PEER names the command of another one, with the flags and the output of examples/minimal_peer.py; by default it
-is that file, and the dialer and receiver of a decode server. HEADRACE_PEER_COMPONENTS=1 says that the other can have
-components: then all tests are run a second time, with the flag --component and a digest that covers its KV as well.
+is that file, and the control client and receiver of a decode server. HEADRACE_PEER_COMPONENTS=1 says that the other
+can have components: then all tests are run a second time, with the flag --component and a digest that covers its KV as
+well.
 """
 
 import hashlib
@@ -206,10 +207,10 @@ def test_a_stage_that_does_not_fit_is_left_alone(server: Scripted, peer: Fetchin
 
 def test_a_server_that_is_not_ready_is_asked_again_on_a_fresh_connection(server: Scripted, peer: Fetching) -> None:
     server.greet()
-    first = server.desk_route
+    first = server.control_route
     server.say({"type": "Refuse", "code": "not_ready", "message": "loading"})
     server.open()
-    assert server.desk_route != first
+    assert server.control_route != first
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
     server.finish()
     assert peer.arrived()
@@ -231,7 +232,7 @@ def test_a_refused_attach_is_tried_again(server: Scripted, peer: Fetching) -> No
 def test_rubbish_and_unknown_messages_are_skipped(server: Scripted, peer: Fetching) -> None:
     server.open()
     for data in (b"", b"\xc1", b"\x81\xa4type\xa5Wrong", b"\x82\xa4type\xa4Pong\xa1x" + b"\x91" * 5000 + b"\xc0"):
-        server.desk.send_multipart((server.desk_route, data))
+        server.control_server.send_multipart((server.control_route, data))
         server.stage.send_multipart((server.data_route, data))
     server.say({"type": "ALaterMessage", "field": 1})
     assert server.deliver(0, 0, TOKENS, last=True)["type"] == "Ack"
@@ -255,6 +256,6 @@ def test_a_goodbye_ends_the_ticket(server: Scripted, peer: Fetching) -> None:
     assert "the server ends" in peer.result().failure
 
 
-def test_a_desk_that_falls_silent_is_gone(server: Scripted, peer: Fetching) -> None:
+def test_a_control_endpoint_that_falls_silent_is_gone(server: Scripted, peer: Fetching) -> None:
     server.open()
     assert "silent" in peer.result().failure

@@ -48,14 +48,14 @@ def prefill(server: Server, ticket: str, **fields: Any) -> Any:
 def with_our_own(server: Server) -> tuple[int, str]:
     """First token and digest of the KV as ControlClient and Receiver take it."""
     fingerprint = server.get("/v1/handoff").json()["fingerprint"]
-    desk = f"tcp://127.0.0.1:{server.get('/v1/handoff').json()['desk_port']}"
+    control_server = f"tcp://127.0.0.1:{server.get('/v1/handoff').json()['control_port']}"
     pages = list(range(40, 40 - GEOMETRY.pages_for(len(PROMPT)), -1))
     with zmq_context() as context:
         store = random_store(GEOMETRY, 64)
-        dialer = ControlClient(CONFIG, context)
+        control_client = ControlClient(CONFIG, context)
         receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=store, context=context)
-        loop = Loop(dialer, receiver)
-        dialer.ready(
+        loop = Loop(control_client, receiver)
+        control_client.ready(
             make_hello(
                 CONFIG,
                 instance="d" * 32,
@@ -68,8 +68,8 @@ def with_our_own(server: Server) -> tuple[int, str]:
                 metadata_rows=8,
             )
         )
-        loop.apply(dialer, ConnectPrefill(name="p", endpoint=desk))
-        up = loop.wait_for(dialer, PrefillUp)
+        loop.apply(control_client, ConnectPrefill(name="p", endpoint=control_server))
+        up = loop.wait_for(control_client, PrefillUp)
         loop.apply(
             receiver,
             OpenSession(
@@ -85,7 +85,7 @@ def with_our_own(server: Server) -> tuple[int, str]:
             "row": 0,
         }
         loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=len(PROMPT), **names))
-        loop.apply(dialer, AskReserve(prompt_tokens=len(PROMPT), cached_tokens=0, **names))
+        loop.apply(control_client, AskReserve(prompt_tokens=len(PROMPT), cached_tokens=0, **names))
         client = threading.Thread(target=prefill, args=(server, "ours"))
         client.start()
         arrived = loop.wait_for(receiver, KvReceived, timeout_s=30)

@@ -60,10 +60,10 @@ def test_without_a_session_everything_but_hello_is_refused(client: Client) -> No
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x80"], [b"x" * 300], [b"a", b"b"], [b"\x81\xa4type\xa4What"]])
 def test_what_is_no_message_is_refused_and_the_session_stands(client: Client, frames: list[bytes]) -> None:
     client.hello()
-    client.desk.send_multipart(frames)
+    client.control_server.send_multipart(frames)
     assert client.heard()["code"] == "bad_message"
     assert client.silent()
-    client.desk.send(bytes((5 << 20) + 1))
+    client.control_server.send(bytes((5 << 20) + 1))
     assert client.heard()["code"] == "bad_message"
     assert client.silent()
 

@@ -84,11 +84,11 @@ def test_decode_finds_prefill_and_shows_it_the_key(compose: dict[str, Any]) -> N
     assert decode.server.prefill_api_key in prefill.server.api_keys
 
 
-def test_the_desk_is_reached_inside_the_network_only(compose: dict[str, Any]) -> None:
+def test_the_control_endpoint_is_reached_inside_the_network_only(compose: dict[str, Any]) -> None:
     prefill = compose["services"]["prefill"]
     config = configuration(prefill)
     assert config.transfer.host == "0.0.0.0"
-    assert {str(config.transfer.desk_port), str(config.transfer.data_port)} == set(prefill["expose"])
+    assert {str(config.transfer.control_port), str(config.transfer.data_port)} == set(prefill["expose"])
 
 
 def test_ports_are_published_on_loopback_and_lead_to_the_servers(compose: dict[str, Any]) -> None:

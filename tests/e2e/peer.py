@@ -21,7 +21,7 @@ from headrace.transfer.protocol.messages import (
     Attached,
     Cancel,
     Chunk,
-    DeskMessage,
+    ControlMessage,
     Failed,
     Finished,
     PeerMessage,
@@ -38,16 +38,17 @@ PATIENCE_MS = 30_000
 
 
 class Peer:
-    """One session at the desk, one data connection to each stage. geometry: of the whole model, in our pages."""
+    """One session at the control endpoint, one data connection to each stage. geometry: of the whole model, in our
+    pages."""
 
     def __init__(self, context: Any, server: Server, geometry: Geometry) -> None:
         handoff = server.get("/v1/handoff").json()
         self.geometry = geometry
-        self._to_desk: Codec[PeerMessage] = Codec(PeerMessage)
-        self._from_desk: Codec[DeskMessage] = Codec(DeskMessage)
+        self._to_control_server: Codec[PeerMessage] = Codec(PeerMessage)
+        self._from_control_server: Codec[ControlMessage] = Codec(ControlMessage)
         self._to_stage: Codec[AnswerMessage] = Codec(AnswerMessage)
         self._from_stage: Codec[StageMessage] = Codec(StageMessage)
-        self._desk = self._dial(context, handoff["desk_port"])
+        self._control_server = self._dial(context, handoff["control_port"])
         hello = make_hello(
             TransferConfig(), instance=secrets.token_hex(16), name="by hand", role="decode",
             fingerprint=handoff["fingerprint"], geometries=(geometry,), kv_pages=PAGES, max_model_len=2048,
@@ -64,20 +65,20 @@ class Peer:
             assert self._take(socket)[0] == Attached(stage=rank)
 
     def say(self, message: PeerMessage) -> None:
-        self._desk.send(self._to_desk.encode(message))
+        self._control_server.send(self._to_control_server.encode(message))
 
-    def hear(self) -> DeskMessage:
-        """What the desk says next; answers to pings are passed over."""
+    def hear(self) -> ControlMessage:
+        """What the control endpoint says next; answers to pings are passed over."""
         while True:
-            assert self._desk.poll(PATIENCE_MS), "the desk is silent"
-            message = self._from_desk.decode(self._desk.recv())
+            assert self._control_server.poll(PATIENCE_MS), "the control endpoint is silent"
+            message = self._from_control_server.decode(self._control_server.recv())
             if not isinstance(message, Pong):
                 return message
 
     def ping(self, *renew: str) -> None:
         self.say(Ping(number=1, renew=renew))
 
-    def cancel(self, ticket: str, generation: int = 0) -> DeskMessage:
+    def cancel(self, ticket: str, generation: int = 0) -> ControlMessage:
         self.say(Cancel(ticket=ticket, generation=generation))
         return self.hear()
 

@@ -1,4 +1,4 @@
-"""A pair whose desk and data connections are encrypted, and a decode server that has no key for them."""
+"""A pair whose control endpoint and data connections are encrypted, and a decode server that has no key for them."""
 
 from contextlib import closing
 from pathlib import Path
@@ -39,10 +39,10 @@ def test_without_a_key_nothing_is_handed_over_and_both_logs_say_why(tmp_path: Pa
         with running(decode):
             wait_until(lambda: "--curve-server-key" in decode.log, 20, "the decode side's log")
             wait_until(lambda: "no CURVE handshake" in prefill.log, 20, "the prefill side's log")
-            refused = 'headrace_handshakes_refused_total{reason="no_curve",socket="desk"}'
+            refused = 'headrace_handshakes_refused_total{reason="no_curve",socket="control endpoint"}'
             wait_until(lambda: prefill.metrics().get(refused, 0) >= 2, 20, "another refusal, counted")
             assert prefill.log.count("no CURVE handshake") == 1
-            assert prefill.metrics()["headrace_desk_sessions"] == 0
+            assert prefill.metrics()["headrace_control_sessions"] == 0
 
 
 def test_an_allowed_peer_that_is_named_wrongly_says_so_at_the_start(tmp_path: Path) -> None:

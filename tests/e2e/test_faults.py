@@ -179,11 +179,11 @@ def test_signal_drains(model: Model, sig: int) -> None:
     server.close()
 
 
-def test_garbage_at_the_desk_and_data_sockets_disturbs_nobody(model: Model) -> None:
+def test_garbage_at_the_control_endpoint_and_data_sockets_disturbs_nobody(model: Model) -> None:
     random.seed(2)
     prompt = model.story()[:600]
     with pair(model.flags, model.flags) as (prefill, decode):
-        ports = re.findall(r"(?:desk|data)\s+tcp://127.0.0.1:(\d+)", prefill.log)
+        ports = re.findall(r"(?:control endpoint|data)\s+tcp://127.0.0.1:(\d+)", prefill.log)
         assert len(ports) == 2
         with zmq.Context() as context:
             for port in ports:

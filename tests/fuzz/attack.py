@@ -91,7 +91,7 @@ class Attack:
                 )
             ]  # fmt: skip
             for _ in range(40):
-                client.desk.send(mutator.any(valid))
+                client.control_server.send(mutator.any(valid))
 
     def data(self, mutator: Mutator) -> None:
         """A peer that attaches, and answers chunks that it never got."""

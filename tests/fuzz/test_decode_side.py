@@ -22,27 +22,29 @@ PAGES = [9, 3, 12]
 
 
 class Victim:
-    """A dialer and a receiver, up and with one ticket reserved at the scripted server."""
+    """A control client and a receiver, up and with one ticket reserved at the scripted server."""
 
     def __init__(self, context: Any, server: Scripted) -> None:
         self.server = server
         self.store = random_store(GEOMETRY, 16)
         self.before = self.store.data.copy()
-        self.dialer = ControlClient(CONFIG, context)
+        self.control_client = ControlClient(CONFIG, context)
         self.receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=self.store, context=context)
-        self.loop = Loop(self.dialer, self.receiver)
-        self.loop.raw += [server.desk, server.stage]
+        self.loop = Loop(self.control_client, self.receiver)
+        self.loop.raw += [server.control_server, server.stage]
         self.requests = 0
         self.session = ""
         ours = hello(fingerprint=FINGERPRINT, geometries=(GEOMETRY,), kv_pages=16, metadata_rows=4)
-        self.dialer.ready(ours)
-        self.loop.apply(self.dialer, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{server.desk_port}"))
+        self.control_client.ready(ours)
+        self.loop.apply(
+            self.control_client, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{server.control_port}")
+        )
 
     def listen(self) -> None:
         """Let the server hear what has come, and greet whoever says hello or attaches."""
         server = self.server
-        while server.desk.poll(0) or server.stage.poll(0):
-            for socket in (server.desk, server.stage):
+        while server.control_server.poll(0) or server.stage.poll(0):
+            for socket in (server.control_server, server.stage):
                 if socket.poll(0):
                     message = server._take(socket)
                     if message["type"] == "Hello":
@@ -59,11 +61,11 @@ class Victim:
             self.turn()
 
     def _try_to_reserve(self) -> bool:
-        while not self.loop.of(self.dialer, PrefillUp) or self.loop.of(self.dialer, PrefillUp)[-1].session != (
-            self.server.session
-        ):
+        while not self.loop.of(self.control_client, PrefillUp) or self.loop.of(self.control_client, PrefillUp)[
+            -1
+        ].session != (self.server.session):
             self.turn()
-        up = self.loop.of(self.dialer, PrefillUp)[-1]
+        up = self.loop.of(self.control_client, PrefillUp)[-1]
         if up.session != self.session:
             self.loop.apply(self.receiver, CloseSession(seq=0, session=self.session))
             self.session, self.server.data_route = up.session, b""
@@ -78,7 +80,7 @@ class Victim:
             "session": up.session, "ticket": TICKET, "generation": self.requests, "pages": pack(PAGES), "row": 2,
         }  # fmt: skip
         self.loop.apply(self.receiver, PrepareReceive(seq=0, request=self.requests, start=0, count=TOKENS, **names))
-        self.loop.apply(self.dialer, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
+        self.loop.apply(self.control_client, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
         for _ in range(20):
             if self.server.reserve.get("generation") == self.requests and self.server.data_route:
                 return True
@@ -108,14 +110,14 @@ def test_a_decode_side_survives_its_prefill_server(rounds: int) -> None:
                 msgspec.msgpack.encode({"type": "Refuse", "code": "c", "message": "m\n"}),
             ]  # fmt: skip
             for _ in range(4):
-                server.desk.send_multipart((server.desk_route, mutator.any(good)))
+                server.control_server.send_multipart((server.control_route, mutator.any(good)))
                 body = [frame if mutator.random.random() < 0.5 else mutator.spoil(frame) for frame in frames]
                 server.stage.send_multipart((server.data_route, mutator.any(good), *body))
             for _ in range(3):
                 victim.turn()
         received = victim.receiver.statistics()
         assert value(received, "malformed_frames_total", ("receiver",)) > 0
-        assert value(victim.dialer.statistics(), "malformed_frames_total", ("dialer",)) > 0
+        assert value(victim.control_client.statistics(), "malformed_frames_total", ("control_client",)) > 0
         others = np.delete(np.arange(16), PAGES)
         assert np.array_equal(victim.store.data[others], victim.before[others])
         victim.reserve()

@@ -21,11 +21,11 @@ from headrace.server.upstream.prefill_request import refusal
 from headrace.transfer.protocol import metadata
 from headrace.transfer.sockets.curve_keys import key_text, read_pair, read_public
 from tests.fuzz.mutations import CLAIMS, NESTED, NO_TEXT, VALID, Mutator, spoilt
-from tests.transfer.examples import ANSWER, DESK, PEER, ROW, STAGE
+from tests.transfer.examples import ANSWER, CONTROL, PEER, ROW, STAGE
 
 JOINS: Codec[JoinRequest] = Codec(JoinRequest)
 JOIN_ANSWERS: Codec[JoinAnswer] = Codec(JoinAnswer)
-CODECS: tuple[Codec[Any], ...] = (PEER, DESK, ANSWER, STAGE, JOINS, JOIN_ANSWERS)
+CODECS: tuple[Codec[Any], ...] = (PEER, CONTROL, ANSWER, STAGE, JOINS, JOIN_ANSWERS)
 EFFORTS = [pytest.param(150, id="short"), pytest.param(5_000, id="long", marks=pytest.mark.full)]
 
 

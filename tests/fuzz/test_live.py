@@ -45,8 +45,12 @@ def everything() -> Iterator[tuple[Server, Target, int]]:
         try:
             with running(server):
                 handoff = server.get("/v1/handoff").json()
-                desk = f"tcp://127.0.0.1:{handoff['desk_port']}"
-                yield server, Target(server.url, desk, "127.0.0.1", handoff["fingerprint"], GEOMETRY), stage_port
+                control_server = f"tcp://127.0.0.1:{handoff['control_port']}"
+                yield (
+                    server,
+                    Target(server.url, control_server, "127.0.0.1", handoff["fingerprint"], GEOMETRY),
+                    stage_port,
+                )
         finally:
             print(stage.log)
             stage.close()
@@ -127,7 +131,7 @@ def test_a_server_under_fire_serves_on(seconds: float) -> None:
         found = re.search(r"data   tcp://127\.0\.0\.1:(\d+)", server.log)
         assert found is not None
         ports = {
-            "desk": int(target.desk.rpartition(":")[2]),
+            "control_server": int(target.control_server.rpartition(":")[2]),
             "data": int(found[1]),
             "stages": stage_port,
             "http": server.port,
@@ -150,10 +154,10 @@ def test_a_server_under_fire_serves_on(seconds: float) -> None:
             honest.hello()  # it has been silent while the others came to their ends
             hand_over(honest, honest.attached(), "after")
         wait_until(lambda: pages_in_use(server) == 0, 20, "pages back")
-        wait_until(lambda: server.metrics()["headrace_desk_sessions"] == 0, 20, "sessions over")
+        wait_until(lambda: server.metrics()["headrace_control_sessions"] == 0, 20, "sessions over")
         metrics, after = server.metrics(), processes(server)
         assert metrics["headrace_open_tickets"] == 0
-        assert metrics['headrace_malformed_frames_total{socket="desk"}'] > 0
+        assert metrics['headrace_malformed_frames_total{socket="control endpoint"}'] > 0
         assert metrics['headrace_malformed_frames_total{socket="data"}'] > 0
         assert metrics['headrace_malformed_frames_total{socket="stages"}'] > 0
         assert after.keys() == before.keys(), "no process has ended, and none was started in another's place"

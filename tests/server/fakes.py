@@ -85,7 +85,7 @@ class FakeLink:
     def __init__(self, script: Script | None = None, *, answers_probes: bool = True) -> None:
         self.script: Script = script or (lambda _link, _submit: ())
         self.answers_probes = answers_probes
-        self.state: EngineState | None = EngineState(ready=True, desk_port=5555, instance="i" * 32, fingerprint="fp")
+        self.state: EngineState | None = EngineState(ready=True, control_port=5555, instance="i" * 32, fingerprint="fp")
         self.stats = Stats()
         self.sent: list[AnyFrontendRequest] = []
         self.closed = False

@@ -55,7 +55,7 @@ class Incoming:
 
 
 class DecodeSide(Side):
-    """A dialer, a stage's receiver, and a pool whose returned pages stay poisoned or are somebody else's."""
+    """A control client, a stage's receiver, and a pool whose returned pages stay poisoned or are somebody else's."""
 
     def __init__(self, world: "World", geometry: Geometry, endpoint: str) -> None:
         super().__init__(world)
@@ -68,22 +68,22 @@ class DecodeSide(Side):
         self.open: dict[int, Incoming] = {}
         self.ended: list[Incoming] = []
         context: Any = Context(world.network)
-        self.dialer = ControlClient(world.config, context)
+        self.control_client = ControlClient(world.config, context)
         agents = world.backend == NIXL
         self.shared = world.agents.share(self.store) if agents else world.pools.share(geometry, self.store)
         exposures = {world.backend: self.shared}
         self.receiver = Receiver(
             world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures=exposures
         )
-        self.ports = [self.dialer, self.receiver]
-        self.dialer.ready(
+        self.ports = [self.control_client, self.receiver]
+        self.control_client.ready(
             make_hello(
                 world.config, instance=world.new_id(), name="decode", role="decode", fingerprint="model",
                 geometries=(geometry,), kv_pages=PAGES, max_model_len=1024, metadata_rows=64,
                 backends=(world.backend,), memory=(self.shared.memory,),
             )
         )  # fmt: skip
-        self.apply(self.dialer, ConnectPrefill(name="p", endpoint=endpoint))
+        self.apply(self.control_client, ConnectPrefill(name="p", endpoint=endpoint))
 
     def fetch(self, ticket: str) -> None:
         random = self.world.network.random
@@ -103,7 +103,7 @@ class DecodeSide(Side):
         self.apply(self.receiver, order)
         if not one.end:
             ask = AskReserve(prompt_tokens=tokens, cached_tokens=cached, pages=pack(pages), **names)
-            self.apply(self.dialer, ask)
+            self.apply(self.control_client, ask)
 
     def handle(self, event: Any) -> None:
         match event:
@@ -158,7 +158,7 @@ class DecodeSide(Side):
         self.give_up(one, why)
         one.cancelling, one.deadline = True, self.world.network.now + PATIENCE_S
         ask = AskCancel(session=one.session, ticket=one.ticket, generation=one.generation, reason=why)
-        self.apply(self.dialer, ask)
+        self.apply(self.control_client, ask)
 
     def give_up(self, one: Incoming, why: str) -> None:
         if not one.end:

@@ -20,7 +20,7 @@ from headrace.transfer.protocol.messages import (
     Cancelled,
     Chunk,
     ComponentShape,
-    DeskMessage,
+    ControlMessage,
     Failed,
     Finished,
     Goodbye,
@@ -55,7 +55,7 @@ PAGE_1 = bytes(range(0xA0, 0xA8))  # [1, 2, 1, 1, 2 * 2]: one token
 LATENT_0 = bytes(range(0xC0, 0xCC))  # [1, 1, 1, 2, 3 * 2]: two tokens
 
 PEER: Codec[PeerMessage] = Codec(PeerMessage)
-DESK: Codec[DeskMessage] = Codec(DeskMessage)
+CONTROL: Codec[ControlMessage] = Codec(ControlMessage)
 ANSWER: Codec[AnswerMessage] = Codec(AnswerMessage)
 STAGE: Codec[StageMessage] = Codec(StageMessage)
 
@@ -83,7 +83,7 @@ def chunk(number: int, start: int, count: int, page: int, frames: tuple[bytes, .
 
 EXAMPLES = (
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Hello(
             protocols=(1,), instance="11" * 16, name="decode-0", role="decode", fingerprint="tiny-model",
             geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
@@ -92,18 +92,18 @@ EXAMPLES = (
         PEER,
     ),
     Example(
-        "desk to peer",
+        "control endpoint to peer",
         Welcome(
             protocol=1, session="22" * 16, instance="33" * 16, fingerprint="tiny-model",
             stages=(StageInfo(0, 7001, GEOMETRY),), max_model_len=128, max_tickets=1024, window_bytes=65536,
             checksum="xxh3_64", backend="zmq", heartbeat_s=1.0, timeout_s=3.0,
         ),
-        DESK,
+        CONTROL,
     ),
     Example("peer to stage", Attach(session="22" * 16, stage=0, checksum="xxh3_64"), ANSWER),
     Example("stage to peer", Attached(stage=0), STAGE),
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Reserve(ticket=TICKET, generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5),
         PEER,
     ),
@@ -111,43 +111,44 @@ EXAMPLES = (
     Example("peer to stage", Ack(ticket=TICKET, generation=1, chunk=0), ANSWER),
     Example("stage to peer", chunk(1, 2, 1, 9, (ROW, PAGE_1), 2), STAGE, (ROW, PAGE_1)),
     Example("peer to stage", Ack(ticket=TICKET, generation=1, chunk=1), ANSWER),
-    Example("desk to peer", Finished(ticket=TICKET, generation=1), DESK),
-    Example("peer to desk", Cancel(ticket="ticket-2", generation=2, reason="client left"), PEER),
-    Example("desk to peer", Cancelled(ticket="ticket-2", generation=2), DESK),
+    Example("control endpoint to peer", Finished(ticket=TICKET, generation=1), CONTROL),
+    Example("peer to control endpoint", Cancel(ticket="ticket-2", generation=2, reason="client left"), PEER),
+    Example("control endpoint to peer", Cancelled(ticket="ticket-2", generation=2), CONTROL),
     Example(
-        "desk to peer",
+        "control endpoint to peer",
         Failed(ticket="ticket-3", generation=3, code="stage_failed", message="stage 0 ended", status=503, stage=0),
-        DESK,
+        CONTROL,
     ),
     Example(
         "peer to stage",
         Nack(ticket="ticket-4", generation=4, chunk=0, code="checksum_mismatch", message="1 here, 2 there"),
         ANSWER,
     ),
-    Example("desk to peer", Refuse(code="fingerprint_mismatch", message="fingerprint: a here, b there"), DESK),
-    Example("peer to desk", Ping(number=1), PEER),
-    Example("desk to peer", Pong(number=1), DESK),
-    Example("peer to desk", Goodbye(reason="hung up"), PEER),
-    Example("peer to desk", Ping(number=2, renew=("ticket-5", "ticket-6")), PEER),
+    Example("control endpoint to peer", Refuse(code="fingerprint_mismatch", message="fingerprint: a here, b "
+    "there"), CONTROL),
+    Example("peer to control endpoint", Ping(number=1), PEER),
+    Example("control endpoint to peer", Pong(number=1), CONTROL),
+    Example("peer to control endpoint", Goodbye(reason="hung up"), PEER),
+    Example("peer to control endpoint", Ping(number=2, renew=("ticket-5", "ticket-6")), PEER),
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Reserve(
             ticket="ticket-5", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5, wait=False
         ),
         PEER,
     ),
     Example(
-        "desk to peer",
+        "control endpoint to peer",
         Welcome(
             protocol=1, session="44" * 16, instance="55" * 16, fingerprint="tiny-model",
             stages=(StageInfo(0, 7001, GEOMETRY), StageInfo(1, 7001, SECOND_GEOMETRY, data_host="10.0.0.6")),
             max_model_len=128, max_tickets=1024, window_bytes=65536, checksum="xxh3_64", backend="zmq",
             heartbeat_s=1.0, timeout_s=3.0,
         ),
-        DESK,
+        CONTROL,
     ),
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Hello(
             protocols=(1,), instance="66" * 16, name="decode-1", role="decode", fingerprint="tiny-model",
             geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
@@ -165,7 +166,7 @@ EXAMPLES = (
         STAGE,
     ),
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Hello(
             protocols=(1,), instance="88" * 16, name="decode-2", role="decode", fingerprint="tiny-model",
             geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
@@ -183,7 +184,7 @@ EXAMPLES = (
         ANSWER,
     ),
     Example(
-        "peer to desk",
+        "peer to control endpoint",
         Hello(
             protocols=(1,), instance="aa" * 16, name="decode-3", role="decode", fingerprint="tiny-model",
             geometries=(LATENT_GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,

@@ -1,7 +1,8 @@
 """ZMQ sockets in memory, under a virtual clock, with a network between them that loses, repeats, reorders and cuts.
 
-Desk, Dialer, Sender and Receiver run on them unchanged. A payload is read when it is delivered, as libzmq reads memory
-that it was given without a copy, and has to be by then what it was when it was sent: a page reused too early is found.
+Control endpoint, Control client, Sender and Receiver run on them unchanged. A payload is read when it is delivered, as
+libzmq reads memory that it was given without a copy, and has to be by then what it was when it was sent: a page reused
+too early is found.
 """
 
 import heapq

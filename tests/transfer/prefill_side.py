@@ -59,7 +59,7 @@ class Outgoing:
 
 
 class PrefillSide(Side):
-    """A desk, a stage's sender, and a pool whose pages are given away as soon as that is allowed."""
+    """A control endpoint, a stage's sender, and a pool whose pages are given away as soon as that is allowed."""
 
     def __init__(self, world: "World", geometry: Geometry) -> None:
         super().__init__(world)
@@ -74,9 +74,9 @@ class PrefillSide(Side):
         self.sender = Sender(
             world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches=reaches
         )
-        self.desk = ControlServer(world.config, context, new_session=world.new_id)
+        self.control_server = ControlServer(world.config, context, new_session=world.new_id)
         ports = (self.sender.port,)
-        self.desk.ready(
+        self.control_server.ready(
             BackendOffer(
                 instance=world.new_id(),
                 fingerprint="model",
@@ -88,7 +88,7 @@ class PrefillSide(Side):
                 nixl=frozenset([VERSION]),
             )
         )
-        self.ports = [self.desk, self.sender]
+        self.ports = [self.control_server, self.sender]
 
     def handle(self, event: Any) -> None:
         match event:
@@ -111,7 +111,7 @@ class PrefillSide(Side):
                 if one.acked == one.chunks:
                     self.tell(one, TellFinished)
             case PeerLost(session=session, reason=reason):
-                self.apply(self.desk, EndPeer(session=session, reason=reason))
+                self.apply(self.control_server, EndPeer(session=session, reason=reason))
             case SendFailed(request=request, code=code, message=text) if request in self.open:
                 assert code != "checksum_mismatch", "source pages have changed before they were acknowledged (G3)"
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
@@ -190,7 +190,7 @@ class PrefillSide(Side):
         reserved = one.reserved
         self.apply(self.sender, ReleaseRequest(seq=0, request=one.serial))
         names = {"session": reserved.session, "ticket": reserved.ticket, "generation": reserved.generation}
-        self.apply(self.desk, kind(**names, **fields))
+        self.apply(self.control_server, kind(**names, **fields))
 
     def turn(self) -> None:
         super().turn()

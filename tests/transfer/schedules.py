@@ -70,7 +70,7 @@ def _settled(prefill: PrefillSide, decode: DecodeSide, lossless: bool) -> None:
     assert not prefill.open, f"open at the prefill side (G1): {prefill.open}"
     assert not decode.open, f"open at the decode side (G1): {decode.open}"
     assert sorted(prefill.free) == sorted(decode.free) == list(range(PAGES))
-    assert value(prefill.desk.statistics(), "open_tickets") == 0
+    assert value(prefill.control_server.statistics(), "open_tickets") == 0
     assert value(prefill.sender.statistics(), "queued_chunks") == 0
     assert value(decode.receiver.statistics(), "expected_requests") == 0
     if lossless:  # a lost answer takes its part of the window with it until the connection ends

@@ -18,7 +18,7 @@ from tests.transfer.memory_zmq import Network
 PAGES = 32
 PATIENCE_S = 3.0  # of either side, for progress of one ticket
 POISON = 0xEE
-CONFIG = TransferConfig(peer_timeout_s=2.0, window_bytes=4096, desk_port=7000)
+CONFIG = TransferConfig(peer_timeout_s=2.0, window_bytes=4096, control_port=7000)
 TIMEOUT = ErrorInfo(code="transfer_timeout", message="no acknowledgement", status=504)
 
 

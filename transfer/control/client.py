@@ -1,4 +1,4 @@
-"""The dialer: the decode side's control connections, one DEALER for each prefill server's desk.
+"""The control client: the decode side's control connections, one DEALER for each prefill server's control endpoint.
 
 It owns the sockets; transfer/control/connection.py decides when to speak. A connection is made anew for every
 attempt, so that nothing queued for a server that died reaches the one that took its place.
@@ -30,7 +30,7 @@ from headrace.transfer.control.connection import ControlConnection, MayDial, Ste
 from headrace.transfer.protocol.messages import (
     CONTROL_FRAME_BYTES,
     Cancel,
-    DeskMessage,
+    ControlMessage,
     Hello,
     PeerMessage,
     Reserve,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """A desk's endpoint with its link and its connection of the moment."""
+    """A control endpoint's endpoint with its link and its connection of the moment."""
 
     def __init__(self, endpoint: str, server_key: str, link: ControlConnection) -> None:
         self.endpoint = endpoint
@@ -53,8 +53,8 @@ class _Connection:
 
 
 class ControlClient:
-    """A Port of PeerEvents and DialerEffects. may_dial: whether stages may be dialled at a host that is not the host of
-    their server's desk."""
+    """A Port of PeerEvents and ControlClientEffects. may_dial: whether stages may be dialled at a host that is not the
+    host of their server's control endpoint."""
 
     def __init__(self, config: TransferConfig, context: Context, may_dial: MayDial = lambda host, port: True) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class ControlClient:
         self._hello: Hello | None = None
         self._lines: dict[str, _Connection] = {}
         self._counters = Counters()
-        self._received: Codec[DeskMessage] = Codec(DeskMessage)
+        self._received: Codec[ControlMessage] = Codec(ControlMessage)
         self._sent: Codec[PeerMessage] = Codec(PeerMessage)
 
     def ready(self, hello: Hello) -> None:
@@ -107,7 +107,7 @@ class ControlClient:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def close(self) -> None:
-        """Say goodbye to every desk."""
+        """Say goodbye to every control endpoint."""
         for name in list(self._lines):
             self._hang_up(name, 0.0)
 
@@ -137,8 +137,8 @@ class ControlClient:
         return [*events, *self._act(line, link.tick(now))]
 
     def _hello_of(self, name: str) -> Hello | None:
-        """With an instance for each line: two names may lead to one desk, where the second hello of an instance would
-        end the session of the first."""
+        """With an instance for each line: two names may lead to one control endpoint, where the second hello of an
+        instance would end the session of the first."""
         if self._hello is None:
             return None
         instance = hashlib.sha256(f"{self._hello.instance} {name}".encode()).hexdigest()[:32]
@@ -199,7 +199,7 @@ class ControlClient:
                     raise DecodeError("one frame was expected")
                 message = self._received.decode(frames[0])
             except DecodeError:
-                self._counters.add("malformed_frames_total", labels=("dialer",))
+                self._counters.add("malformed_frames_total", labels=("control_client",))
                 continue
             events += self._act(line, line.link.receive(message, now))
         return events

@@ -25,7 +25,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.transfer.protocol import matching, messages, metadata
 from headrace.transfer.protocol.messages import (
     Cancelled,
-    DeskMessage,
+    ControlMessage,
     Failed,
     Finished,
     Goodbye,
@@ -41,10 +41,13 @@ from headrace.transfer.protocol.messages import (
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 2.0
 CHECK_KEYS = (
-    "if its desk can be reached, check that --curve-server-key is its public key and that its --curve-allowed folder "
+    "if its control endpoint can be reached, check that --curve-server-key is its public key and that its "
+    "--curve-allowed folder "
     "has ours"
 )
-CHECK_DESK = "check that its desk can be reached from here and, if it has a --curve-key, set --curve-server-key here"
+CHECK_CONTROL = (
+    "check that its control endpoint can be reached from here and, if it has a --curve-key, set --curve-server-key here"
+)
 
 
 MayDial = Callable[[str, int], bool]  # host, port
@@ -59,9 +62,10 @@ class Step(NamedTuple):
 
 
 class ControlConnection:
-    """One prefill server as the decode side sees it. host: of its desk, where stages are dialled that name no other.
-    server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be dialled at
-    a host that is not the desk's. renewals: held tickets that every ping of the session renews, as many as it can name.
+    """One prefill server as the decode side sees it. host: of its control endpoint, where stages are dialled that name
+    no other. server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be
+    dialled at a host that is not the control endpoint's. renewals: held tickets that every ping of the session renews,
+    as many as it can name.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class ControlConnection:
         """Our hello has changed: the session is over at once, and the next tick, which is due, begins anew."""
         self._outdated = self.state != "down"
 
-    def receive(self, message: DeskMessage, now: float) -> Step:
-        """Handle what the desk said."""
+    def receive(self, message: ControlMessage, now: float) -> Step:
+        """Handle what the control endpoint said."""
         self._heard = now
         match message:
             case Welcome():
@@ -132,7 +136,7 @@ class ControlConnection:
             self._pings += 1
             return Step([Ping(number=self._pings, renew=tuple(islice(self.renewals, messages.MAX_RENEWALS)))], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
-            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_DESK}", now)
+            return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_CONTROL}", now)
         hello = self._hello()
         if self.state == "down" and self._next_try <= now and hello is not None:
             self.state, self._heard = "greeting", now

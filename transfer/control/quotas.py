@@ -1,4 +1,4 @@
-"""What one peer may take of a desk, beyond the numbers of peers and tickets that are configured. Pure.
+"""What one peer may take of a control endpoint, beyond the numbers of peers and tickets that are configured. Pure.
 
 Both limits are far above what an honest peer needs: they bound what a broken or hostile one costs the others.
 """
@@ -25,6 +25,6 @@ class Rate:
 
 
 def page_limit(hello: Hello) -> int:
-    """Pages in all open tickets of a peer together. Twice its pool: it learns of a ticket's end before the desk does,
-    and may have given the pages to another one already."""
+    """Pages in all open tickets of a peer together. Twice its pool: it learns of a ticket's end before the control
+    endpoint does, and may have given the pages to another one already."""
     return min(2 * hello.kv_pages, RESERVED_PAGES)

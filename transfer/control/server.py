@@ -1,4 +1,4 @@
-"""The desk: the one control socket of a prefill server, where peers say hello, reserve and cancel.
+"""The control endpoint: the one control socket of a prefill server, where peers say hello, reserve and cancel.
 
 It owns the ROUTER and turns bytes into messages; transfer/control/session_table.py decides what they mean.
 """
@@ -13,7 +13,7 @@ from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Sample, Stats
 from headrace.transfer.control.session_table import Outcome, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer
-from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, DeskMessage, PeerMessage
+from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, PeerMessage
 from headrace.transfer.sockets import zap, zmq_sockets
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
@@ -24,7 +24,7 @@ QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is g
 
 
 class ControlServer:
-    """A Port of PeerEvents and DeskEffects. port: where it listens. Raises ConfigError when it cannot bind."""
+    """A Port of PeerEvents and ControlServerEffects. port: where it listens. Raises ConfigError when it cannot bind."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class ControlServer:
     ) -> None:
         self._book = SessionTable(config, new_session)
         self._received: Codec[PeerMessage] = Codec(PeerMessage)
-        self._sent: Codec[DeskMessage] = Codec(DeskMessage)
-        self._gate = zap.gate(context, config, "desk")
+        self._sent: Codec[ControlMessage] = Codec(ControlMessage)
+        self._gate = zap.gate(context, config, "control_server")
         self._socket, self.port = zmq_sockets.bind(
             context,
             config.host,
-            config.desk_port,
+            config.control_port,
             max_frame=CONTROL_FRAME_BYTES,
             queue=QUEUED_REPLIES,
             unread=UNREAD,
@@ -83,7 +83,7 @@ class ControlServer:
         self._socket.close(linger=200)  # ms, for the goodbyes
 
     def statistics(self) -> Stats:
-        gauges = (Sample("desk_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
+        gauges = (Sample("control_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
         refused = self._gate.counters.snapshot() if self._gate else ()
         return Stats(samples=(*gauges, *self._book.counters.snapshot(), *refused))
 

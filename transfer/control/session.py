@@ -1,4 +1,5 @@
-"""One peer of a desk: its session and tickets, what it may reserve, and how its tickets' ends are told. Pure."""
+"""One peer of a control endpoint: its session and tickets, what it may reserve, and how its tickets' ends are told.
+Pure."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from headrace.transfer.control.quotas import Rate
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
-from headrace.transfer.protocol.messages import Cancelled, DeskMessage, Failed, Finished, Hello, Reserve, Welcome
+from headrace.transfer.protocol.messages import Cancelled, ControlMessage, Failed, Finished, Hello, Reserve, Welcome
 
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
@@ -90,7 +91,7 @@ def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
     )
 
 
-def last_word(effect: TellFailed | TellFinished | TellCancelled) -> DeskMessage:
+def last_word(effect: TellFailed | TellFinished | TellCancelled) -> ControlMessage:
     """How a ticket's end is told."""
     ticket, generation = effect.ticket, effect.generation
     match effect:

@@ -1,4 +1,5 @@
-"""The peers of a desk, their sessions and tickets: all of the desk but its socket. Pure; time is an argument.
+"""The peers of a control endpoint, their sessions and tickets: all of the control endpoint but its socket. Pure; time
+is an argument.
 
 (connection) ──Hello──► checked ──Welcome──► session ──Reserve──► ticket open ──Failed/Finished/Cancelled──► ended
                           │ Refuse             │ Goodbye, silence, a second Hello of the same instance
@@ -31,7 +32,7 @@ from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import (
     Cancel,
     Cancelled,
-    DeskMessage,
+    ControlMessage,
     Goodbye,
     Hello,
     PeerMessage,
@@ -49,12 +50,12 @@ OVERDONE_KEPT = 1024
 class Outcome(NamedTuple):
     """What is to be said, to which connections, and what the scheduler is to learn."""
 
-    replies: list[tuple[bytes, DeskMessage]]
+    replies: list[tuple[bytes, ControlMessage]]
     events: list[PeerEvent]
 
 
 class SessionTable:
-    """Decides what a desk answers. new_session makes unguessable session ids."""
+    """Decides what a control endpoint answers. new_session makes unguessable session ids."""
 
     def __init__(self, config: TransferConfig, new_session: Callable[[], str]) -> None:
         self._config = config
@@ -104,7 +105,7 @@ class SessionTable:
         """A message of this connection could not be read. Its session, if it has one, stands."""
         if (cut := self._cut_off(route, now)) is not None:
             return cut
-        self.counters.add("malformed_frames_total", labels=("desk",))
+        self.counters.add("malformed_frames_total", labels=("control_server",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
     def tell(self, effect: ControlServerEffect) -> Outcome:
@@ -136,7 +137,7 @@ class SessionTable:
 
     def close(self, reason: str) -> Outcome:
         """End every session, with a goodbye."""
-        farewells: list[tuple[bytes, DeskMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
+        farewells: list[tuple[bytes, ControlMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
         return Outcome(farewells, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
 
     def _deadline(self, peer: PeerSession) -> float:
@@ -272,7 +273,7 @@ class SessionTable:
         return Outcome([], [PeerGone(session=peer.session, reason=reason)])
 
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
-        self.counters.add("refusals_total", labels=("desk", code))
+        self.counters.add("refusals_total", labels=("control_server", code))
         return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
 
 

@@ -8,8 +8,8 @@ It owns one DEALER for each prefill stage that shares KV with this stage; transf
 chunks. Its
 own writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the other side
 writes,
-its desk says when it has ceased for a ticket; SessionClosed is said when it has for a session that ended without such
-a word.
+its control endpoint says when it has ceased for a ticket; SessionClosed is said when it has for a session that ended
+without such a word.
 """
 
 import logging

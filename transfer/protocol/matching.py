@@ -23,9 +23,9 @@ Part = tuple[int, Component]  # a stage, and what it has of a tensor
 
 class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
-    stage; a host is "" where it is the desk's own (none given: all are). instance: random id of this process, 128 bits
-    in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their hosts. nixl: their
-    versions of NIXL."""
+    stage; a host is "" where it is the control endpoint's own (none given: all are). instance: random id of this
+    process, 128 bits in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their
+    hosts. nixl: their versions of NIXL."""
 
     instance: str
     fingerprint: str
@@ -38,7 +38,7 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
     nixl: frozenset[str] = frozenset()
 
     def stages(self) -> tuple[StageInfo, ...]:
-        """As the desk tells them to peers."""
+        """As the control endpoint tells them to peers."""
         hosts = self.data_hosts or ("",) * len(self.data_ports)
         columns = zip(self.data_ports, self.geometries, hosts, strict=True)
         return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
@@ -88,7 +88,7 @@ def make_hello(
 
 
 def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -> Refuse | None:
-    """The desk's check."""
+    """The control endpoint's check."""
     if messages.VERSION not in hello.protocols:
         return _refuse("protocol", messages.VERSION, hello.protocols)
     if hello.fingerprint != offer.fingerprint:
@@ -108,7 +108,7 @@ def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -
 
 
 def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
-    """The peer's check of what the desk answered to its hello."""
+    """The peer's check of what the control endpoint answered to its hello."""
     if welcome.protocol not in hello.protocols:
         return _refuse("protocol", hello.protocols, welcome.protocol)
     if welcome.fingerprint != hello.fingerprint:

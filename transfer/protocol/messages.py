@@ -1,7 +1,8 @@
 """Messages of protocol version 1, as docs/protocol.md specifies them. Each is one msgpack map with a "type" key.
 
-Control connection: peer (DEALER) to desk (ROUTER). Data connection: peer (DEALER) to one stage (ROUTER). The peer
-dials both. Every string, list and number that comes from outside is bounded here or in transfer/protocol/matching.py.
+Control connection: peer (DEALER) to control endpoint (ROUTER). Data connection: peer (DEALER) to one stage (ROUTER).
+The peer dials both. Every string, list and number that comes from outside is bounded here or in
+transfer/protocol/matching.py.
 """
 
 from typing import Annotated
@@ -71,10 +72,11 @@ Components = Annotated[tuple[ComponentShape, ...], Meta(max_length=MAX_COMPONENT
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Peer to desk, first. instance: random id of the peer's process, 128 bits or more. geometries: one per stage of
-    the peer. kv_pages and metadata_rows bound the page ids and row numbers of its reservations. window_bytes: what
-    it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can speak. components:
-    what its pools hold beside keys and values. memory: how each stage's pool may be written; none: by nobody else."""
+    """Peer to control endpoint, first. instance: random id of the peer's process, 128 bits or more. geometries: one
+    per stage of the peer. kv_pages and metadata_rows bound the page ids and row numbers of its reservations.
+    window_bytes: what it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can
+    speak. components: what its pools hold beside keys and values. memory: how each stage's pool may be written; none:
+    by nobody else."""
 
     protocols: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=16)]
     instance: Id
@@ -96,7 +98,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool. data_host: of
-    its data socket; "" is the host where the peer dialled the desk."""
+    its data socket; "" is the host where the peer dialled the control endpoint."""
 
     rank: Size
     data_port: PortNumber
@@ -105,8 +107,8 @@ class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Desk to peer: the session stands. session: 128-bit secret that opens the data connections. instance: of the
-    prefill server's process. max_model_len, window_bytes, checksum, backend: what both sides will keep to.
+    """Control endpoint to peer: the session stands. session: 128-bit secret that opens the data connections. instance:
+    of the prefill server's process. max_model_len, window_bytes, checksum, backend: what both sides will keep to.
     The peer pings every heartbeat_s; either side calls the other gone after timeout_s of silence. components: those of
     the prefill server, equal to the peer's."""
 
@@ -126,14 +128,14 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Refuse(Message, frozen=True, kw_only=True):
-    """Desk or stage to peer: a hello, an attach or a frame is not accepted. message names both values."""
+    """Control endpoint or stage to peer: a hello, an attach or a frame is not accepted. message names both values."""
 
     code: Code
     message: Text
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Peer to desk: pages are ready for a ticket. pages: packed ids in the peer's pool covering positions
+    """Peer to control endpoint: pages are ready for a ticket. pages: packed ids in the peer's pool covering positions
     [cached_tokens, prompt_tokens); the first one holds position cached_tokens. row: its metadata row. wait: for a
     prompt that has not come yet; False has a ticket that nobody knows answered by Failed at once. prompt_hash: SHA-256
     of the prompt's token ids as packed int32, in hexadecimal; "" leaves the comparison out."""
@@ -149,7 +151,8 @@ class Reserve(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Desk to peer: the ticket has failed; no byte follows. status: an HTTP status. stage: which one failed."""
+    """Control endpoint to peer: the ticket has failed; no byte follows. status: an HTTP status. stage: which one
+    failed."""
 
     ticket: Ticket
     generation: Natural
@@ -161,8 +164,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """Desk to peer: the ticket has ended well. metadata: the row of a request that its first token ended, for which
-    no KV moves; empty when every chunk was acknowledged."""
+    """Control endpoint to peer: the ticket has ended well. metadata: the row of a request that its first token ended,
+    for which no KV moves; empty when every chunk was acknowledged."""
 
     ticket: Ticket
     generation: Natural
@@ -170,7 +173,8 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Peer to desk: the ticket is taken back, or given up before it was reserved. Always answered by Cancelled."""
+    """Peer to control endpoint: the ticket is taken back, or given up before it was reserved. Always answered by
+    Cancelled."""
 
     ticket: Ticket
     generation: Natural
@@ -178,14 +182,15 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Cancelled(Message, frozen=True, kw_only=True):
-    """Desk to peer: no byte of this generation is queued or being written any more, and none follows."""
+    """Control endpoint to peer: no byte of this generation is queued or being written any more, and none follows."""
 
     ticket: Ticket
     generation: Natural
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Peer to desk or stage: a sign of life. renew (to the desk): held tickets whose leases are to begin anew."""
+    """Peer to control endpoint or stage: a sign of life. renew (to the control endpoint): held tickets whose leases
+    are to begin anew."""
 
     number: Natural
     renew: Annotated[tuple[Ticket, ...], Meta(max_length=MAX_RENEWALS)] = ()
@@ -260,7 +265,7 @@ class Nack(Message, frozen=True, kw_only=True):
 
 
 PeerMessage = Hello | Reserve | Cancel | Ping | Goodbye  # on the control connection
-DeskMessage = Welcome | Refuse | Failed | Finished | Cancelled | Pong | Goodbye
+ControlMessage = Welcome | Refuse | Failed | Finished | Cancelled | Pong | Goodbye
 AnswerMessage = Attach | Ack | Nack | Ping  # on a data connection, from the peer
 StageMessage = Attached | Refuse | Chunk | Pong
 

@@ -58,18 +58,18 @@ def handoff_routes(service: Service, config: ServerConfig) -> APIRouter:
 
     @router.get("/v1/handoff")
     async def handoff() -> Response:
-        """Where decode servers find the desk."""
+        """Where decode servers find the control endpoint."""
         engine = service.engine
         if config.role != "prefill":
             message = f"this server has role {config.role}; decode servers fetch from a server with --role prefill"
             raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
-        if engine is None or not engine.desk_port:
+        if engine is None or not engine.control_port:
             raise unavailable("the server is loading", code="not_ready")
         return json_response(
             {
                 "protocol": PROTOCOL_VERSIONS,
                 "instance": engine.instance,
-                "desk_port": engine.desk_port,
+                "control_port": engine.control_port,
                 "bootstrap_port": config.bootstrap_port,
                 "model": service.model_name,
                 "fingerprint": engine.fingerprint or None,

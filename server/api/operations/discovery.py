@@ -1,4 +1,5 @@
-"""What routers ask of a server beside completions: who it is, where its desk is, whether it computes, its load."""
+"""What routers ask of a server beside completions: who it is, where its control endpoint is, whether it computes, its
+load."""
 
 import secrets
 from typing import Any
@@ -81,10 +82,10 @@ def bootstrap_routes(service: Service) -> APIRouter:
     @router.get("/query")
     async def query(request: Request) -> Response:
         engine = service.engine
-        if engine is None or not engine.desk_port:
-            raise unavailable("the server is loading, or has no desk", code="not_ready")
+        if engine is None or not engine.control_port:
+            raise unavailable("the server is loading, or has no control endpoint", code="not_ready")
         host = reachable_host(service.config.transfer.host, request.url.hostname or "")
-        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": url("tcp", host, engine.desk_port)}}}
+        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": url("tcp", host, engine.control_port)}}}
         return json_response({"0": worker})
 
     return router

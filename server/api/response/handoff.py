@@ -48,10 +48,10 @@ def lift_limits(body: SamplingBody, names: HandoffParams) -> None:
         body.ignore_eos = True
 
 
-def reachable_host(desk_host: str, asked: str) -> str:
-    """Where peers find a desk that is bound to desk_host. asked: the host under which a client has reached us, which is
-    the answer where that is all addresses."""
-    return asked if desk_host in WILDCARDS else desk_host
+def reachable_host(control_host: str, asked: str) -> str:
+    """Where peers find a control endpoint that is bound to control_host. asked: the host under which a client has
+    reached us, which is the answer where that is all addresses."""
+    return asked if control_host in WILDCARDS else control_host
 
 
 def held_params(
@@ -77,7 +77,7 @@ def transfer_params(
     """The kv_transfer_params with which a decode peer finds held KV: under NIXL's names where they mean the same, and
     our own. They serve every prompt of the request: tickets and prompt_hashes have one entry for each job, prompt by
     prompt; prompt_token_ids is one list, or a list of lists where there are several prompts. host: where the client
-    has reached this server, for a desk that listens on all addresses.
+    has reached this server, for a control endpoint that listens on all addresses.
     """
     engine = service.engine
     assert engine is not None, "nothing is computed without an engine"
@@ -89,7 +89,7 @@ def transfer_params(
         "remote_request_id": tickets[0],
         "remote_block_ids": [[0]],  # there are no block ids to know; NIXL's readers want some
         "remote_host": reachable_host(service.config.transfer.host, host),
-        "remote_port": engine.desk_port,
+        "remote_port": engine.control_port,
         "tp_size": 1,
         "remote_num_tokens": len(prompts[0]) if len(prompts) == 1 else [len(job.prompt) for job in jobs],
         "ticket": tickets[0],

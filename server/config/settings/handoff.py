@@ -31,7 +31,8 @@ HANDOFF: tuple[Setting, ...] = (
         "server",
         "bootstrap_port",
         "integer",
-        "role prefill: a second port that tells where the desk is, for routers (0: only --port); role decode: the port "
+        "role prefill: a second port that tells where the control endpoint is, for routers (0: only --port); role "
+        "decode: the port "
         "to ask where a router names none (0: 8998)",
         low=0,
         high=PORT,
@@ -44,8 +45,16 @@ HANDOFF: tuple[Setting, ...] = (
         "when no prefill server can (role decode): none answers 503, local computes the prompt here",
         choices=("none", "local"),
     ),
-    Setting("transfer-host", "transfer", "host", "text", "address the desk and the data sockets bind to"),
-    Setting("desk-port", "transfer", "desk_port", "integer", "port of the desk; 0: a free one", low=0, high=PORT),
+    Setting("transfer-host", "transfer", "host", "text", "address the control endpoint and the data sockets bind to"),
+    Setting(
+        "control-port",
+        "transfer",
+        "control_port",
+        "integer",
+        "port of the control endpoint; 0: a free one",
+        low=0,
+        high=PORT,
+    ),
     Setting(
         "data-port",
         "transfer",
@@ -102,7 +111,8 @@ HANDOFF: tuple[Setting, ...] = (
         "transfer",
         "curve_key",
         "text",
-        "file NAME.key_secret of headrace keys: desk and data connections are encrypted, with peers that are known",
+        "file NAME.key_secret of headrace keys: control endpoint and data connections are encrypted, with peers "
+        "that are known",
     ),
     Setting(
         "curve-allowed",

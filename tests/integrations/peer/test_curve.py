@@ -45,7 +45,7 @@ class Client:
 
     def __init__(self, server: Server, key: Path | None, server_keys: tuple[str, ...]) -> None:
         about = server.get("/v1/handoff").json()
-        self.server, self.desk_port = server, about["desk_port"]
+        self.server, self.control_port = server, about["control_port"]
         self.staging = Staging(stage_geometry(load_spec(resolve_source(MODEL)), "float32", 1), 256)
         limits = Limits(
             fingerprint=about["fingerprint"],
@@ -61,7 +61,7 @@ class Client:
     def load(self, ticket: str, *, http: bool = False) -> Loaded | LoadFailed:
         body = {"prompt_token_ids": PROMPT, "ticket": ticket, "handoff": "hold"}
         assert self.server.post("/v1/prefill", body).status_code == 200
-        port = self.server.port if http else self.desk_port
+        port = self.server.port if http else self.control_port
         place = TicketRef(name=ticket, host="127.0.0.1", port=port, http=http)
         self.peer.submit(LoadKv(id=ticket, ticket=place, start=0, tokens=len(PROMPT)))
         [result] = self.peer.results(wait_s=20)
@@ -72,7 +72,7 @@ class Client:
         self.peer.stop()
 
 
-@pytest.mark.parametrize("http", [False, True], ids=["by its desk", "by its HTTP port"])
+@pytest.mark.parametrize("http", [False, True], ids=["by its control endpoint", "by its HTTP port"])
 def test_kv_comes_encrypted(server: Server, folder: Path, http: bool) -> None:
     keys = (f"127.0.0.1={folder / 'prefill.key'}", f"10.0.0.1={folder / 'stranger.key'}")
     with closing(Client(server, folder / "allowed/vllm.key_secret", keys)) as client:
@@ -105,7 +105,7 @@ def test_who_may_not_connect_hears_which_keys_to_compare(server: Server, folder:
         assert isinstance(failed, LoadFailed)
         assert failed.code == "peer_gone"
         assert "curve-server-key" in failed.message
-    wait_until(lambda: server.metrics()["headrace_desk_sessions"] == 0, 10, "nobody got in")
+    wait_until(lambda: server.metrics()["headrace_control_sessions"] == 0, 10, "nobody got in")
 
 
 def test_settings_name_key_files_that_are_there(folder: Path) -> None:

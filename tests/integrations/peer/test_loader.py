@@ -50,7 +50,7 @@ from headrace.integrations.peer.records import Limits, name_of
 from headrace.integrations.peer.staging import PAGE_TOKENS
 
 FIRST = FirstToken(token=5, prompt_tokens=10, cached_tokens=0)
-DESK = "tcp://127.0.0.1:7000"
+CONTROL = "tcp://127.0.0.1:7000"
 PAGES = 4
 
 
@@ -93,7 +93,7 @@ class Bench:
         self.loads.results.clear()
         return answers
 
-    def up(self, name: str = DESK) -> list[Any]:
+    def up(self, name: str = CONTROL) -> list[Any]:
         self.sessions += 1
         geometry = Geometry("float32", 1, 1, 1, 16)
         event = PrefillUp(
@@ -103,7 +103,7 @@ class Bench:
 
     def down(self, reason: str = "silent", session: str | None = "", unfit: bool = False) -> list[Any]:
         session = f"s{self.sessions}" if session == "" else session
-        return self.hear(PrefillDown(name=DESK, session=session, reason=reason, unfit=unfit))
+        return self.hear(PrefillDown(name=CONTROL, session=session, reason=reason, unfit=unfit))
 
     def load(self, name: str = "a", tokens: int = 10, start: int = 0, **changes: Any) -> list[Any]:
         command = LoadKv(id=name, ticket=ticket(name, **changes), start=start, tokens=tokens, prompt_hash="h")
@@ -123,7 +123,7 @@ class Bench:
 
 def test_the_way_of_a_load() -> None:
     bench = Bench()
-    assert bench.do(RenewLease(id="a", ticket=ticket("a"))) == [ConnectPrefill(name=DESK, endpoint=DESK)]
+    assert bench.do(RenewLease(id="a", ticket=ticket("a"))) == [ConnectPrefill(name=CONTROL, endpoint=CONTROL)]
     dial, renew = bench.up()
     assert isinstance(dial, OpenSession)
     assert renew == AskRenew(session="s1", ticket="a")
@@ -317,14 +317,16 @@ def test_a_refused_load_releases_what_was_kept() -> None:
     assert bench.empty()
 
 
-def test_a_desk_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:
+def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:
     bench = Bench()
     name = name_of(ticket(http=True, port=8000))
     assert bench.load("a", http=True, port=8000) == [Discover(name=name, host="127.0.0.1", port=8000)]
     assert bench.hear(Found(name=name, reason="refused")) == []
     assert bench.wait(LOOKUP_S / 2) == []
     assert [type(one) for one in bench.wait(LOOKUP_S / 2)] == [Discover]
-    assert bench.hear(Found(name=name, desk_port=7001)) == [ConnectPrefill(name=name, endpoint="tcp://127.0.0.1:7001")]
+    assert bench.hear(Found(name=name, control_port=7001)) == [
+        ConnectPrefill(name=name, endpoint="tcp://127.0.0.1:7001")
+    ]
     assert [type(one) for one in bench.up(name)] == [OpenSession, AskRenew, PrepareReceive]
     bench.load("b", http=True, port=8000)
     asked = bench.hear(PrefillDown(name=name, session="s1", reason="gone"))
@@ -339,7 +341,7 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
     bench.wait(IDLE_S + 1)
     bench.do(CancelLoad(id="a"))
     assert bench.wait(IDLE_S - 1) == []
-    assert bench.wait(2) == [DisconnectPrefill(name=DESK), CloseSession(seq=0, session="s1")]
+    assert bench.wait(2) == [DisconnectPrefill(name=CONTROL), CloseSession(seq=0, session="s1")]
     assert bench.loads.next_deadline() is None
 
 

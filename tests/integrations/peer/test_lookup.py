@@ -1,4 +1,4 @@
-"""Asking an HTTP port where the desk is."""
+"""Asking an HTTP port where the control endpoint is."""
 
 import queue
 import threading
@@ -12,13 +12,13 @@ from headrace.integrations.peer.lookup import Lookups
 from headrace.server.launch.free_port import free_port
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
-    "a desk": (200, b'{"desk_port": 7000, "protocol": [1]}'),
-    "no port": (200, b'{"desk_port": 0}'),
-    "too high": (200, b'{"desk_port": 70000}'),
-    "no number": (200, b'{"desk_port": "7000"}'),
+    "a control endpoint": (200, b'{"control_port": 7000, "protocol": [1]}'),
+    "no port": (200, b'{"control_port": 0}'),
+    "too high": (200, b'{"control_port": 70000}'),
+    "no number": (200, b'{"control_port": "7000"}'),
     "no json": (200, b"<html>"),
-    "not here": (404, b'{"desk_port": 7000}'),
-    "elsewhere": (307, b'{"desk_port": 7000}'),
+    "not here": (404, b'{"control_port": 7000}'),
+    "elsewhere": (307, b'{"control_port": 7000}'),
 }
 
 
@@ -66,12 +66,12 @@ def ask(port: int, api_key: str = "") -> Found:
 def test_only_a_port_is_an_answer(web: Web, what: str) -> None:
     web.answer = ANSWERS[what]
     found = ask(web.server_port, api_key="k")
-    assert found.desk_port == (7000 if what == "a desk" else 0)
-    assert bool(found.reason) == (what != "a desk")
+    assert found.control_port == (7000 if what == "a control endpoint" else 0)
+    assert bool(found.reason) == (what != "a control endpoint")
     assert web.seen == [("/v1/handoff", "Bearer k")], "and no redirect is followed"
 
 
 def test_nobody_there() -> None:
     found = ask(free_port())
-    assert (found.name, found.desk_port) == ("n", 0)
+    assert (found.name, found.control_port) == ("n", 0)
     assert "Refused" in found.reason

@@ -30,8 +30,14 @@ def prompt(length: int, at: int = 0) -> list[int]:
 
 def named(server: Server, ticket: str, **more: Any) -> dict[str, Any]:
     """kv_transfer_params of a ticket."""
-    desk_port = server.get("/v1/handoff").json()["desk_port"]
-    return {"do_remote_prefill": True, "ticket": ticket, "remote_host": "127.0.0.1", "remote_port": desk_port, **more}
+    control_port = server.get("/v1/handoff").json()["control_port"]
+    return {
+        "do_remote_prefill": True,
+        "ticket": ticket,
+        "remote_host": "127.0.0.1",
+        "remote_port": control_port,
+        **more,
+    }
 
 
 def post(server: Server, ticket: str, ids: list[int], **more: Any) -> httpx.Response:

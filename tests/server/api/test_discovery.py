@@ -40,7 +40,7 @@ async def test_who_it_is(tokenizer: Tokenizer, role: str, mode: str) -> None:
 
 
 @in_loop
-async def test_where_the_desk_is(tokenizer: Tokenizer) -> None:
+async def test_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
     """Open without a key, on the bootstrap port, too, where nothing else is."""
     worker = {"engine_id": "i" * 32, "worker_addr": {"0": {"0": "tcp://127.0.0.1:5555"}}}
     async with running(FakeLink(), tokenizer, role="prefill", api_keys=("k",), bootstrap_port=9) as service:
@@ -52,13 +52,13 @@ async def test_where_the_desk_is(tokenizer: Tokenizer) -> None:
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/v1/handoff")).status_code == 401
             handoff = json_of(await http.get("/v1/handoff", headers={"Authorization": "Bearer k"}))
-            assert (handoff["desk_port"], handoff["bootstrap_port"]) == (5555, 9)
+            assert (handoff["control_port"], handoff["bootstrap_port"]) == (5555, 9)
             key = {"Authorization": "Bearer k"}
             assert (await http.post("/v1/completions", json={}, headers=key)).status_code == 404
 
 
 @in_loop
-async def test_a_server_without_a_desk_says_so(tokenizer: Tokenizer) -> None:
+async def test_a_server_without_a_control_endpoint_says_so(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     link.state = EngineState(ready=True)
     async with running(link, tokenizer) as service, client(service) as http:

@@ -120,7 +120,7 @@ async def test_a_list_of_prompts_has_a_ticket_for_each_continuation(tokenizer: T
     assert sorted(rooms, key=str) == [("room:7/0", "wire"), ("room:7/1", "wire"), (None, "fake"), (None, "fake")]
 
 
-def test_where_the_desk_is_on_all_addresses_peers_use_the_name_that_we_were_called_by() -> None:
+def test_where_the_control_endpoint_is_on_all_addresses_peers_use_the_name_that_we_were_called_by() -> None:
     assert reachable_host("10.0.0.5", "prefill-0") == "10.0.0.5"
     assert [reachable_host(host, "prefill-0") for host in ("0.0.0.0", "::")] == ["prefill-0"] * 2
 

@@ -145,7 +145,7 @@ async def test_late_words_of_an_ended_request_do_not_reach_the_next_of_its_name(
 
 
 @in_loop
-async def test_decode_servers_find_the_desk(tokenizer: Tokenizer) -> None:
+async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer, role="prefill", api_keys=("k",)) as service, client(service) as http:
         assert (await http.get("/v1/handoff")).status_code == 401
@@ -153,7 +153,7 @@ async def test_decode_servers_find_the_desk(tokenizer: Tokenizer) -> None:
         assert json_of(answer) == {
             "protocol": [1],
             "instance": "i" * 32,
-            "desk_port": 5555,
+            "control_port": 5555,
             "bootstrap_port": 0,
             "model": "tiny",
             "fingerprint": "fp",

@@ -164,7 +164,7 @@ MISTAKES = [
     (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
     (["--role", "decode", "--prefill", "http://a:1/v1"], "address only"),
     (["--role", "decode", "--prefill", "http://a:1", "--prefill", "http://a:1/"], "more than once"),
-    (["--desk-port", "8000"], "both 8000"),
+    (["--control-port", "8000"], "both 8000"),
     (["--max-model-len", "1"], "2 or more"),
     (["--api-key", "two words"], "without spaces"),
     (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),

@@ -246,7 +246,7 @@ async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokeni
             await asyncio.sleep(0)
         response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
     assert (response.status_code, "silent for 3 s" in response.text) == (503, True)
-    del prefills.desks["p1"]
+    del prefills.control_servers["p1"]
     async with (
         running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
         client(service) as http,
@@ -256,27 +256,27 @@ async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokeni
 
 
 @in_loop
-async def test_an_allowed_desk_is_dialled_when_a_request_names_it(tokenizer: Tokenizer) -> None:
+async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(tokenizer: Tokenizer) -> None:
     link = FakeLink(collected(tokenizer))
     async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.0/24",)) as (service, http):
         assert (await http.get("/ready")).status_code == 200, "there is nothing it has to wait for"
         params = {**HELD, "remote_host": "10.0.0.9", "remote_engine_id": "e"}
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params}))
-        desk = "tcp://10.0.0.9:5001"
-        assert await link.wait_for(AddPrefill) == AddPrefill(name=desk, endpoint=desk)
-        welcoming(link, desk)
+        control_server = "tcp://10.0.0.9:5001"
+        assert await link.wait_for(AddPrefill) == AddPrefill(name=control_server, endpoint=control_server)
+        welcoming(link, control_server)
         assert (await asking).status_code == 200
         again = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
         assert again.status_code == 200
         unnamed = await http.post("/v1/completions", json={"prompt": "x"})
         assert unnamed.status_code == 503, "it is not ours to send prompts to"
-    assert [submit.prefill for submit in link.of(Submit)] == [desk, desk]
+    assert [submit.prefill for submit in link.of(Submit)] == [control_server, control_server]
     assert len(link.of(AddPrefill)) == 1
     assert service.prefill_servers() == []
 
 
 @in_loop
-async def test_an_allowed_bootstrap_port_is_asked_where_the_desk_is(tokenizer: Tokenizer) -> None:
+async def test_an_allowed_bootstrap_port_is_asked_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(collected(tokenizer)), Prefills()
     async with decode(link, tokenizer, prefills, prefill=(), allow_prefill=("p2",)) as (_, http):
         room = {**ROOM, "bootstrap_host": "p2", "bootstrap_port": 8998}

@@ -33,7 +33,7 @@ class Prefills(httpx.AsyncBaseTransport):
 
     def __init__(self, answer: Callable[[dict[str, Any]], httpx.Response] | None = None) -> None:
         self.answer = answer or (lambda _body: httpx.Response(200, json=ANSWER))
-        self.desks = {"p1": 5001, "p2": 5002}
+        self.control_servers = {"p1": 5001, "p2": 5002}
         self.instance = "a" * 32
         self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.more: dict[str, Any] = {}
@@ -45,11 +45,16 @@ class Prefills(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
-        if host not in self.desks:
+        if host not in self.control_servers:
             raise httpx.ConnectError("nobody listens", request=request)
         if request.url.path == "/v1/handoff":
             self.discoveries += 1
-            found = {"protocol": [1], "instance": self.instance, "desk_port": self.desks[host], "model": "tiny"}
+            found = {
+                "protocol": [1],
+                "instance": self.instance,
+                "control_port": self.control_servers[host],
+                "model": "tiny",
+            }
             return httpx.Response(200, json=found | self.more)
         assert request.url.path == "/v1/prefill"
         body = msgspec.json.decode(await request.aread())
@@ -64,7 +69,7 @@ class Prefills(httpx.AsyncBaseTransport):
 
 
 def welcoming(link: FakeLink, *urls: str) -> None:
-    """The scheduler's dialer has reached these servers."""
+    """The scheduler's control client has reached these servers."""
     for url in urls:
         link.say(PrefillState(name=url, up=True))
 
@@ -264,7 +269,7 @@ async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(toke
         await link.wait_for(AddPrefill)
         welcoming(link, ONE)
         await until_ready(http)
-        prefills.instance, prefills.desks["p1"] = "b" * 32, 6001
+        prefills.instance, prefills.control_servers["p1"] = "b" * 32, 6001
         link.say(PrefillState(name=ONE, up=False, reason="silent"))
         assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
         assert link.of(RemovePrefill) == [RemovePrefill(name=ONE)]
@@ -279,11 +284,11 @@ async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(toke
 @in_loop
 async def test_a_server_that_is_not_there_yet_is_found_later(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(), Prefills()
-    desk = prefills.desks.pop("p1")
+    control_server = prefills.control_servers.pop("p1")
     async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
         while "nobody listens" not in (service.not_ready() or ErrorInfo(code="", message="", status=0)).message:
             await asyncio.sleep(0)
-        prefills.desks["p1"] = desk
+        prefills.control_servers["p1"] = control_server
         await link.wait_for(AddPrefill)
 
 

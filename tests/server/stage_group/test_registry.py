@@ -23,10 +23,15 @@ TEMPLATE = StageConfig(
 )
 
 
-def roster(template: StageConfig = TEMPLATE, key: str = "", desk_host: str | None = None) -> StageRegistry:
+def roster(template: StageConfig = TEMPLATE, key: str = "", control_host: str | None = None) -> StageRegistry:
     sessions = map("session-{}".format, itertools.count(1))
     return StageRegistry(
-        template, key=key, version="1", endpoint="tcp://here:1", desk_host=desk_host, new_session=lambda: next(sessions)
+        template,
+        key=key,
+        version="1",
+        endpoint="tcp://here:1",
+        control_host=control_host,
+        new_session=lambda: next(sessions),
     )
 
 
@@ -91,7 +96,7 @@ def test_data_ports_of_stages_on_one_machine_follow_each_other() -> None:
     ],
 )
 def test_mistakes_are_refused_and_named(message: JoinRequest, code: str, words: list[str]) -> None:
-    made = roster(key="sesame", desk_host="10.0.0.9")
+    made = roster(key="sesame", control_host="10.0.0.9")
     before = made.status()
     answer = said(made, b"a", message)
     assert isinstance(answer, Refused)
@@ -105,8 +110,10 @@ def test_mistakes_are_refused_and_named(message: JoinRequest, code: str, words: 
 def test_where_no_decode_server_fetches_any_host_will_do() -> None:
     made = roster()
     assert isinstance(said(made, b"a", join(0, host="127.0.0.1")), Waiting)
-    desk_here = roster(desk_host="127.0.0.1")
-    assert isinstance(said(desk_here, b"a", join(0, host="127.0.0.2")), Waiting), "on the desk's own machine"
+    control_here = roster(control_host="127.0.0.1")
+    assert isinstance(said(control_here, b"a", join(0, host="127.0.0.2")), Waiting), (
+        "on the control endpoint's own machine"
+    )
 
 
 def test_a_rank_has_one_process_at_a_time() -> None:

@@ -68,7 +68,7 @@ def test_bootstrap_addresses(address: str) -> None:
 
 def test_what_a_prefill_server_answers_names_an_origin() -> None:
     assert origins(names(kv_transfer_params=FETCH), ONE, 1) == [
-        KvSource(Address("desk", "p", 9, "e"), "t", wait=False, held=True)
+        KvSource(Address("control_server", "p", 9, "e"), "t", wait=False, held=True)
     ]
     several = names(kv_transfer_params={**FETCH, "tickets": ["t/0", "t/1"]})
     assert [origin.ticket for origin in origins(several, TWO, 1) or ()] == ["t/0", "t/1"]

@@ -115,7 +115,7 @@ def test_a_hello_without_a_common_way_is_refused_naming_both() -> None:
     )
 
 
-def test_a_desk_that_cannot_vouch_ends_the_session_instead_of_its_tickets() -> None:
+def test_a_control_endpoint_that_cannot_vouch_ends_the_session_instead_of_its_tickets() -> None:
     made = book()
     [(_, welcome)], _ = made.receive(b"a", hello(), 0.0)
     assert isinstance(welcome, Welcome)

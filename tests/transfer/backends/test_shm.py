@@ -146,7 +146,7 @@ def test_only_a_whole_file_of_ones_own_is_mapped(pool: SharedPool, spoil: Callab
 
 
 def test_a_file_that_no_owner_has_locked_is_not_written_into(pool: SharedPool) -> None:
-    """Another program's: whoever can talk to the desk could name it."""
+    """Another program's: whoever can talk to the control endpoint could name it."""
     other = FOLDER / "headrace-test-target"
     try:
         other.write_bytes(bytes(pool.memory.bytes))

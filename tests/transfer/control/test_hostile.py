@@ -26,7 +26,7 @@ from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import (
     Attach,
     Cancel,
-    DeskMessage,
+    ControlMessage,
     Failed,
     Finished,
     Goodbye,
@@ -125,7 +125,7 @@ def test_a_prefill_server_cannot_send_its_peer_to_any_address() -> None:
     assert isinstance(up, PrefillUp)
     assert up.endpoints == ("tcp://169.254.169.254:80",)
     [up] = link(may_dial=lambda host, port: False).receive(welcome(), 0.1).events
-    assert isinstance(up, PrefillUp), "the desk's own host needs no leave"
+    assert isinstance(up, PrefillUp), "the control endpoint's own host needs no leave"
 
 
 def test_what_a_server_says_cannot_write_lines_of_its_own_into_the_log() -> None:
@@ -148,7 +148,7 @@ def test_label_values_of_others_do_not_grow_the_metrics_without_end() -> None:
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0, 1e9])
 def test_a_time_that_is_none_is_no_message(seconds: float) -> None:
-    codec: Codec[DeskMessage] = Codec(DeskMessage)
+    codec: Codec[ControlMessage] = Codec(ControlMessage)
     failed = Failed(ticket="t", generation=1, code="c", message="m", status=429, retry_after_s=seconds)
     with pytest.raises(DecodeError):
         codec.decode(codec.encode(failed))
@@ -200,19 +200,19 @@ def answers(loop: Loop, peer: Any, *greeting: bytes) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=20, deadline=None)
-def test_desk_and_stage_dial_nobody_whatever_they_are_told(seed: int) -> None:
+def test_control_endpoint_and_stage_dial_nobody_whatever_they_are_told(seed: int) -> None:
     """Their sockets are bound, and connected to none but the inside of their process."""
     mutator = Mutator(seed)
     geometry = OFFER.geometries[0]
     with watched_context() as (context, dialled), zmq_context() as outside:
-        desk = ControlServer(CONFIG, context)
+        control_server = ControlServer(CONFIG, context)
         sender = Sender(CONFIG, stage=0, geometry=geometry, store=random_store(geometry, 4), context=context)
-        loop = Loop(desk, sender)
-        desk.ready(OFFER)
+        loop = Loop(control_server, sender)
+        control_server.ready(OFFER)
         loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometry=geometry, window_bytes=1 << 20))
         address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
         attach = Attach(session=SESSION, stage=0, checksum="xxh3_64")
-        for port, greeting in ((desk.port, hello(name=address["endpoint"])), (sender.port, attach)):
+        for port, greeting in ((control_server.port, hello(name=address["endpoint"])), (sender.port, attach)):
             peer = outside.socket(zmq.DEALER)
             loop.raw.append(peer)
             peer.connect(f"tcp://127.0.0.1:{port}")

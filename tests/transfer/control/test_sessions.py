@@ -1,4 +1,5 @@
-"""The desk's decisions about peers, without a socket and with time by hand: who is let in, and when a session ends."""
+"""The control endpoint's decisions about peers, without a socket and with time by hand: who is let in, and when a
+session ends."""
 
 from typing import Any
 
@@ -16,7 +17,7 @@ from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.session_table import RESTARTED, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer, check_welcome, make_hello
 from headrace.transfer.protocol.messages import (
-    DeskMessage,
+    ControlMessage,
     Failed,
     Goodbye,
     Hello,
@@ -117,7 +118,7 @@ def test_checksums_are_used_unless_both_sides_have_switched_them_off() -> None:
         assert welcome.checksum == agreed
 
 
-def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_desk() -> None:
+def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_control_endpoint() -> None:
     geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
     offer = replace(
         OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")
@@ -126,18 +127,18 @@ def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_desk()
     made.ready(offer)
     [(_, welcome)] = made.receive(b"a", hello(), 0.0).replies
     assert isinstance(welcome, Welcome)
-    link = ControlConnection("p", "desk.local", hello, CONFIG, Counters())
+    link = ControlConnection("p", "control endpoint.local", hello, CONFIG, Counters())
     link.tick(0.0)
     [up] = link.receive(welcome, 0.0).events
     assert isinstance(up, PrefillUp)
-    assert up.endpoints == ("tcp://desk.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
+    assert up.endpoints == ("tcp://control endpoint.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
 
 
 @pytest.mark.parametrize("host", ["a b", "x;tcp://y", "[::1]", "/tmp/x", "*", "-a", ".", "a\n", "a" * 254])
 def test_a_data_host_that_is_none_is_refused(host: str) -> None:
     welcome = book().receive(b"a", hello(), 0.0).replies[0][1]
     assert isinstance(welcome, Welcome)
-    codec: Codec[DeskMessage] = Codec(DeskMessage)
+    codec: Codec[ControlMessage] = Codec(ControlMessage)
     stage = replace(welcome.stages[0], data_host=host)
     with pytest.raises(DecodeError):
         codec.decode(codec.encode(replace(welcome, stages=(stage,))))

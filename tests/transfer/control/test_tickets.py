@@ -1,4 +1,4 @@
-"""The desk's decisions about tickets: who may use one, when, and how each use ends."""
+"""The control endpoint's decisions about tickets: who may use one, when, and how each use ends."""
 
 from typing import Any
 

@@ -129,7 +129,7 @@ UNLIKE: list[tuple[dict[str, Any], str, str]] = [
 
 
 def offering(geometries: tuple[Geometry, ...]) -> SessionTable:
-    """A desk whose stages have these pools."""
+    """A control endpoint whose stages have these pools."""
     return book(offer=replace(OFFER, geometries=geometries, data_ports=tuple(range(7001, 7001 + len(geometries)))))
 
 

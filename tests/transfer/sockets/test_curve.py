@@ -55,19 +55,19 @@ def keys(tmp_path: Path) -> Keys:
 
 
 class Knocking:
-    """A desk with keys, and a dialer with those it is given."""
+    """A control endpoint with keys, and a control client with those it is given."""
 
     def __init__(self, keys: Keys, contexts: tuple[Any, Any], name: str, server_key: str) -> None:
-        self.desk = ControlServer(keys.server, contexts[0])
-        self.dialer = ControlClient(keys.peer(name), contexts[1])
-        self.loop = Loop(self.desk, self.dialer)
-        self.desk.ready(OFFER)
-        self.dialer.ready(hello())
-        endpoint = f"tcp://127.0.0.1:{self.desk.port}"
-        self.loop.apply(self.dialer, ConnectPrefill(name="p", endpoint=endpoint, server_key=server_key))
+        self.control_server = ControlServer(keys.server, contexts[0])
+        self.control_client = ControlClient(keys.peer(name), contexts[1])
+        self.loop = Loop(self.control_server, self.control_client)
+        self.control_server.ready(OFFER)
+        self.control_client.ready(hello())
+        endpoint = f"tcp://127.0.0.1:{self.control_server.port}"
+        self.loop.apply(self.control_client, ConnectPrefill(name="p", endpoint=endpoint, server_key=server_key))
 
     def refused(self, reason: str) -> float:
-        return value(self.desk.statistics(), "handshakes_refused_total", ("desk", reason))
+        return value(self.control_server.statistics(), "handshakes_refused_total", ("control_server", reason))
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def contexts() -> Iterator[tuple[Any, Any]]:
 
 def test_a_peer_that_is_allowed_gets_a_session(keys: Keys, contexts: tuple[Any, Any]) -> None:
     both = Knocking(keys, contexts, "peer", keys.public["server"])
-    up = both.loop.wait_for(both.dialer, PrefillUp)
+    up = both.loop.wait_for(both.control_client, PrefillUp)
     assert up.server_key == keys.public["server"]
-    assert both.loop.wait_for(both.desk, PeerJoined)
-    assert not any(sample.name == "handshakes_refused_total" for sample in both.desk.statistics().samples)
+    assert both.loop.wait_for(both.control_server, PeerJoined)
+    assert not any(sample.name == "handshakes_refused_total" for sample in both.control_server.statistics().samples)
     both.loop.close()
 
 
@@ -106,10 +106,10 @@ def test_whoever_may_not_is_refused_and_both_sides_say_what_to_check(
 ) -> None:
     both = Knocking(keys, contexts, name, keys.public.get(server_key, ""))
     both.loop.until(lambda: both.refused(reason) >= 2, timeout_s=10)
-    both.loop.wait_for(both.dialer, PrefillDown)
-    assert advice in both.loop.of(both.dialer, PrefillDown)[0].reason
-    assert not both.loop.of(both.desk, PeerJoined)
-    assert both.loop.of(both.dialer, PrefillUp) == []
+    both.loop.wait_for(both.control_client, PrefillDown)
+    assert advice in both.loop.of(both.control_client, PrefillDown)[0].reason
+    assert not both.loop.of(both.control_server, PeerJoined)
+    assert both.loop.of(both.control_client, PrefillUp) == []
     lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == 1, "once, not for every attempt"
     assert said in lines[0]
@@ -122,10 +122,10 @@ def test_after_a_while_a_refusal_is_logged_again(
 ) -> None:
     both = Knocking(keys, contexts, "stranger", keys.public["server"])
     both.loop.until(lambda: both.refused("not_allowed") >= 2, timeout_s=10)
-    later = Loop(both.dialer)
+    later = Loop(both.control_client)
     while len(caplog.records) < 2:
         later.turn(0.02)
-        both.desk.receive(1e9)
+        both.control_server.receive(1e9)
     both.loop.close()
 
 
@@ -133,18 +133,20 @@ def test_a_key_that_is_put_into_the_folder_counts_from_the_next_attempt(keys: Ke
     both = Knocking(keys, contexts, "stranger", keys.public["server"])
     both.loop.until(lambda: both.refused("not_allowed"))
     keys.allow("stranger")
-    assert both.loop.wait_for(both.dialer, PrefillUp, timeout_s=10)
+    assert both.loop.wait_for(both.control_client, PrefillUp, timeout_s=10)
     both.loop.close()
 
 
 def test_a_connection_in_the_clear_is_no_substitute_for_one_with_keys(keys: Keys, contexts: tuple[Any, Any]) -> None:
     for name, server_key in (("peer", ""), ("", keys.public["server"])):
-        dialer = ControlClient(keys.peer(name), contexts[1])
-        dialer.ready(hello())
-        (down,) = dialer.apply(ConnectPrefill(name="p", endpoint="tcp://127.0.0.1:9", server_key=server_key), 0.0)
+        control_client = ControlClient(keys.peer(name), contexts[1])
+        control_client.ready(hello())
+        (down,) = control_client.apply(
+            ConnectPrefill(name="p", endpoint="tcp://127.0.0.1:9", server_key=server_key), 0.0
+        )
         assert isinstance(down, PrefillDown)
         assert "--curve-server-key" in down.reason
-        assert dialer.sockets() == []
+        assert control_client.sockets() == []
 
 
 def test_kv_crosses_an_encrypted_data_connection(keys: Keys, contexts: tuple[Any, Any]) -> None:
@@ -204,9 +206,9 @@ def test_a_stage_without_peers_lets_nobody_in(keys: Keys, contexts: tuple[Any, A
 def test_rubbish_in_place_of_a_greeting_costs_its_sender_the_connection(keys: Keys, contexts: tuple[Any, Any]) -> None:
     both = Knocking(keys, contexts, "peer", keys.public["server"])
     for data in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" + bytes(63), b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + bytes(99)):
-        with create_connection(("127.0.0.1", both.desk.port)) as raw:
+        with create_connection(("127.0.0.1", both.control_server.port)) as raw:
             raw.sendall(data)
             for _ in range(5):
                 both.loop.turn(0.01)
-    assert both.loop.wait_for(both.dialer, PrefillUp)
+    assert both.loop.wait_for(both.control_client, PrefillUp)
     both.loop.close()
