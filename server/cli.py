@@ -68,7 +68,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _build_parser()
+    parser = build_parser()
     given, extra = parser.parse_known_args(arguments)
     if extra:
         settings = [*(setting.key for setting in SETTINGS), "config"]
@@ -79,7 +79,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Parser of the whole command line, one sub-parser per command."""
     parser = _Parser(prog="headrace", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"headrace {headrace_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,0 +1,58 @@
+"""The documents name files, make targets, benchmarks and flags that exist."""
+
+import argparse
+import re
+
+import pytest
+
+from headrace.server.cli import build_parser
+from tests.deployment.files import ROOT
+
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("integrations/*/*.md")]
+    if path.name != "CHANGELOG.md"  # which also names what is gone
+)
+TOPS = "core|scheduler|transfer|engine|server|integrations|benchmarks|tests|configs|docs|examples|requirements|src"
+PATHS = re.compile(rf"`((?:{TOPS})/[\w./-]*)`")
+LINKS = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_exist(name: str) -> None:
+    missing = [path for path in PATHS.findall(text(name)) if not (ROOT / path).exists()]
+    assert not missing, f"{name} names files that are not there: {missing}"
+    folder = (ROOT / name).parent
+    dangling = [link for link in LINKS.findall(text(name)) if not (folder / link).exists()]
+    assert not dangling, f"{name} links to files that are not there: {dangling}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_and_benchmarks_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text(name))) <= targets
+    for module in re.findall(r"python -m (benchmarks(?:\.\w+)?)", text(name)):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def flags() -> set[str]:
+    """Every option of every sub-command of headrace."""
+    (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return {
+        option for parser in commands.choices.values() for action in parser._actions for option in action.option_strings
+    }
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_headrace_flags_exist(name: str) -> None:
+    """In command lines that begin with headrace, up to the end of the line or of a continued one."""
+    known = flags()
+    joined = text(name).replace("\\\n", " ")
+    for line in re.findall(r"headrace (?:serve|check|stage|keys|demo|bench)\b([^`\n]*)", joined):
+        unknown = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", line.split("#")[0])) - known
+        assert not unknown, f"{name}: {unknown} in: headrace ...{line}"
