@@ -20,10 +20,10 @@ MAX_TICKET_CHARS = 256
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 1024
 MAX_STAGES = 64
-MAX_RETRY_S = 86400.0  # before which a peer is told to try again
+MAX_RETRY_S = 86400.0  # longest retry_after_s
 MAX_RENEWALS = 1024  # tickets in one ping
 MAX_PAGES = 1 << 20  # in one page list
-CONTROL_FRAME_BYTES = 5 << 20  # one control message, or the header of a chunk: a full page list and some air
+CONTROL_FRAME_BYTES = 5 << 20  # one control message, or the header of a chunk: a full page list and some room
 ANSWER_FRAME_BYTES = 16 << 10  # what a peer sends to a stage: Attach, Ack, Nack, Ping
 
 # Codes of Refuse and Nack beside those in headrace.core.types.errors.
@@ -60,121 +60,132 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class ComponentShape(msgspec.Struct, frozen=True, order=True):
-    """KV beside keys and values (of a draft model, an MLA latent), over all stages of a side: for each token elements
-    of dtype in the shape [layers, planes, kv_heads, head_dim]. The stages' geometries say who has what of it."""
+    """Shape of KV beside keys and values (draft model KV, MLA latent), over all stages of a side."""
 
     name: Code
     dtype: Code
     shape: Shape
+    """Per token [layers, planes, kv_heads, head_dim]; the stages' geometries say which stage has which part."""
 
 
 Components = Annotated[tuple[ComponentShape, ...], Meta(max_length=MAX_COMPONENTS)]
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Peer to control endpoint, first. instance: random id of the peer's process, 128 bits or more. geometries: one
-    per stage of the peer. kv_pages and metadata_rows bound the page ids and row numbers of its reservations.
-    window_bytes: what it accepts unacknowledged on each data connection. protocols, checksums, backends: what it can
-    speak. components: what its pools hold beside keys and values. memory: how each stage's pool may be written; none:
-    by nobody else."""
+    """Peer to control endpoint, first on the connection: what the peer is and what it supports."""
 
     protocols: Annotated[tuple[Natural, ...], Meta(min_length=1, max_length=16)]
+    """Protocol versions it speaks."""
     instance: Id
+    """Random id of the peer's process, 128 bits or more."""
     name: Name
     role: Code
     fingerprint: Name
+    """Names the model; equal for every dtype, stage and file format of the same weights."""
     geometries: Annotated[tuple[Geometry, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+    """Pool shapes, one per stage of the peer."""
     kv_pages: Positive
+    """Bound of the page ids in its reservations."""
     max_model_len: Positive
     metadata_version: Natural
     metadata_bytes: Size
     metadata_rows: Positive
+    """Bound of the row numbers in its reservations."""
     window_bytes: Positive
+    """Payload it accepts unacknowledged on each data connection."""
     checksums: Kinds
     backends: Kinds
     components: Components = ()
+    """What its pools hold beside keys and values."""
     memory: Annotated[tuple[PoolMemory, ...], Meta(max_length=MAX_STAGES)] = ()
+    """How each stage's pool may be written by the sender; empty: only the peer writes into its pools."""
 
 
 class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stage of the prefill server: its rank, the port of its data socket, the shape of its pool. data_host: of
-    its data socket; "" is the host where the peer dialled the control endpoint."""
+    """One stage of the prefill server, as Welcome describes it."""
 
     rank: Size
     data_port: PortNumber
     geometry: Geometry
     data_host: Host = ""
+    """Host of its data socket; "" is the host at which the peer dialled the control endpoint."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Control endpoint to peer: the session stands. session: 128-bit secret that opens the data connections. instance:
-    of the prefill server's process. max_model_len, window_bytes, checksum, backend: what both sides will keep to.
-    The peer pings every heartbeat_s; either side calls the other gone after timeout_s of silence. components: those of
-    the prefill server, equal to the peer's."""
+    """Control endpoint to peer: the session is open, on these terms."""
 
     protocol: Natural
     session: Id
+    """128-bit secret that opens the data connections."""
     instance: Id
+    """Random id of the prefill server's process."""
     fingerprint: Name
     stages: Annotated[tuple[StageInfo, ...], Meta(min_length=1, max_length=MAX_STAGES)]
     max_model_len: Positive
     max_tickets: Positive
     window_bytes: Positive
+    """Payload in flight on each data connection at most: the smaller of both sides' windows."""
     checksum: Code
     backend: Code
     heartbeat_s: Seconds
+    """The peer pings this often."""
     timeout_s: Seconds
+    """Silence after which either side considers the other gone."""
     components: Components = ()
+    """Those of the prefill server, equal to the peer's."""
 
 
 class Refuse(Message, frozen=True, kw_only=True):
-    """Control endpoint or stage to peer: a hello, an attach or a frame is not accepted. message names both values."""
+    """Control endpoint or stage to peer: a hello, an attach or a frame is not accepted."""
 
     code: Code
     message: Text
+    """Names both values."""
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Peer to control endpoint: pages are ready for a ticket. pages: packed ids in the peer's pool covering positions
-    [cached_tokens, prompt_tokens); the first one holds position cached_tokens. row: its metadata row. wait: for a
-    prompt that has not come yet; False has a ticket that nobody knows answered by Failed at once. prompt_hash: SHA-256
-    of the prompt's token ids as packed int32, in hexadecimal; "" leaves the comparison out."""
+    """Peer to control endpoint: destination pages are ready for a ticket."""
 
     ticket: Ticket
     generation: Natural
     prompt_tokens: Positive
     cached_tokens: Size
+    """Leading tokens of the prompt that the peer has already."""
     pages: PageList
+    """Packed ids in the peer's pool for positions [cached_tokens, prompt_tokens); the first holds cached_tokens."""
     row: Size
+    """Its metadata row."""
     wait: bool = True
+    """Wait for a prompt that has not come yet; False has an unknown ticket answered by Failed at once."""
     prompt_hash: Annotated[str, Meta(max_length=64)] = ""
+    """SHA-256 of the prompt's token ids as packed int32, in hexadecimal; "" skips the comparison."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Control endpoint to peer: the ticket has failed; no byte follows. status: an HTTP status. stage: which one
-    failed."""
+    """Control endpoint to peer: the ticket has failed; no byte follows."""
 
     ticket: Ticket
     generation: Natural
     code: Code
     message: Text
     status: Annotated[int, Meta(ge=100, le=599)]
+    """HTTP status for the client."""
     retry_after_s: Annotated[float, Meta(ge=0, le=MAX_RETRY_S)] | None = None
     stage: Size | None = None
+    """Rank of the stage that failed, if one did."""
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """Control endpoint to peer: the ticket has ended well. metadata: the row of a request that its first token ended,
-    for which no KV moves; empty when every chunk was acknowledged."""
+    """Control endpoint to peer: the ticket has ended well."""
 
     ticket: Ticket
     generation: Natural
     metadata: RowBytes = b""
+    """Metadata row of a request that ended with its first token, so that no KV moves; empty when chunks were sent."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Peer to control endpoint: the ticket is taken back, or given up before it was reserved. Always answered by
-    Cancelled."""
+    """Peer to control endpoint: cancels a ticket, reserved or not. Always answered by Cancelled."""
 
     ticket: Ticket
     generation: Natural
@@ -189,11 +200,11 @@ class Cancelled(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Peer to control endpoint or stage: a sign of life. renew (to the control endpoint): held tickets whose leases
-    are to begin anew."""
+    """Peer to control endpoint or stage: heartbeat."""
 
     number: Natural
     renew: Annotated[tuple[Ticket, ...], Meta(max_length=MAX_RENEWALS)] = ()
+    """To the control endpoint: held tickets whose leases start anew."""
 
 
 class Pong(Message, frozen=True, kw_only=True):
@@ -209,16 +220,18 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """Peer to stage, first on a data connection. checksum: the kind the peer insists on ("none" if it does not).
-    checksum_shm: it insists also where the stage writes through shared memory. peer_stage: which of the geometries of
-    its hello the connection is for. nixl: how the stage can write into that pool by NIXL, in this session."""
+    """Peer to stage, first on a data connection."""
 
     session: Id
     stage: Size
     checksum: Code
+    """Kind of checksum the peer insists on; "none" if it does not."""
     peer_stage: Size = 0
+    """Index into the geometries of its hello: the pool that this connection is for."""
     checksum_shm: bool = False
+    """Insists on checksums also where the stage writes through shared memory."""
     nixl: NixlAccess | None = None
+    """How the stage can write into that pool by NIXL, in this session."""
 
 
 class Attached(Message, frozen=True, kw_only=True):
@@ -228,22 +241,27 @@ class Attached(Message, frozen=True, kw_only=True):
 
 
 class Chunk(Message, frozen=True, kw_only=True):
-    """Stage to peer: header of tokens [start, start + count) of a ticket. After it come the metadata row, if total
-    is set, and one payload frame per source page. chunk counts from 0; total is 0 but in the last chunk, where it
-    is chunk + 1. pages: packed destination ids; the first one holds position start. checksum: of all frames after
-    the header; absent when none was agreed. written: the payload is in the pages already, and no frame brings it."""
+    """Stage to peer: header of tokens [start, start + count) of a ticket.
+
+    The metadata row follows it if total is set, and one payload frame per source page unless written is set.
+    """
 
     ticket: Ticket
     generation: Natural
     chunk: Size
+    """Counts from 0."""
     start: Size
     count: Size
     pages: PageList
+    """Packed destination page ids; the first one holds position start."""
     row: Size
     payload_bytes: Natural
     checksum: int | None = None
+    """Of all frames after the header; absent when none was agreed."""
     total: Size = 0
+    """0 but in the last chunk, where it is chunk + 1."""
     written: bool = False
+    """The payload is in the pages already (shared memory, NIXL)."""
 
 
 class Ack(Message, frozen=True, kw_only=True):
@@ -271,5 +289,5 @@ StageMessage = Attached | Refuse | Chunk | Pong
 
 
 def text(value: str) -> str:
-    """Cut a sentence to the length that messages allow."""
+    """Truncates a text to MAX_TEXT_CHARS, the length that messages allow."""
     return value if len(value) <= MAX_TEXT_CHARS else value[: MAX_TEXT_CHARS - 1] + "…"
