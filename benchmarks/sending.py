@@ -77,7 +77,7 @@ def send(job: Job) -> None:
         admit = AdmitPeer(
             seq=0,
             session=session,
-            geometry=GEOMETRY,
+            geometries=(GEOMETRY,),
             window_bytes=config.window_bytes,
             backend=job.way,
             memory=(pool,),

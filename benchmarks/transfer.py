@@ -29,7 +29,8 @@ import zmq
 from benchmarks.bare_zmq import BareReceiver
 from benchmarks.report import console, print_table, run
 from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEATS, SESSION, STALLED, Job
-from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive, ReceiveFailed
+from headrace.core.messages.orders import OpenSession, PrepareReceive
+from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.backends import NIXL, SHM, ZMQ, PoolMemory
 from headrace.core.types.packed import pack

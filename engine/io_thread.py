@@ -25,7 +25,6 @@ import zmq
 from headrace.core.messages.orders import (
     AdmitPeer,
     AnyOrder,
-    AnyStageEvent,
     BeginEpoch,
     CancelReceive,
     CancelSend,
@@ -34,17 +33,14 @@ from headrace.core.messages.orders import (
     Forward,
     Heartbeat,
     OpenSession,
-    PlanDone,
     PrepareReceive,
     ReleaseRequest,
     SendChunk,
     ShutdownStage,
-    StageEvent,
-    StageFailed,
-    StageHeartbeat,
     StartRecording,
     StopRecording,
 )
+from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEvent, StageFailed, StageHeartbeat
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_source import EventSource

@@ -19,15 +19,8 @@ import queue
 import time
 from collections import deque
 
-from headrace.core.messages.orders import (
-    AnyOrder,
-    Forward,
-    PlanDone,
-    PromptLogprobs,
-    ReleaseRequest,
-    SampledToken,
-    ShutdownStage,
-)
+from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
+from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
 from headrace.engine.io_thread import Computed, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import Runner

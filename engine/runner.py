@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
-from headrace.core.messages.orders import PlanRow, PromptLogprobs, SampledToken
+from headrace.core.messages.orders import PlanRow
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob

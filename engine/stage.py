@@ -13,7 +13,8 @@ import torch
 import zmq
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.orders import AnyOrder, ShutdownStage, StageFailed, StageReady, stage_identity
+from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
+from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory
 from headrace.core.types.errors import ConfigError

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
-from headrace.core.messages.orders import PlanRow, PromptLogprobs, SampledToken
+from headrace.core.messages.orders import PlanRow
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.device import available_memory, resolve_device, resolve_dtype

@@ -25,24 +25,7 @@ from headrace.core.messages.frontend import (
     Submit,
 )
 from headrace.core.messages.membership import Gathering
-from headrace.core.messages.orders import (
-    ChunkAcked,
-    ChunkReceived,
-    KvReceived,
-    PeerLost,
-    PlanDone,
-    ReceiveCancelled,
-    ReceiveFailed,
-    ReceivePrepared,
-    RecordingStopped,
-    SendCancelled,
-    SendFailed,
-    SessionClosed,
-    ShutdownStage,
-    StageFailed,
-    StageHeartbeat,
-    StageReady,
-)
+from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import (
     EndPeer,
     PeerCancelled,
@@ -56,6 +39,23 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
     TicketFinished,
+)
+from headrace.core.messages.stage_events import (
+    ChunkAcked,
+    ChunkReceived,
+    KvReceived,
+    PeerLost,
+    PlanDone,
+    ReceiveCancelled,
+    ReceiveFailed,
+    ReceivePrepared,
+    RecordingStopped,
+    SendCancelled,
+    SendFailed,
+    SessionClosed,
+    StageFailed,
+    StageHeartbeat,
+    StageReady,
 )
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo

@@ -1,141 +1,154 @@
-"""The numbered stream of orders from the scheduler to every stage, and what stages report back (ZMQ, msgpack).
+"""Orders: the numbered stream from the scheduler to every stage (ZMQ or a Unix socket, msgpack).
 
-Forwards are executed in stream order. A SendChunk names the Forward that computes its pages, and waits for no other;
-the rest of the orders act at once. Every stage of a group gets the same stream, from BeginEpoch to ShutdownStage; each
-Heartbeat says how many
-orders it had so far and gives a digest of them (core/runtime/order_log.py), which the stage compares with its own.
+    BeginEpoch ─► Forward, SendChunk, ReleaseRequest, … ─► ShutdownStage
+
+Every stage of a group gets the same stream. Forwards are executed in stream order. A SendChunk waits for the Forward
+that computes its pages, and for no other order. All other orders act at once. Each Heartbeat carries the number and a
+digest of the orders sent so far (core/runtime/order_log.py); a stage compares them with its own and fails if they
+differ.
+
+What stages report back: core/messages/stage_events.py. Lists of token and page ids are packed little-endian int32
+(core/types/packed.py).
 """
 
 import msgspec
 
-from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import FirstToken, SamplingParams, TokenLogprob
+from headrace.core.types.request import FirstToken, SamplingParams
 
 
 class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request's part of a plan: positions [start, start + count).
-
-    request: the scheduler's serial number of the request, unique for its life.
-    tokens: packed int32 ids of the positions, or b"" when count is 1 and the token is the one that this
-        pipeline sampled last for the request (it may not have been reported yet).
-    pages: packed int32 page ids covering [0, start + count).
-    sample: set when the row's last position is to be sampled.
-    feeds: a later row with tokens b"" will take the token sampled here.
-    prompt_logprobs: alternatives to report for the row's own prompt tokens; next_token is the prompt token
-        after the row's last position (None when the row ends the prompt).
-    generated: tokens of the request sampled before this row (for SamplingParams.min_tokens).
-    """
+    """One request's part of a plan: positions [start, start + count) of its sequence."""
 
     request: int
+    """Serial number that the scheduler gave the request; unique for the scheduler's life."""
     start: int
+    """First position to compute; KV of the positions before it is in the pool."""
     count: int
+    """Positions to compute: the chunk's tokens, or 1 for a decoding row."""
     pages: bytes
+    """Packed page ids covering [0, start + count)."""
     tokens: bytes = b""
+    """Packed ids of the count tokens. b"" (with count 1): the token that this pipeline sampled last for the request,
+    which may not have been reported to the scheduler yet."""
     sample: SamplingParams | None = None
+    """Set when a token is to be sampled from the row's last position."""
     feeds: bool = False
+    """A later row of this request has tokens b"" and takes the token sampled here."""
     prompt_logprobs: int | None = None
+    """Number of alternatives to report for each of the row's own prompt tokens; None reports no prompt logprobs."""
     next_token: int | None = None
+    """For prompt_logprobs: the prompt token after the row's last position; None when the row ends the prompt."""
     generated: int = 0
+    """Tokens sampled for the request before this row (for SamplingParams.min_tokens)."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Base of the stream. seq rises by one from order to order."""
+    """Base of orders."""
 
     seq: int
+    """Rises by one from order to order; 0 where an order is used outside the stream."""
 
 
 class BeginEpoch(Order, frozen=True, kw_only=True):
-    """The first order to a group of stages, once all of them are ready. epoch: its start. What was ordered before this
-    was meant for the group before it, and reaches nobody."""
+    """First order to a group of stages, once all of them are ready. Orders queued for the previous group are
+    discarded."""
 
     epoch: int
+    """Counts the starts of the group."""
 
 
 class Forward(Order, frozen=True, kw_only=True):
-    """The plan: one forward pass over the rows (one microbatch)."""
+    """A plan: one forward pass over the rows (one microbatch)."""
 
     rows: tuple[PlanRow, ...]
 
 
 class SendChunk(Order, frozen=True, kw_only=True):
-    """Hand tokens [start, start + count) of a request to a peer's session.
-
-    pages: packed source page ids; the first one holds position start. dst_pages: packed ids in the peer's pool,
-    in the peer's page size; the first one holds position start. row: metadata row here, dst_row: at the peer.
-    chunk counts from 0; the last one carries the metadata. count may be 0 for a last chunk (all was sent before).
-    after: seq of the Forward that computes the last of these tokens.
-    """
+    """Send the KV of positions [start, start + count) of a request to a peer."""
 
     request: int
     after: int
+    """seq of the Forward that computes the last of these positions."""
     session: str
     ticket: str
     generation: int
     chunk: int
+    """Chunks of a request count from 0."""
     start: int
     count: int
+    """Positions to send; 0 for a last chunk when everything was sent before."""
     pages: bytes
+    """Packed source page ids; the first holds position start."""
     dst_pages: bytes
+    """Packed page ids in the peer's pool, in the peer's page size; the first holds position start."""
     row: int
+    """Metadata row of the request on this server."""
     dst_row: int
+    """Metadata row of the request at the peer."""
     last: FirstToken | None = None
+    """Set on the last chunk, which carries the metadata row."""
 
 
 class CancelSend(Order, frozen=True, kw_only=True):
-    """SendChunk nothing more for a request. Answered by SendCancelled once no byte of it is queued anywhere."""
+    """Stop sending for a request. Answered by SendCancelled once no byte of it is queued or being written."""
 
     request: int
 
 
 class ReleaseRequest(Order, frozen=True, kw_only=True):
-    """CancelReceive a request; its pages may belong to another one from the next order on."""
+    """Drop what the stage keeps for a request. Its pages may belong to another request from the next order on."""
 
     request: int
 
 
 class AdmitPeer(Order, frozen=True, kw_only=True):
-    """A peer with this session may attach to the data socket. window_bytes: what it lets us have unacknowledged on
-    each data connection. geometry: of its first stage; geometries: of all of them (empty: it has but one). backend: how
-    bytes go there; memory: its stages' pools, where that writes into them."""
+    """Accept data connections of a peer's session."""
 
     session: str
-    geometry: Geometry
+    geometries: tuple[Geometry, ...]
+    """Geometry of the KV pool of each of the peer's stages, in stage order."""
     window_bytes: int
-    geometries: tuple[Geometry, ...] = ()
+    """Bytes that may be unacknowledged on each data connection."""
     backend: str = ZMQ
+    """How KV goes to the peer, see core/types/backends.py."""
     memory: tuple[PoolMemory, ...] = ()
+    """Pools of the peer's stages, for a backend that writes into them; otherwise empty."""
 
 
 class DropPeer(Order, frozen=True, kw_only=True):
-    """The session has ended: send nothing to it any more, forget it."""
+    """The session has ended: send nothing more to it and release its state."""
 
     session: str
 
 
 class OpenSession(Order, frozen=True, kw_only=True):
-    """Open the data connections to a prefill server: one endpoint per stage of it, in stage order.
-    session is the secret its control endpoint gave us; geometries are those of its stages. backend: how bytes come.
-    server_key: its CURVE public key, "" where connections are in the clear."""
+    """Open the data connections to a prefill server, one per stage of it."""
 
     session: str
+    """Secret that the prefill server's control endpoint gave us."""
     endpoints: tuple[str, ...]
+    """Data endpoints in stage order, such as tcp://10.0.0.5:7001."""
     geometries: tuple[Geometry, ...]
+    """Geometry of the KV pool of each of its stages, in stage order."""
     window_bytes: int
+    """Bytes that it may leave unacknowledged on each connection."""
     backend: str = ZMQ
+    """How KV comes."""
     server_key: str = ""
+    """CURVE public key of the prefill server; "" for connections in the clear."""
 
 
 class CloseSession(Order, frozen=True, kw_only=True):
-    """Close the data connections of a session. Answered by SessionClosed once nobody can write through it any more."""
+    """Close the data connections of a session. Answered by SessionClosed once nothing can be written through it."""
 
     session: str
 
 
 class PrepareReceive(Order, frozen=True, kw_only=True):
-    """KV of a request will come under (ticket, generation): tokens [start, start + count) into these pages
-    (packed ids; the first one holds position start), metadata into row. Answered by ReceivePrepared."""
+    """Expect the KV of positions [start, start + count) of a request under (ticket, generation). Answered by
+    ReceivePrepared."""
 
     request: int
     session: str
@@ -144,185 +157,42 @@ class PrepareReceive(Order, frozen=True, kw_only=True):
     start: int
     count: int
     pages: bytes
+    """Packed page ids in this stage's pool; the first holds position start."""
     row: int
+    """Metadata row to be filled."""
 
 
 class CancelReceive(Order, frozen=True, kw_only=True):
-    """Write nothing more for a request. Answered by ReceiveCancelled; its pages may then be used for others."""
+    """Write nothing more for a request. Answered by ReceiveCancelled; its pages may be reused after that."""
 
     request: int
 
 
 class Heartbeat(Order, frozen=True, kw_only=True):
-    """Liveness probe, not of the stream; answered by StageHeartbeat. orders, digest: of the stream up to here. A
-    stage that got another one fails."""
+    """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own count or digest of
+    orders differs fails."""
 
     orders: int
+    """Orders sent so far."""
     digest: bytes
+    """Digest over them, see core/runtime/order_log.py."""
 
 
 class StartRecording(Order, frozen=True, kw_only=True):
-    """Note the times of plans and transfers from now on, in buffers of limited size. A stage that does so already for
-    this trace goes on; one that does for another begins anew."""
+    """Record the times of plans and transfers from now on, in buffers of limited size. A stage that records this trace
+    already goes on; one that records another starts over."""
 
     trace: int
 
 
 class StopRecording(Order, frozen=True, kw_only=True):
-    """End the recording; answered by RecordingStopped, at once and whether or not there was one."""
+    """End a recording; answered by RecordingStopped, at once and even when nothing was being recorded."""
 
     trace: int
 
 
 class ShutdownStage(Order, frozen=True, kw_only=True):
     """End the stage process."""
-
-
-class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Base of what a stage reports."""
-
-    stage: int
-
-
-class StageReady(StageEvent, frozen=True, kw_only=True):
-    """Weights loaded, pool allocated, warmed up. geometry: of this stage's pool. data_host, data_port: where peers
-    attach. epoch: counts the starts of the group of stages. cost: a, b, c of the a·l² + b·l + c seconds that l tokens
-    take here, where they were measured. backends: ways to move KV that work here, best first. host: token of the
-    host's shared memory, "" where there is none. nixl: version of NIXL, "" where it is not used. memory: how peers may
-    write into the pool."""
-
-    geometry: Geometry
-    fingerprint: str
-    data_port: int
-    kv_pages: int
-    vocab_size: int
-    data_host: str = ""
-    epoch: int = 0
-    cost: tuple[float, float, float] | None = None
-    backends: tuple[str, ...] = (ZMQ,)
-    host: str = ""
-    nixl: str = ""
-    memory: PoolMemory | None = None
-
-
-class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token sampled for a row."""
-
-    request: int
-    token: int
-    logprob: TokenLogprob | None = None
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Logprobs of prompt tokens at positions [start, start + len(entries))."""
-
-    request: int
-    start: int
-    entries: tuple[TokenLogprob, ...]
-
-
-class PlanDone(StageEvent, frozen=True, kw_only=True):
-    """The Forward with this seq has been computed here. Only the last stage reports samples."""
-
-    seq: int
-    duration_s: float
-    samples: tuple[SampledToken, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-
-class ChunkAcked(StageEvent, frozen=True, kw_only=True):
-    """Every stage of the peer that shares KV with this one has written a chunk, checksum right. bytes: of its
-    payload, over all of them."""
-
-    request: int
-    chunk: int
-    bytes: int
-
-
-class SendFailed(StageEvent, frozen=True, kw_only=True):
-    """The peer refused a chunk (checksum, bounds) or the chunk could not be sent. code "cancelled": the peer does not
-    expect it any more."""
-
-    request: int
-    code: str
-    message: str
-
-
-class PeerLost(StageEvent, frozen=True, kw_only=True):
-    """A write into a peer's pages was lost on its way, and nobody can say when the last of its bytes will have come.
-    The session has to end."""
-
-    session: str
-    reason: str
-
-
-class SendCancelled(StageEvent, frozen=True, kw_only=True):
-    """Answer to CancelSend."""
-
-    request: int
-
-
-class ReceivePrepared(StageEvent, frozen=True, kw_only=True):
-    """Answer to PrepareReceive."""
-
-    request: int
-
-
-class KvReceived(StageEvent, frozen=True, kw_only=True):
-    """Every chunk of a request from every stage of the prefill server that shares KV with this one has been written,
-    and the metadata row."""
-
-    request: int
-    first: FirstToken
-    bytes: int
-    chunks: int
-
-
-class ChunkReceived(StageEvent, frozen=True, kw_only=True):
-    """A chunk has been written: the prefill server is not silent about this request."""
-
-    request: int
-
-
-class ReceiveFailed(StageEvent, frozen=True, kw_only=True):
-    """Incoming KV was bad (checksum, bounds, metadata of another ticket)."""
-
-    request: int
-    code: str
-    message: str
-
-
-class ReceiveCancelled(StageEvent, frozen=True, kw_only=True):
-    """Answer to CancelReceive."""
-
-    request: int
-
-
-class SessionClosed(StageEvent, frozen=True, kw_only=True):
-    """Answer to CloseSession: whoever sent through this session cannot write into this stage's pool any more. It may
-    take as long as a stopped process of the other side stays stopped."""
-
-    session: str
-
-
-class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
-    """Answer to Heartbeat, with the stage's counters."""
-
-    stats: Stats
-
-
-class RecordingStopped(StageEvent, frozen=True, kw_only=True):
-    """Answer to StopRecording. spans: an encoded headrace.core.trace.StageTrace, which the scheduler passes on as it
-    is."""
-
-    trace: int
-    spans: bytes
-
-
-class StageFailed(StageEvent, frozen=True, kw_only=True):
-    """The stage cannot go on; its process ends after this."""
-
-    message: str
 
 
 AnyOrder = (
@@ -342,27 +212,13 @@ AnyOrder = (
     | StopRecording
     | ShutdownStage
 )
-AnyStageEvent = (
-    StageReady
-    | PlanDone
-    | ChunkAcked
-    | SendFailed
-    | PeerLost
-    | SendCancelled
-    | ReceivePrepared
-    | KvReceived
-    | ChunkReceived
-    | ReceiveFailed
-    | ReceiveCancelled
-    | SessionClosed
-    | StageHeartbeat
-    | RecordingStopped
-    | StageFailed
-)
 
 
 def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:
-    """The routing id under which a stage connects to the scheduler's order socket; epoch: its group's start. Where
-    others could reach the socket, the session keeps them from guessing it."""
+    """Routing id of a stage on the scheduler's order socket.
+
+    epoch: start of the stage's group. session: secret of the group, so that others who reach the socket cannot guess
+    the id; "" on a socket of this machine.
+    """
     name = f"stage-{epoch}-{stage}"
     return (f"{name}-{session}" if session else name).encode()

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but typed here only
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.orders import Forward, PlanRow, SampledToken
+from headrace.core.messages.orders import Forward, PlanRow
+from headrace.core.messages.stage_events import SampledToken
 from headrace.engine.runner import Hidden
 
 RELEASED = -1

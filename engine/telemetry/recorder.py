@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.core.messages.orders import RecordingStopped
+from headrace.core.messages.stage_events import RecordingStopped
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.trace import Buffer, PlannedTokens, PlanTrace, StageTrace, TransferTrace
 from headrace.engine.telemetry.meter import Meter, Run

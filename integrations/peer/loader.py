@@ -10,17 +10,7 @@ A record that is LEAVING waits for a session, to release its ticket; the others 
 import math
 from collections import deque
 
-from headrace.core.messages.orders import (
-    CancelReceive,
-    ChunkReceived,
-    CloseSession,
-    KvReceived,
-    OpenSession,
-    PrepareReceive,
-    ReceiveFailed,
-    ReceivePrepared,
-    StageEvent,
-)
+from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
@@ -32,6 +22,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed, ReceivePrepared, StageEvent
 from headrace.core.types.allow_list import PREFILL_NOT_ALLOWED
 from headrace.core.types.errors import PEER_GONE, QUEUE_FULL, TOO_LONG
 from headrace.core.types.request import FirstToken

@@ -2,8 +2,9 @@
 
 from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.membership import Gathering
-from headrace.core.messages.orders import BeginEpoch, PlanDone, StageReady
+from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
+from headrace.core.messages.stage_events import PlanDone, StageReady
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration

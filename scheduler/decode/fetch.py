@@ -10,17 +10,7 @@ pages of requests that failed meanwhile go to others.
 """
 
 from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePrefill, Reserved
-from headrace.core.messages.orders import (
-    ChunkReceived,
-    CloseSession,
-    KvReceived,
-    OpenSession,
-    PrepareReceive,
-    ReceiveFailed,
-    ReceivePrepared,
-    SampledToken,
-    SessionClosed,
-)
+from headrace.core.messages.orders import CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
     AskReserve,
     ConnectPrefill,
@@ -30,6 +20,14 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
     TicketFinished,
+)
+from headrace.core.messages.stage_events import (
+    ChunkReceived,
+    KvReceived,
+    ReceiveFailed,
+    ReceivePrepared,
+    SampledToken,
+    SessionClosed,
 )
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import PEER_GONE, ErrorInfo

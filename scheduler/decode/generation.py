@@ -1,7 +1,7 @@
 """What comes of plans: computed positions, sampled tokens; decoding here, and giving way when pages run out."""
 
 from headrace.core.messages.frontend import Progress, Tokens
-from headrace.core.messages.orders import PlanDone, SampledToken
+from headrace.core.messages.stage_events import PlanDone, SampledToken
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import COMPLETE, KvHandoff

@@ -6,7 +6,8 @@ A held request that is computed before its peer comes is sent then, in chunks of
 """
 
 from headrace.core.messages.frontend import Progress
-from headrace.core.messages.orders import ChunkAcked, SampledToken, SendChunk, SendFailed
+from headrace.core.messages.orders import SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken

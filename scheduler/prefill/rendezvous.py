@@ -199,9 +199,8 @@ class Rendezvous:
             AdmitPeer(
                 seq=out.next_seq(),
                 session=session,
-                geometry=peer.geometry,
+                geometries=peer.geometries or (peer.geometry,),
                 window_bytes=peer.window_bytes,
-                geometries=peer.geometries,
                 backend=peer.backend,
                 memory=peer.memory,
             )

@@ -11,24 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import (
-    AnyStageEvent,
     CancelReceive,
     CancelSend,
-    ChunkAcked,
-    ChunkReceived,
     CloseSession,
     Forward,
-    KvReceived,
     Order,
-    PlanDone,
     PlanRow,
     PrepareReceive,
+    ReleaseRequest,
+    SendChunk,
+)
+from headrace.core.messages.stage_events import (
+    AnyStageEvent,
+    ChunkAcked,
+    ChunkReceived,
+    KvReceived,
+    PlanDone,
     ReceiveCancelled,
     ReceivePrepared,
-    ReleaseRequest,
     SampledToken,
     SendCancelled,
-    SendChunk,
     SessionClosed,
     StageReady,
 )

@@ -5,18 +5,8 @@ from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
-from headrace.core.messages.orders import (
-    BeginEpoch,
-    ChunkAcked,
-    Forward,
-    KvReceived,
-    Order,
-    PrepareReceive,
-    ReceiveCancelled,
-    SendCancelled,
-    SendChunk,
-    StageFailed,
-)
+from headrace.core.messages.orders import BeginEpoch, Forward, Order, PrepareReceive, SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, KvReceived, ReceiveCancelled, SendCancelled, StageFailed
 from headrace.core.types.packed import unpack
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.scheduler.simulation.engine import Channel, SimulatedChunk, SimulatedPipeline, World

@@ -3,7 +3,7 @@
 from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.messages.membership import Gathering
-from headrace.core.messages.orders import AnyOrder, AnyStageEvent
+from headrace.core.messages.orders import AnyOrder
 from headrace.core.messages.peers import (
     ControlClientEffect,
     ControlServerEffect,
@@ -19,6 +19,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.stage_events import AnyStageEvent
 
 ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled

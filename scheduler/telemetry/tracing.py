@@ -6,7 +6,8 @@ StartTrace ─► StartRecording to the stages (again to a group that comes up m
 """
 
 from headrace.core.messages.frontend import EndTrace, StageTraced, StartTrace, Traced
-from headrace.core.messages.orders import RecordingStopped, StartRecording, StopRecording
+from headrace.core.messages.orders import StartRecording, StopRecording
+from headrace.core.messages.stage_events import RecordingStopped
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.trace_log import TraceLog
 

@@ -17,17 +17,8 @@ from headrace.core.messages.frontend import (
     StatsReply,
 )
 from headrace.core.messages.membership import Gathering
-from headrace.core.messages.orders import (
-    AnyOrder,
-    AnyStageEvent,
-    BeginEpoch,
-    Heartbeat,
-    ShutdownStage,
-    StageFailed,
-    StageHeartbeat,
-    StageReady,
-    stage_identity,
-)
+from headrace.core.messages.orders import AnyOrder, BeginEpoch, Heartbeat, ShutdownStage, stage_identity
+from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, FrameSocket, OtherEndGone
 from headrace.core.runtime.order_log import OrderLog

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
-from headrace.core.messages.orders import StageReady
+from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.process import die_with_parent, freeze_loaded

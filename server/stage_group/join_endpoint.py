@@ -10,7 +10,7 @@ from collections.abc import Container
 import zmq
 
 from headrace.core.messages.membership import AnswerMessage, Gathering, JoinRequest, Refused
-from headrace.core.messages.orders import StageFailed
+from headrace.core.messages.stage_events import StageFailed
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.stats import Counters, Sample

@@ -29,7 +29,8 @@ from headrace.core.messages.membership import (
     Refused,
     Waiting,
 )
-from headrace.core.messages.orders import StageFailed, stage_identity
+from headrace.core.messages.orders import stage_identity
+from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.addresses import is_loopback
 
 Reply = tuple[bytes, AnswerMessage]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from examples import minimal_peer
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive, ReceiveFailed
+from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
     AskReserve,
     ConnectPrefill,
@@ -24,6 +24,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
 from headrace.core.types.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import minimal_peer
-from headrace.core.messages.orders import KvReceived, OpenSession, PrepareReceive
+from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
+from headrace.core.messages.stage_events import KvReceived
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.control.client import ControlClient

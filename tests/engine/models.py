@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from headrace.core.config import EngineConfig, ModelConfig
-from headrace.core.messages.orders import PlanRow, PromptLogprobs, SampledToken
+from headrace.core.messages.orders import PlanRow
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
 from headrace.engine.model.source import resolve_source

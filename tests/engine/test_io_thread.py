@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import (
     AnyOrder,
-    AnyStageEvent,
     BeginEpoch,
     DropPeer,
     Forward,
     Heartbeat,
     ReleaseRequest,
     ShutdownStage,
-    StageFailed,
-    StageHeartbeat,
     stage_identity,
 )
+from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX, OtherEndGone

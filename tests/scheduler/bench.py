@@ -4,18 +4,17 @@ from typing import TypeVar
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, RequestFinished, Submit, Tokens
-from headrace.core.messages.orders import (
+from headrace.core.messages.orders import Forward, SendChunk
+from headrace.core.messages.peers import PeerJoined, PeerReserved, PrefillUp
+from headrace.core.messages.stage_events import (
     ChunkAcked,
-    Forward,
     PlanDone,
     ReceiveCancelled,
     ReceivePrepared,
     SampledToken,
     SendCancelled,
-    SendChunk,
     StageReady,
 )
-from headrace.core.messages.peers import PeerJoined, PeerReserved, PrefillUp
 from headrace.core.stats import Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry

@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core.messages.orders import (
-    CancelReceive,
-    CloseSession,
-    KvReceived,
-    OpenSession,
-    PrepareReceive,
-    ReceiveFailed,
-    SessionClosed,
-)
+from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
     AskCancel,
     AskReserve,
@@ -26,6 +18,7 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
 )
+from headrace.core.messages.stage_events import KvReceived, ReceiveFailed, SessionClosed
 from headrace.core.types.backends import NIXL, writes_directly
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from headrace.core.messages.orders import AdmitPeer, ChunkAcked, KvReceived, OpenSession, PrepareReceive, SendChunk
+from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, KvReceived
 from headrace.core.types.backends import SHM, ZMQ, PoolLayout, PoolMemory
 from headrace.core.types.geometry import KV, Geometry
 from headrace.core.types.packed import pack
@@ -74,9 +75,8 @@ class Group:
                 AdmitPeer(
                     seq=0,
                     session=SESSION,
-                    geometry=destinations[0],
-                    window_bytes=4096,
                     geometries=tuple(destinations),
+                    window_bytes=4096,
                     backend=backend,
                     memory=self.memory,
                 ),

@@ -178,7 +178,7 @@ class Pair:
         order = AdmitPeer(
             seq=0,
             session=self.session,
-            geometry=self.destination,
+            geometries=(self.destination,),
             window_bytes=self.window,
             backend=self.backend,
             memory=self.memory,

@@ -62,7 +62,7 @@ class Handoff:
             AdmitPeer(
                 seq=0,
                 session=session,
-                geometry=geometry,
+                geometries=(geometry,),
                 window_bytes=CONFIG.window_bytes,
                 backend=NIXL,
                 memory=(PoolMemory(nixl=memory),),

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from headrace.core.messages.orders import (
-    AdmitPeer,
-    CancelSend,
-    ChunkAcked,
-    DropPeer,
-    PeerLost,
-    ReleaseRequest,
-    SendCancelled,
-    SendChunk,
-    SendFailed,
-)
+from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import (
     EndPeer,
     PeerCancelled,
@@ -28,6 +18,7 @@ from headrace.core.messages.peers import (
     TellFailed,
     TellFinished,
 )
+from headrace.core.messages.stage_events import ChunkAcked, PeerLost, SendCancelled, SendFailed
 from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry
@@ -129,8 +120,8 @@ class PrefillSide(Side):
     def admit(self, joined: PeerJoined) -> None:
         assert joined.backend == self.world.backend
         order = AdmitPeer(
-            seq=0, session=joined.session, geometry=joined.geometry, window_bytes=joined.window_bytes,
-            backend=joined.backend, memory=joined.memory,
+            seq=0, session=joined.session, geometries=joined.geometries or (joined.geometry,),
+            window_bytes=joined.window_bytes, backend=joined.backend, memory=joined.memory,
         )  # fmt: skip
         self.apply(self.sender, order)
 

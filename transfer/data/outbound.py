@@ -164,12 +164,12 @@ class Outbound:
         if order.session in self._sessions:
             return
         lanes = {}
-        for stage, theirs in enumerate(order.geometries or (order.geometry,)):
+        for stage, theirs in enumerate(order.geometries):
             part = overlap(self._geometry, theirs)
             if part is not None:
                 memory = order.memory[stage] if order.backend != ZMQ and order.memory else None
                 lanes[stage] = Lane(stage, theirs, part, order.window_bytes, order.backend, memory=memory)
-        self._sessions[order.session] = OutSession(order.session, order.geometry.page_size, order.backend, lanes)
+        self._sessions[order.session] = OutSession(order.session, order.geometries[0].page_size, order.backend, lanes)
 
     def drop(self, session: str) -> list[Lane]:
         """The session has ended. Its requests stay known until they are cancelled or released. Returns its lanes."""

@@ -20,13 +20,10 @@ from typing import assert_never
 import zmq
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import (
-    CancelReceive,
+from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
+from headrace.core.messages.stage_events import (
     ChunkReceived,
-    CloseSession,
     KvReceived,
-    OpenSession,
-    PrepareReceive,
     ReceiveCancelled,
     ReceiveFailed,
     ReceivePrepared,

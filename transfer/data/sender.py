@@ -14,18 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import (
-    AdmitPeer,
-    CancelSend,
-    ChunkAcked,
-    DropPeer,
-    PeerLost,
-    ReleaseRequest,
-    SendCancelled,
-    SendChunk,
-    SendFailed,
-    StageEvent,
-)
+from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, ReleaseRequest, SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, PeerLost, SendCancelled, SendFailed, StageEvent
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.trace import Buffer, Outcome, TransferTrace

@@ -4,7 +4,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.orders import Forward, PlanRow, RecordingStopped
+from headrace.core.messages.orders import Forward, PlanRow
+from headrace.core.messages.stage_events import RecordingStopped
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.trace import Buffer, PlannedTokens, StageTrace, TransferTrace
 from headrace.core.types.packed import pack

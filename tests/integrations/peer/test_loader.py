@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.messages.orders import (
-    CancelReceive,
-    ChunkReceived,
-    CloseSession,
-    KvReceived,
-    OpenSession,
-    PrepareReceive,
-    ReceiveFailed,
-    ReceivePrepared,
-)
+from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
@@ -26,6 +17,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed, ReceivePrepared
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry

@@ -1,7 +1,8 @@
 """What goes into a plan, and what comes of it when everything is computed here."""
 
 from headrace.core.messages.frontend import Progress, RequestFinished
-from headrace.core.messages.orders import Forward, PlanDone, PromptLogprobs, ReleaseRequest, SampledToken
+from headrace.core.messages.orders import Forward, ReleaseRequest
+from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
 from headrace.core.types.request import TokenLogprob
 from tests.scheduler.bench import Bench, ids, only
 

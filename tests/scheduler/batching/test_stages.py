@@ -4,18 +4,9 @@ from msgspec.structs import replace
 
 from headrace.core.messages.frontend import EngineState, RequestFailed, StageDown
 from headrace.core.messages.membership import Gathering
-from headrace.core.messages.orders import (
-    AdmitPeer,
-    BeginEpoch,
-    Forward,
-    OpenSession,
-    Order,
-    PlanDone,
-    ReleaseRequest,
-    StageFailed,
-    StageReady,
-)
+from headrace.core.messages.orders import AdmitPeer, BeginEpoch, Forward, OpenSession, Order, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
+from headrace.core.messages.stage_events import PlanDone, StageFailed, StageReady
 from tests.scheduler.bench import Bench, geometry, none, only
 
 

@@ -5,13 +5,10 @@ import pytest
 from headrace.core.messages.frontend import PrefillState, RemovePrefill, RequestFailed, RequestFinished, Reserved
 from headrace.core.messages.orders import (
     CancelReceive,
-    ChunkReceived,
     CloseSession,
     Forward,
-    KvReceived,
     OpenSession,
     PrepareReceive,
-    ReceiveFailed,
     ReleaseRequest,
 )
 from headrace.core.messages.peers import (
@@ -25,6 +22,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FirstToken, TokenLogprob
 from tests.scheduler.bench import Bench, geometry, ids, none, only

@@ -3,18 +3,7 @@
 import pytest
 
 from headrace.core.messages.frontend import RequestFailed, StageDown
-from headrace.core.messages.orders import (
-    CloseSession,
-    DropPeer,
-    KvReceived,
-    OpenSession,
-    PeerLost,
-    PrepareReceive,
-    ReleaseRequest,
-    SendChunk,
-    SessionClosed,
-    StageFailed,
-)
+from headrace.core.messages.orders import CloseSession, DropPeer, OpenSession, PrepareReceive, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import (
     AskCancel,
     EndPeer,
@@ -27,6 +16,7 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
 )
+from headrace.core.messages.stage_events import KvReceived, PeerLost, SessionClosed, StageFailed
 from headrace.core.types.backends import NIXL, SHM
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FirstToken

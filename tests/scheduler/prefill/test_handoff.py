@@ -1,8 +1,9 @@
 """The way out by wire: what is sent, in which pieces, and how it ends."""
 
 from headrace.core.messages.frontend import Abort, Progress, RequestFailed, RequestFinished, Tokens
-from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, SendChunk, SendFailed
+from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.stage_events import SendFailed
 from headrace.core.types.errors import ErrorInfo
 from tests.scheduler.bench import Bench, ids, none, only
 

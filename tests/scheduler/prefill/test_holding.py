@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.core.messages.frontend import Abort, Drain, Drained, Held, RequestFailed
-from headrace.core.messages.orders import CancelSend, SendChunk, StageFailed
+from headrace.core.messages.orders import CancelSend, SendChunk
 from headrace.core.messages.peers import (
     PeerCancelled,
     PeerGone,
@@ -13,6 +13,7 @@ from headrace.core.messages.peers import (
     TellFailed,
     TellFinished,
 )
+from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import ErrorInfo
 from tests.scheduler.bench import Bench, ids, none, only
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.orders import PlanDone, StageFailed
+from headrace.core.messages.stage_events import PlanDone, StageFailed
 from headrace.core.stats import Counters
 from headrace.scheduler.state.bubbles import Bubbles
 from tests.scheduler.bench import Bench

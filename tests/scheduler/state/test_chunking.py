@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.orders import StageReady
+from headrace.core.messages.stage_events import StageReady
 from headrace.scheduler.state.chunking import Cost, chunk_length, equal_time
 from tests.scheduler.bench import Bench, geometry
 

@@ -5,7 +5,8 @@ from collections import defaultdict
 import pytest
 
 from headrace.core.messages.frontend import EndTrace, StageTraced, StartTrace, Traced
-from headrace.core.messages.orders import RecordingStopped, StageFailed, StartRecording, StopRecording
+from headrace.core.messages.orders import StartRecording, StopRecording
+from headrace.core.messages.stage_events import RecordingStopped, StageFailed
 from headrace.core.trace import PhaseTrace, SchedulerTrace
 from tests.scheduler.bench import Bench, none, only
 

@@ -8,17 +8,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import zmq
 
-from headrace.core.messages.orders import (
-    AnyOrder,
-    AnyStageEvent,
-    BeginEpoch,
-    DropPeer,
-    Heartbeat,
-    PlanDone,
-    ReleaseRequest,
-    StageReady,
-    stage_identity,
-)
+from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Heartbeat, ReleaseRequest, stage_identity
+from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog

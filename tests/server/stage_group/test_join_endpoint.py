@@ -16,16 +16,8 @@ from headrace.core.messages.membership import (
     Refused,
     Waiting,
 )
-from headrace.core.messages.orders import (
-    AnyOrder,
-    AnyStageEvent,
-    BeginEpoch,
-    PlanDone,
-    StageFailed,
-    StageHeartbeat,
-    StageReady,
-    stage_identity,
-)
+from headrace.core.messages.orders import AnyOrder, BeginEpoch, stage_identity
+from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Stats
 from headrace.core.types.geometry import Geometry

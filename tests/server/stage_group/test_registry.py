@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from headrace.core.config import EngineConfig, ModelConfig, StageConfig, TransferConfig
 from headrace.core.messages.membership import Admitted, AnswerMessage, Dismissed, JoinRequest, Refused, Waiting
-from headrace.core.messages.orders import StageFailed, stage_identity
+from headrace.core.messages.orders import stage_identity
+from headrace.core.messages.stage_events import StageFailed
 from headrace.server.stage_group.registry import StageRegistry
 
 TEMPLATE = StageConfig(

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.core.messages.orders import CloseSession, KvReceived, SendFailed
+from headrace.core.messages.orders import CloseSession
+from headrace.core.messages.stage_events import KvReceived, SendFailed
 from headrace.core.types.backends import NIXL, NixlAccess
 from headrace.core.types.geometry import Component, Geometry
 from headrace.transfer.protocol.layout import pages_for

@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.core.messages.orders import (
-    CancelSend,
+from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
+from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
-    CloseSession,
-    DropPeer,
     KvReceived,
     PeerLost,
     ReceiveFailed,

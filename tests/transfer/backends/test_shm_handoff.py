@@ -7,16 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import (
-    CancelSend,
-    ChunkAcked,
-    CloseSession,
-    DropPeer,
-    KvReceived,
-    SendCancelled,
-    SendFailed,
-    SessionClosed,
-)
+from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
+from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled, SendFailed, SessionClosed
 from headrace.core.types.backends import FAKE, SHM, PoolMemory
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends.shm import host_token

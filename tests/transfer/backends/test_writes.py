@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.orders import (
-    CancelSend,
-    ChunkAcked,
-    CloseSession,
-    DropPeer,
-    KvReceived,
-    PeerLost,
-    SendCancelled,
-    SessionClosed,
-)
+from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
+from headrace.core.messages.stage_events import ChunkAcked, KvReceived, PeerLost, SendCancelled, SessionClosed
 from headrace.core.types.backends import NIXL, NixlAccess, NixlMemory, PoolMemory
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages

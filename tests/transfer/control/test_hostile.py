@@ -209,7 +209,7 @@ def test_control_endpoint_and_stage_dial_nobody_whatever_they_are_told(seed: int
         sender = Sender(CONFIG, stage=0, geometry=geometry, store=random_store(geometry, 4), context=context)
         loop = Loop(control_server, sender)
         control_server.ready(OFFER)
-        loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometry=geometry, window_bytes=1 << 20))
+        loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometries=(geometry,), window_bytes=1 << 20))
         address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
         attach = Attach(session=SESSION, stage=0, checksum="xxh3_64")
         for port, greeting in ((control_server.port, hello(name=address["endpoint"])), (sender.port, attach)):

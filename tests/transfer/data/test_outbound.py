@@ -32,7 +32,7 @@ class OutboundMachine(RuleBasedStateMachine):
         self.outbound = Outbound(GEOMETRY)
         self.sessions: list[OutSession] = []
         for name in ("a", "b"):
-            order = AdmitPeer(seq=0, session=name, geometry=HALVES[0], window_bytes=WINDOW, geometries=HALVES)
+            order = AdmitPeer(seq=0, session=name, geometries=HALVES, window_bytes=WINDOW)
             self.outbound.admit(order)
             session = self.outbound.session(name)
             assert session is not None

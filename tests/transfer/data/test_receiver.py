@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import CancelReceive, ChunkReceived, KvReceived, ReceiveFailed
+from headrace.core.messages.orders import CancelReceive
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.packed import pack
 from headrace.transfer.protocol import checksum, metadata
 from headrace.transfer.protocol.messages import Ack, Nack

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.core.messages.orders import ChunkAcked
+from headrace.core.messages.stage_events import ChunkAcked
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
 from tests.transfer.group import Group
 from tests.transfer.harness import value, zmq_context

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.core.messages.orders import CancelSend, ChunkAcked, DropPeer, SendCancelled
+from headrace.core.messages.orders import CancelSend, DropPeer
+from headrace.core.messages.stage_events import ChunkAcked, SendCancelled
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Refuse
 from tests.transfer.group import Group

@@ -13,13 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import (
-    AdmitPeer,
-    CancelReceive,
-    CancelSend,
+from headrace.core.messages.orders import AdmitPeer, CancelReceive, CancelSend, DropPeer
+from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
-    DropPeer,
     KvReceived,
     ReceiveCancelled,
     ReceiveFailed,
@@ -251,7 +248,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody_else(context: Any) -> None:
     silent = "z" * 32
     pair.loop.apply(
         pair.sender,
-        AdmitPeer(seq=0, session=silent, geometry=pair.destination, window_bytes=2 * pair.source.page_bytes),
+        AdmitPeer(seq=0, session=silent, geometries=(pair.destination,), window_bytes=2 * pair.source.page_bytes),
     )
     peer = RawPeer(context, pair.loop, pair.sender.port, session=silent)
     assert isinstance(peer.take()[0], Attached)

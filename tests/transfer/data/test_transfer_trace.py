@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from headrace.core.messages.orders import AdmitPeer, ChunkAcked, SendChunk, SendFailed
+from headrace.core.messages.orders import AdmitPeer, SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, SendFailed
 from headrace.core.trace import Buffer, TransferTrace
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
@@ -29,7 +30,7 @@ class Bench:
             CONFIG, stage=0, geometry=SOURCE, store=random_store(SOURCE, 8), context=context, transfers=self.transfers
         )
         self.loop = Loop(self.sender)
-        admit = AdmitPeer(seq=0, session=SESSION, geometry=HALVES[0], geometries=HALVES, window_bytes=1 << 20)
+        admit = AdmitPeer(seq=0, session=SESSION, geometries=HALVES, window_bytes=1 << 20)
         self.loop.apply(self.sender, admit)
         self.peers = [RawPeer(context, self.loop, self.sender.port, peer_stage=stage) for stage in (0, 1)]
         for peer in self.peers:

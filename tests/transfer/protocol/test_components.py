@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.messages.orders import ChunkAcked, ReceiveFailed
+from headrace.core.messages.stage_events import ChunkAcked, ReceiveFailed
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.geometry import KV, Component, Geometry
 from headrace.transfer.backends.shm import host_token

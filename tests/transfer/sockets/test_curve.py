@@ -12,8 +12,8 @@ import zmq
 from msgspec.structs import replace
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.orders import KvReceived
 from headrace.core.messages.peers import ConnectPrefill, PeerJoined, PrefillDown, PrefillUp
+from headrace.core.messages.stage_events import KvReceived
 from headrace.server.config.curve_keys import write_pair
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer

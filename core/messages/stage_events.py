@@ -1,0 +1,197 @@
+"""Stage events: what stages report to the scheduler (ZMQ or a Unix socket, msgpack).
+
+Some answer an order, each order of these kinds once:
+
+    CancelSend ─► SendCancelled        PrepareReceive ─► ReceivePrepared       Heartbeat ─► StageHeartbeat
+    Forward ─► PlanDone                CancelReceive ─► ReceiveCancelled       StopRecording ─► RecordingStopped
+                                       CloseSession ─► SessionClosed
+
+The orders: core/messages/orders.py.
+"""
+
+import msgspec
+
+from headrace.core.stats import Stats
+from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.request import FirstToken, TokenLogprob
+
+
+class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of stage events."""
+
+    stage: int
+    """Pipeline rank of the reporting stage."""
+
+
+class StageReady(StageEvent, frozen=True, kw_only=True):
+    """Weights are loaded, the KV pool is allocated and the stage is warmed up."""
+
+    geometry: Geometry
+    """Shape of this stage's KV pool."""
+    fingerprint: str
+    """Names what the model computes, the same on every stage (engine/model/fingerprint.py)."""
+    data_port: int
+    """Port where peers attach to this stage."""
+    kv_pages: int
+    """Pages in the pool."""
+    vocab_size: int
+    data_host: str = ""
+    """Host where peers attach to this stage."""
+    epoch: int = 0
+    """Counts the starts of the group of stages."""
+    cost: tuple[float, float, float] | None = None
+    """(a, b, c) of the a·l² + b·l + c seconds that a prompt of l tokens takes here; None where it was not measured."""
+    backends: tuple[str, ...] = (ZMQ,)
+    """Transfer backends that work here, best first."""
+    host: str = ""
+    """Token of the host's shared memory; "" where there is none."""
+    nixl: str = ""
+    """Version of NIXL; "" where it is not used."""
+    memory: PoolMemory | None = None
+    """How peers may write into the pool; None where they may not."""
+
+
+class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token sampled for a row."""
+
+    request: int
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of prompt tokens at positions [start, start + len(entries))."""
+
+    request: int
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+class PlanDone(StageEvent, frozen=True, kw_only=True):
+    """A Forward has been computed on this stage."""
+
+    seq: int
+    """seq of the Forward."""
+    duration_s: float
+    """Seconds from the start of the stage's layers to the end of sampling or passing on; waiting is not included."""
+    samples: tuple[SampledToken, ...] = ()
+    """One for each row that samples, in row order; from the last stage only."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """From the last stage only."""
+
+
+class ChunkAcked(StageEvent, frozen=True, kw_only=True):
+    """Every stage of the peer that shares KV with this one has written a chunk, and its checksum was right."""
+
+    request: int
+    chunk: int
+    bytes: int
+    """Payload bytes, summed over the peer's stages."""
+
+
+class SendFailed(StageEvent, frozen=True, kw_only=True):
+    """The peer refused a chunk (checksum, bounds), or the chunk could not be sent."""
+
+    request: int
+    code: str
+    """Error code; "cancelled" means that the peer does not expect the chunk any more."""
+    message: str
+
+
+class PeerLost(StageEvent, frozen=True, kw_only=True):
+    """A write into a peer's pages was lost on its way, so there is no telling when its last byte arrives. The session
+    has to end."""
+
+    session: str
+    reason: str
+
+
+class SendCancelled(StageEvent, frozen=True, kw_only=True):
+    """Answer to CancelSend: no byte of the request is queued or being written."""
+
+    request: int
+
+
+class ReceivePrepared(StageEvent, frozen=True, kw_only=True):
+    """Answer to PrepareReceive."""
+
+    request: int
+
+
+class KvReceived(StageEvent, frozen=True, kw_only=True):
+    """All KV of a request, from every stage of the prefill server that shares KV with this one, is in the pool, and so
+    is the metadata row."""
+
+    request: int
+    first: FirstToken
+    bytes: int
+    """Payload bytes received."""
+    chunks: int
+    """Chunks received, over all of the prefill server's stages."""
+
+
+class ChunkReceived(StageEvent, frozen=True, kw_only=True):
+    """A chunk of a request has been written to the pool; restarts the scheduler's deadline for the prefill server."""
+
+    request: int
+
+
+class ReceiveFailed(StageEvent, frozen=True, kw_only=True):
+    """Incoming KV was bad (checksum, bounds, metadata of another ticket)."""
+
+    request: int
+    code: str
+    message: str
+
+
+class ReceiveCancelled(StageEvent, frozen=True, kw_only=True):
+    """Answer to CancelReceive: the request's pages are not written any more."""
+
+    request: int
+
+
+class SessionClosed(StageEvent, frozen=True, kw_only=True):
+    """Answer to CloseSession: the peer cannot write into this stage's pool through the session any more. Takes as
+    long as a stopped process of the peer stays stopped."""
+
+    session: str
+
+
+class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
+    """Answer to Heartbeat, with the stage's counters."""
+
+    stats: Stats
+
+
+class RecordingStopped(StageEvent, frozen=True, kw_only=True):
+    """Answer to StopRecording."""
+
+    trace: int
+    spans: bytes
+    """Encoded headrace.core.trace.StageTrace, which the scheduler passes on unread."""
+
+
+class StageFailed(StageEvent, frozen=True, kw_only=True):
+    """The stage cannot go on; its process ends after this."""
+
+    message: str
+
+
+AnyStageEvent = (
+    StageReady
+    | PlanDone
+    | ChunkAcked
+    | SendFailed
+    | PeerLost
+    | SendCancelled
+    | ReceivePrepared
+    | KvReceived
+    | ChunkReceived
+    | ReceiveFailed
+    | ReceiveCancelled
+    | SessionClosed
+    | StageHeartbeat
+    | RecordingStopped
+    | StageFailed
+)
