@@ -1,10 +1,10 @@
 """The scheduler: events in, effects out; pure and deterministic.
 
-Submit ─► admission ─► rendezvous (exit "wire") ─► waiting ─► planner ─► Forward … PlanDone ─► generate
-                │                                     │                                           │
-                └─────────── entrance "wire" ─────► fetch ─────────────────────────────────────►  │
-                                                                    handoff (exit "wire") ◄───────┘
-all of them ─► endings
+Submit ─► admission ─► rendezvous (SendTo) ─► waiting ─► planner ─► Forward … PlanDone ─► generation
+                │                                │                                          │
+                └───────── FetchFrom ─────────► fetch ────────────────────────────────────► │
+                                                                  handoff (SendTo) ◄────────┘
+every request ends in completion
 """
 
 from headrace.core.config import SchedulerConfig
@@ -241,7 +241,7 @@ class Scheduler:
         request = self._state.rids.get(event.rid)
         if request is None:
             self._state.drop("unknown_rid")
-        elif event.finish and request.submit.exit == "here":
+        elif event.finish and request.decodes_here:
             self._endings.complete(request, "stop", now)
         else:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)

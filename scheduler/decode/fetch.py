@@ -34,7 +34,7 @@ from headrace.core.messages.peers import (
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FetchFrom, FirstToken
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
@@ -100,11 +100,10 @@ class RemoteFetch:
 
     def start(self, request: Request, now: float) -> bool:
         """Lease and expect; False when there are no pages or no metadata row for it now."""
-        state = self._state
-        server = state.prefills[request.submit.prefill or ""]
-        ticket = request.submit.ticket
+        state, route = self._state, request.route
+        assert isinstance(route, FetchFrom), "only such requests are fetched"
+        server, ticket = state.prefills[route.prefill], route.ticket
         assert server.session is not None, "requests fail when their prefill server goes down"
-        assert ticket is not None, "admission has seen to it"
         if not state.metadata_rows.free:
             return False
         lease = state.cache.acquire(request.tokens, request.salt)
@@ -159,6 +158,8 @@ class RemoteFetch:
             return
         assert request.lease is not None, "start() has seen to it"
         assert request.row is not None, "start() has seen to it"
+        assert isinstance(request.route, FetchFrom), "only such requests are fetched"
+        posting = request.route.posting
         state.deadlines.clear(Timer.ANSWER, request.arrival)
         incoming.reserved, incoming.exposed = True, incoming.direct
         state.out.add(
@@ -170,8 +171,8 @@ class RemoteFetch:
                 cached_tokens=request.cached_tokens,
                 pages=pack(request.lease.pages[request.lease.matched :]),
                 row=request.row,
-                wait=request.submit.wait,
-                prompt_hash=prompt_hash(request.submit.prompt) if request.submit.posted else "",
+                wait=posting != "done",
+                prompt_hash=prompt_hash(request.submit.prompt) if posting != "local" else "",
             )
         )
         state.out.add(Reserved(rid=request.rid))

@@ -3,6 +3,7 @@
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.messages.orders import PlanDone, SampledToken
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
+from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import COMPLETE, KvHandoff
 from headrace.scheduler.state.record import Phase, Request
@@ -88,7 +89,7 @@ class TokenGeneration:
         state.cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:
             self._progress(request)
-        if request.submit.exit == "here":
+        if request.decodes_here:
             self.accept(request, sampled, now)
         else:
             self._first_elsewhere(plan, request, sampled, now)
@@ -97,7 +98,7 @@ class TokenGeneration:
 
     def _first_elsewhere(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
         reason = self._append(request, sampled)
-        if request.submit.exit == "wire":
+        if isinstance(request.route, SendTo):
             self._handoff.first(plan, request, sampled, reason, now)
         else:
             self._endings.complete(request, reason or COMPLETE, now)

@@ -14,7 +14,7 @@ from headrace.core.messages.frontend import RequestFailed, RequestFinished
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, ControlServerEffect, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
 from headrace.scheduler.state.state import State
@@ -156,20 +156,20 @@ class Completion:
 
     def _leave_peers(self, request: Request, now: float) -> None:
         state = self._state
-        submit, outgoing = request.submit, request.outgoing
-        if submit.exit == "wire" and submit.ticket is not None:
+        route, outgoing = request.route, request.outgoing
+        if isinstance(route, SendTo):
             session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
             first = request.first if outgoing is None else None
             until = now + state.config.hold_lease_s
-            state.tickets.end(submit.ticket, Ended(session, generation, request.error, first, until))
+            state.tickets.end(route.ticket, Ended(session, generation, request.error, first, until))
         if outgoing is not None and outgoing.session in state.peers:
             state.peers[outgoing.session].requests.pop(request.arrival, None)
-        if submit.prefill is not None and submit.prefill in state.prefills:
-            state.prefills[submit.prefill].requests.pop(request.arrival, None)
+        if isinstance(route, FetchFrom) and route.prefill in state.prefills:
+            state.prefills[route.prefill].requests.pop(request.arrival, None)
 
     def _quiesce(self, request: Request, now: float) -> None:
         """Stop bytes that may be under way, in or out."""
-        state = self._state
+        state, route = self._state, request.route
         outgoing, incoming = request.outgoing, request.incoming
         sending = outgoing is not None and outgoing.chunks and (outgoing.unacked or request.phase is Phase.FAILED)
         receiving = incoming is not None and incoming.open
@@ -177,8 +177,13 @@ class Completion:
             session, ticket, generation = incoming.key
             reason = request.error.message if request.error else "no longer needed"
             state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
-        elif request.submit.posted and request.error is not None and (incoming is None or not incoming.reserved):
-            release(state, request.submit.prefill, request.submit.ticket, request.error.message)
+        elif (
+            isinstance(route, FetchFrom)
+            and route.posting != "local"
+            and request.error is not None
+            and (incoming is None or not incoming.reserved)
+        ):
+            release(state, route.prefill, route.ticket, request.error.message)
         if not state.ready or not (sending or receiving):
             return
         order = CancelSend if sending else CancelReceive
@@ -195,11 +200,11 @@ class Completion:
             self._state.out.add(farewell)
 
 
-def release(state: State, prefill: str | None, ticket: str | None, reason: str) -> None:
+def release(state: State, prefill: str, ticket: str, reason: str) -> None:
     """Tell a prefill server, if its control endpoint can be reached, that nobody will come for a ticket that was not
     reserved."""
-    server = state.prefills.get(prefill or "")
-    if server is not None and server.session is not None and ticket is not None:
+    server = state.prefills.get(prefill)
+    if server is not None and server.session is not None:
         state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))
 
 

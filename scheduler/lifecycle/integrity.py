@@ -68,7 +68,7 @@ def _record(state: State, request: Request) -> Iterator[str]:
     if (
         phase is Phase.INFLIGHT
         and request.outgoing is None
-        and not state.deadlines.active(Timer.LEASE if request.submit.hold else Timer.BOOTSTRAP, request.arrival)
+        and not state.deadlines.active(Timer.LEASE if request.held else Timer.BOOTSTRAP, request.arrival)
     ):
         yield f"{name} waits for a peer without a deadline"
     if request.arrival in state.prefilling and phase is not Phase.RUNNING:

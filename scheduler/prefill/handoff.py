@@ -48,7 +48,7 @@ class KvHandoff:
         if request.row is not None:
             proceed = self.resume if request.ahead else self._finish
             proceed(request, now)
-        if request.submit.hold:
+        if request.held:
             self._holding.computed(request, now)
 
     def resume(self, request: Request, now: float) -> None:

@@ -62,9 +62,9 @@ class HeldRequests:
         config = self._state.config
         self._state.counters.add("leases_expired_total")
         if now >= request.lease_limit:
-            text = f"no peer reserved ticket {request.submit.ticket} within the limit of {config.hold_limit_s:g} s"
+            text = f"no peer reserved ticket {request.ticket} within the limit of {config.hold_limit_s:g} s"
         else:
-            text = f"no peer reserved or renewed ticket {request.submit.ticket} within {config.hold_lease_s:g} s"
+            text = f"no peer reserved or renewed ticket {request.ticket} within {config.hold_lease_s:g} s"
         self._endings.fail(request, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504), now)
 
     def released(self, event: PeerReleased, now: float) -> None:
@@ -92,4 +92,4 @@ class HeldRequests:
 
 def _held(request: Request) -> bool:
     """Kept by a lease, or going to be; whoever else is computed ahead of its peer has a deadline for that."""
-    return request.submit.hold and request.unclaimed
+    return request.held and request.unclaimed

@@ -22,6 +22,7 @@ from headrace.core.types.errors import (
     ErrorInfo,
 )
 from headrace.core.types.packed import packed_length, prompt_hash, unpack
+from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.state.deadlines import Timer
@@ -66,11 +67,10 @@ class Rendezvous:
         if state.ready:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 
-    def arrive(self, request: Request, now: float) -> None:
+    def arrive(self, request: Request, route: SendTo, now: float) -> None:
         """Join a request that leaves by wire with its reservation, or wait. Some are computed meanwhile."""
         state = self._state
-        ticket = request.submit.ticket
-        assert ticket is not None, "admission has seen to it"
+        ticket = route.ticket
         state.tickets.claim(ticket, request)
         early = state.tickets.early.get(ticket)
         if early is not None:
@@ -80,7 +80,7 @@ class Rendezvous:
         if request.ahead:
             state.hold(request)
             state.waiting.push(request)
-        if not request.submit.hold:
+        if not route.hold:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:
@@ -137,7 +137,7 @@ class Rendezvous:
 
     def request_timed_out(self, request: Request, now: float) -> None:
         seconds = self._state.config.bootstrap_timeout_s
-        text = f"no peer reserved pages for ticket {request.submit.ticket} within {seconds:g} s"
+        text = f"no peer reserved pages for ticket {request.ticket} within {seconds:g} s"
         self._endings.fail(request, ErrorInfo(code=NO_PEER, message=text, status=504), now)
 
     def reservation_timed_out(self, ticket: str) -> None:

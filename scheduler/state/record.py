@@ -1,10 +1,10 @@
 """The record of one request: everything the scheduler knows about it, and the phase it is in.
 
-SUBMITTED ─► BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (exit "wire")
-                          WAITING ─► RUNNING ──► GENERATING ─► DONE         (exit "here")
-                          WAITING ─► FETCHING ─► GENERATING ─► DONE         (entrance "wire")
+SUBMITTED ─► BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (SendTo)
+                          WAITING ─► RUNNING ──► GENERATING ─► DONE         (DecodeHere)
+                          WAITING ─► FETCHING ─► GENERATING ─► DONE         (FetchFrom)
                              ▲────── preempted ──────┘
-                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (exit "wire", held for a later fetch)
+                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (SendTo, held)
 any of them ─► FAILED, which is absorbing and keeps the first reason
 """
 
@@ -16,7 +16,17 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import ControlServerEffect
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
-from headrace.core.types.request import FinishReason, FirstToken, HandoffStats, Timing, TokenLogprob, Usage
+from headrace.core.types.request import (
+    AnyRoute,
+    FetchFrom,
+    FinishReason,
+    FirstToken,
+    HandoffStats,
+    SendTo,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from headrace.scheduler.kv.lease import Lease
 
 
@@ -134,8 +144,12 @@ class Request:
     preempting: bool = False
     error: ErrorInfo | None = None
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    route: AnyRoute = field(init=False)
+    decodes_here: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.route = self.submit.route
+        self.decodes_here = self.route.decodes_here
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
@@ -143,6 +157,16 @@ class Request:
     @property
     def rid(self) -> str:
         return self.submit.rid
+
+    @property
+    def ticket(self) -> str:
+        """The ticket of a request whose KV is sent or fetched; "" for the others."""
+        return self.route.ticket if isinstance(self.route, SendTo | FetchFrom) else ""
+
+    @property
+    def held(self) -> bool:
+        """The client asked to have its KV held for a peer."""
+        return isinstance(self.route, SendTo) and self.route.hold
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.stats import Counters, Histograms
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
@@ -180,7 +181,7 @@ class State:
     def peer_of(self, request: Request) -> str:
         """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""
         if request.outgoing is None:
-            return request.submit.prefill or ""
+            return request.route.prefill if isinstance(request.route, FetchFrom) else ""
         peer = self.peers.get(request.outgoing.session)
         return "" if peer is None else peer.name
 
