@@ -36,15 +36,15 @@ class Admission:
         state = self._state
         self._arrivals += 1
         route = submit.route
-        ahead = self._held_for_later(submit) or self._optimistic(submit)
+        early_prefill = self._held_for_later(submit) or self._optimistic(submit)
         request = Request(
             submit=submit,
             arrival=self._arrivals,
             serial=state.new_serial(),
             arrived=now,
             token_limit=self._token_limit(submit),
-            phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not ahead else Phase.WAITING,
-            ahead=ahead,
+            phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
+            early_prefill=early_prefill,
         )
         state.records[request.serial] = state.arrivals[request.arrival] = request
         state.rids[submit.rid] = request
@@ -154,7 +154,7 @@ class Admission:
     def _unwanted(self, submit: Submit, now: float) -> ErrorInfo | None:
         """A peer has said that it will not come."""
         route = submit.route
-        reason = self._state.tickets.given_up(route.ticket, now) if isinstance(route, SendTo) else None
+        reason = self._state.tickets.pop_abandoned(route.ticket, now) if isinstance(route, SendTo) else None
         return None if reason is None else ErrorInfo(code=CANCELLED, message=reason, status=499)
 
     def _no_prefill(self, submit: Submit) -> ErrorInfo | None:

@@ -5,6 +5,7 @@ budget (chunk_tokens)  ├ decode rows, 1 each ┤ running prefills, in order �
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
+from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.decode.fetch import RemoteFetch
@@ -91,14 +92,14 @@ class Planner:
         the one before it leaves the last stage.
         """
         decoding = self._state.decoding
-        share = -(-len(decoding) // self._state.config.stages)
+        share = ceil_div(len(decoding), self._state.config.stages)
         for request in list(decoding.values()):
             if draft.full or len(draft.rows) >= share:
                 return
             if request.arrival not in decoding or not self._generate.make_room(request, now):
                 continue
             # A token that came by wire is given; one that this pipeline samples it has, reported or not.
-            token = b"" if request.sampled_here else request.packed(request.planned, request.planned + 1)
+            token = b"" if request.next_token_on_stages else request.packed(request.planned, request.planned + 1)
             self._add(draft, request, 1, token)
             if request.planned + 1 < request.token_limit:
                 decoding.move_to_end(request.arrival)
@@ -171,9 +172,9 @@ class Planner:
         )
         draft.add(row, PlannedRow(request, request.serial, end, sampled))
         request.planned = end
-        request.sampled_here = sampled
+        request.next_token_on_stages = sampled
         request.in_flight += 1
-        request.ordered = True
+        request.known_to_stages = True
 
     def _order(self, draft: BatchBuilder, now: float) -> None:
         state = self._state
