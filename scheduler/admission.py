@@ -3,7 +3,8 @@
 from headrace.core.messages.frontend import RequestFailed, Submit
 from headrace.core.messages.peers import AskRenew
 from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
-from headrace.core.types.packed import packed_length, unpack
+from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
+from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import release
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.state.deadlines import Timer
@@ -23,7 +24,7 @@ class Admission:
         self._arrivals = 0
 
     def submit(self, submit: Submit, now: float) -> None:
-        error = self._unavailable() or _malformed(submit) or self._in_use(submit) or self._misfit(submit)
+        error = self._unavailable() or _invalid_value(submit) or self._in_use(submit) or self._misfit(submit)
         error = error or self._overload(submit) or self._no_prefill(submit) or self._held_too_many(submit)
         error = error or self._unwanted(submit, now)
         if error is not None:
@@ -34,16 +35,16 @@ class Admission:
     def _admit(self, submit: Submit, now: float) -> None:
         state = self._state
         self._arrivals += 1
-        by_wire = submit.exit == "wire"
-        ahead = self._held_for_later(submit) or self._optimistic(submit)
+        route = submit.route
+        early_prefill = self._held_for_later(submit) or self._optimistic(submit)
         request = Request(
             submit=submit,
             arrival=self._arrivals,
             serial=state.new_serial(),
             arrived=now,
             token_limit=self._token_limit(submit),
-            phase=Phase.BOOTSTRAP if by_wire and not ahead else Phase.WAITING,
-            ahead=ahead,
+            phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
+            early_prefill=early_prefill,
         )
         state.records[request.serial] = state.arrivals[request.arrival] = request
         state.rids[submit.rid] = request
@@ -51,24 +52,25 @@ class Admission:
         state.count(request)
         if submit.deadline_s is not None:
             state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
-        if by_wire:
-            self._rendezvous.arrive(request, now)
+        if isinstance(route, SendTo):
+            self._rendezvous.arrive(request, route, now)
             return
         state.waiting.push(request)
-        if submit.entrance == "wire" and submit.prefill is not None:
-            server = state.prefills[submit.prefill]
+        if isinstance(route, FetchFrom):
+            server = state.prefills[route.prefill]
             server.requests[request.arrival] = request
-            if submit.posted and not submit.wait and submit.ticket and server.session:
-                state.out.add(AskRenew(session=server.session, ticket=submit.ticket))
+            if route.posting == "done" and server.session:
+                state.out.add(AskRenew(session=server.session, ticket=route.ticket))
 
     def _held_for_later(self, submit: Submit) -> bool:
         """To be computed before its peer comes."""
-        return submit.hold and submit.ticket not in self._state.tickets.early
+        route = submit.route
+        return isinstance(route, SendTo) and route.hold and route.ticket not in self._state.tickets.early
 
     def _optimistic(self, submit: Submit) -> bool:
         """To be computed while its peer gets ready, since there is room for that."""
-        state = self._state
-        if not state.config.optimistic_start or submit.exit != "wire" or submit.ticket in state.tickets.early:
+        state, route = self._state, submit.route
+        if not state.config.optimistic_start or not isinstance(route, SendTo) or route.ticket in state.tickets.early:
             return False
         return state.held_pages + state.cache.pages_for(packed_length(submit.prompt)) <= state.max_held_pages
 
@@ -82,10 +84,11 @@ class Admission:
         state = self._state
         state.counters.add("requests_total", labels=("refused", error.code))
         state.out.add(RequestFailed(rid=submit.rid, error=error))
-        if submit.exit == "wire" and submit.ticket:
-            self._rendezvous.refuse(submit.ticket, error)
-        if submit.posted and submit.ticket:
-            release(state, submit.prefill, submit.ticket, error.message)
+        match submit.route:
+            case SendTo(ticket=ticket) if ticket:
+                self._rendezvous.refuse(ticket, error)
+            case FetchFrom(prefill=prefill, ticket=ticket, posting="external" | "done") if ticket:
+                release(state, prefill, ticket, error.message)
 
     def _unavailable(self) -> ErrorInfo | None:
         if self._state.draining:
@@ -97,8 +100,9 @@ class Admission:
     def _in_use(self, submit: Submit) -> ErrorInfo | None:
         if submit.rid in self._state.rids:
             return ErrorInfo(code="rid_in_use", message=f"request {submit.rid} is active", status=409, field="rid")
-        if submit.exit == "wire" and submit.ticket and self._state.tickets.holder(submit.ticket) is not None:
-            text = f"ticket {submit.ticket} is used by another request"
+        route = submit.route
+        if isinstance(route, SendTo) and self._state.tickets.holder(route.ticket) is not None:
+            text = f"ticket {route.ticket} is used by another request"
             return ErrorInfo(code=TICKET_IN_USE, message=text, status=409, field="ticket")
         return None
 
@@ -113,7 +117,7 @@ class Admission:
         if pages > state.cache.total:
             text = f"the prompt of {length} tokens needs {pages} KV pages; the pool has {state.cache.total}"
             return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
-        if submit.hold and pages > state.max_held_pages:
+        if isinstance(submit.route, SendTo) and submit.route.hold and pages > state.max_held_pages:
             text = f"the prompt of {length} tokens needs {pages} KV pages; {state.max_held_pages} may be held for later"
             return ErrorInfo(code=TOO_LONG, message=text, status=400, field="prompt")
         ids = unpack(submit.prompt)
@@ -149,37 +153,32 @@ class Admission:
 
     def _unwanted(self, submit: Submit, now: float) -> ErrorInfo | None:
         """A peer has said that it will not come."""
-        reason = self._state.tickets.given_up(submit.ticket or "", now) if submit.exit == "wire" else None
+        route = submit.route
+        reason = self._state.tickets.pop_abandoned(route.ticket, now) if isinstance(route, SendTo) else None
         return None if reason is None else ErrorInfo(code=CANCELLED, message=reason, status=499)
 
     def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
-        if submit.entrance != "wire":
+        if not isinstance(submit.route, FetchFrom):
             return None
-        server = self._state.prefills.get(submit.prefill or "")
+        name = submit.route.prefill
+        server = self._state.prefills.get(name)
         if server is not None and server.session is not None:
             return None
-        return no_prefill(submit.prefill, "unknown" if server is None else "down")
+        return no_prefill(name, "unknown" if server is None else "down")
 
 
-def no_prefill(name: str | None, why: str) -> ErrorInfo:
+def no_prefill(name: str, why: str) -> ErrorInfo:
     return ErrorInfo(code="no_prefill", message=f"prefill server {name} is {why}", status=503, retry_after_s=1.0)
 
 
-def _malformed(submit: Submit) -> ErrorInfo | None:
-    """What no front end would send; checked since everything behind relies on it."""
-    problem: tuple[str, str] | None = None
-    if not submit.prompt or len(submit.prompt) % 4:
-        problem = ("prompt", "the prompt has to have at least one token")
+def _invalid_value(submit: Submit) -> ErrorInfo | None:
+    """Values that the types allow and no request can have. The front end refuses them before."""
+    if not submit.prompt or len(submit.prompt) % ITEM_BYTES:
+        field, text = "prompt", "the prompt has to have at least one token"
     elif submit.sampling.max_tokens < 1:
-        problem = ("max_tokens", f"max_tokens is {submit.sampling.max_tokens}; it has to be at least 1")
-    elif "wire" in (submit.entrance, submit.exit) and not submit.ticket:
-        problem = ("ticket", "a handoff needs a ticket")
-    elif submit.hold and submit.exit != "wire":
-        problem = ("hold", "only KV that leaves by wire can be held for a peer")
-    elif submit.posted and submit.entrance != "wire":
-        problem = ("posted", "only KV that comes by wire can be somebody else's")
-    elif submit.entrance == "wire" and submit.exit != "here":
-        problem = ("exit", "a request whose KV comes by wire is decoded here")
-    if problem is None:
+        field, text = "max_tokens", f"max_tokens is {submit.sampling.max_tokens}; it has to be at least 1"
+    elif isinstance(submit.route, SendTo | FetchFrom) and not submit.route.ticket:
+        field, text = "ticket", "a handoff needs a ticket"
+    else:
         return None
-    return ErrorInfo(code="invalid_value", message=problem[1], status=400, field=problem[0])
+    return ErrorInfo(code="invalid_value", message=text, status=400, field=field)

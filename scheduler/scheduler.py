@@ -1,10 +1,10 @@
 """The scheduler: events in, effects out; pure and deterministic.
 
-Submit ─► admission ─► rendezvous (exit "wire") ─► waiting ─► planner ─► Forward … PlanDone ─► generate
-                │                                     │                                           │
-                └─────────── entrance "wire" ─────► fetch ─────────────────────────────────────►  │
-                                                                    handoff (exit "wire") ◄───────┘
-all of them ─► endings
+Submit ─► admission ─► rendezvous (SendTo) ─► waiting ─► planner ─► Forward … PlanDone ─► generation
+                │                                │                                          │
+                └───────── FetchFrom ─────────► fetch ────────────────────────────────────► │
+                                                                  handoff (SendTo) ◄────────┘
+every request ends in completion
 """
 
 from headrace.core.config import SchedulerConfig
@@ -87,15 +87,15 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._state = State(config)
-        self._endings = Completion(self._state)
-        self._holding = HeldRequests(self._state, self._endings)
-        self._handoff = KvHandoff(self._state, self._endings, self._holding)
-        self._rendezvous = Rendezvous(self._state, self._endings, self._handoff)
+        self._completion = Completion(self._state)
+        self._holding = HeldRequests(self._state, self._completion)
+        self._handoff = KvHandoff(self._state, self._completion, self._holding)
+        self._rendezvous = Rendezvous(self._state, self._completion, self._handoff)
         self._admission = Admission(self._state, self._rendezvous)
-        self._generate = TokenGeneration(self._state, self._endings, self._handoff)
-        self._fetch = RemoteFetch(self._state, self._endings, self._generate)
+        self._generate = TokenGeneration(self._state, self._completion, self._handoff)
+        self._fetch = RemoteFetch(self._state, self._completion, self._generate)
         self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
-        self._stages = StageGroup(self._state, self._endings, self._generate)
+        self._stages = StageGroup(self._state, self._completion, self._generate)
         self._tracing = Tracing(self._state)
         self._drained = False
         self._problems: list[str] = []
@@ -235,17 +235,17 @@ class Scheduler:
         if request is None:
             self._state.drop("unknown_request")
         else:
-            self._endings.answered(request, event.stage)
+            self._completion.answered(request, event.stage)
 
     def _abort(self, event: Abort, now: float) -> None:
         request = self._state.rids.get(event.rid)
         if request is None:
             self._state.drop("unknown_rid")
-        elif event.finish and request.submit.exit == "here":
-            self._endings.complete(request, "stop", now)
+        elif event.finish and request.decodes_here:
+            self._completion.complete(request, "stop", now)
         else:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
-            self._endings.fail(request, error, now)
+            self._completion.fail(request, error, now)
 
     def _drain(self, now: float) -> None:
         """Requests that only a lease keeps are not waited for."""
@@ -285,4 +285,4 @@ class Scheduler:
                 self._stages.answer_timed_out(request, now)
             case _:
                 text = f"not done within the deadline of {request.submit.deadline_s:g} s"
-                self._endings.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)
+                self._completion.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)

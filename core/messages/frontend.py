@@ -5,7 +5,15 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.trace import SchedulerTrace
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import Entrance, Exit, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.core.types.request import (
+    AnyRoute,
+    DecodeHere,
+    HandoffStats,
+    SamplingParams,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 
 
 class FrontendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -13,25 +21,27 @@ class FrontendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Submit(FrontendRequest, frozen=True, kw_only=True):
-    """One prompt. prompt: packed int32 token ids. ticket is set when a wire is involved; prefill names the
-    prefill server (entrance "wire"). hold (exit "wire"): compute before a peer has come, and keep the KV for one under
-    a lease. posted (entrance "wire"): somebody else brings the prompt to the prefill server under this ticket; wait: it
-    may still be on its way there. deadline_s: seconds the client is willing to wait in all."""
+    """One prompt to compute or fetch, and to decode, hand over or drop."""
 
     rid: str
+    """Unique id of the request."""
+
     prompt: bytes
+    """Packed int32 token ids."""
+
     sampling: SamplingParams
-    entrance: Entrance = "compute"
-    exit: Exit = "here"
-    ticket: str | None = None
-    prefill: str | None = None
-    hold: bool = False
-    posted: bool = False
-    wait: bool = True
+    route: AnyRoute = DecodeHere()
+    """Where the KV comes from and where it goes."""
+
     priority: int = 0
     deadline_s: float | None = None
+    """Seconds that the client waits in all; None: no limit."""
+
     cache_salt: str = ""
+    """Prompts share cached pages only with prompts of the same salt."""
+
     progress: bool = False
+    """Send Progress messages."""
 
 
 class Abort(FrontendRequest, frozen=True, kw_only=True):
@@ -143,7 +153,7 @@ class PrefillState(SchedulerReply, frozen=True, kw_only=True):
 
 
 class Reserved(SchedulerReply, frozen=True, kw_only=True):
-    """Entrance "wire": pages are leased here and the prefill's control endpoint has been told; post the prompt now."""
+    """Route FetchFrom: pages are leased here and reserved at the prefill server; post the prompt now."""
 
     rid: str
 

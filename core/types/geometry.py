@@ -11,6 +11,16 @@ MAX_COMPONENTS = 16
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Parts of this size that hold so many items: count / size, rounded up."""
+    return -(-count // size)
+
+
+def pages_spanned(start: int, end: int, page_size: int) -> int:
+    """Pages that positions [start, end) lie in, where page n begins at position n * page_size; end > start."""
+    return ceil_div(end, page_size) - start // page_size
+
+
 class Component(msgspec.Struct, frozen=True):
     """One rank's part of KV of one kind: [pages, layers, planes, kv_heads, page_size, head_dim] elements of dtype, in
     the pages of the same tokens.
@@ -89,4 +99,4 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many token positions."""
-        return -(-tokens // self.page_size)
+        return ceil_div(tokens, self.page_size)

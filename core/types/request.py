@@ -1,12 +1,66 @@
-"""Request and sampling types, and what a request ends with."""
+"""Request types: sampling parameters, the route of the KV cache, results and timing."""
 
 from typing import Literal
 
 import msgspec
 
-Entrance = Literal["compute", "wire"]  # how a request's KV gets in
-Exit = Literal["wire", "fake", "here"]  # sent to a peer, dropped (warm-up, benchmarks), decoded on this server
 FinishReason = Literal["stop", "length"]
+PromptPosting = Literal["local", "external", "done"]
+"""Who posts the prompt of a fetched request to the prefill server.
+
+"local": this server, once its pages are reserved there. "external": a router, before or after the reservation arrives.
+"done": a router has posted it, so a prefill server that does not know the ticket fails the reservation at once.
+"""
+
+
+class Route(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
+    """Base of the routes: the source of a request's KV cache and its sink.
+
+    route        KV source                  KV sink
+    DecodeHere   computed here              decoded here
+    SendTo       computed here              remote: a decode peer
+    FetchFrom    remote: a prefill server   decoded here
+    Discard      computed here              none
+    """
+
+    @property
+    def decodes_here(self) -> bool:
+        """Tokens after the first one are generated on this server."""
+        return isinstance(self, DecodeHere | FetchFrom)
+
+
+class DecodeHere(Route, frozen=True):
+    """Compute the prompt and decode it on this server."""
+
+
+class SendTo(Route, frozen=True):
+    """Compute the prompt and send its KV to the decode peer that reserves the ticket."""
+
+    ticket: str
+    """Name under which the peer reserves."""
+
+    hold: bool = False
+    """Answer once the prompt is computed, and keep its KV under a lease until a peer reserves the ticket."""
+
+
+class FetchFrom(Route, frozen=True):
+    """Fetch the KV from a prefill server and decode on this server."""
+
+    prefill: str
+    """Name of the prefill server, as in AddPrefill."""
+
+    ticket: str
+    """Name under which the prefill server hands the KV over."""
+
+    posting: PromptPosting = "local"
+    """Who posts the prompt to the prefill server."""
+
+
+class Discard(Route, frozen=True):
+    """Compute the prompt, report the first token and drop the KV (warm-up, health probes, benchmarks)."""
+
+
+AnyRoute = DecodeHere | SendTo | FetchFrom | Discard
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,7 +5,9 @@ budget (chunk_tokens)  ├ decode rows, 1 each ┤ running prefills, in order �
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
+from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
+from headrace.core.types.request import FetchFrom
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
@@ -66,7 +68,7 @@ class Planner:
         """Start those who wait, in the policy's order: fetches at any time, prefills only into a draft with room."""
         state = self._state
         while state.ready and (head := state.waiting.head(now)) is not None:
-            fetching = head.submit.entrance == "wire" and head.incoming is None
+            fetching = isinstance(head.route, FetchFrom) and head.incoming is None
             if not fetching and (draft is None or draft.full or self._crowded()):
                 return
             attempt = (head.serial, state.cache.version, state.metadata_rows.free)
@@ -90,14 +92,14 @@ class Planner:
         the one before it leaves the last stage.
         """
         decoding = self._state.decoding
-        share = -(-len(decoding) // self._state.config.stages)
+        share = ceil_div(len(decoding), self._state.config.stages)
         for request in list(decoding.values()):
             if draft.full or len(draft.rows) >= share:
                 return
             if request.arrival not in decoding or not self._generate.make_room(request, now):
                 continue
             # A token that came by wire is given; one that this pipeline samples it has, reported or not.
-            token = b"" if request.sampled_here else request.packed(request.planned, request.planned + 1)
+            token = b"" if request.next_token_on_stages else request.packed(request.planned, request.planned + 1)
             self._add(draft, request, 1, token)
             if request.planned + 1 < request.token_limit:
                 decoding.move_to_end(request.arrival)
@@ -146,7 +148,7 @@ class Planner:
         if request.planned < request.target:
             return
         del state.prefilling[request.arrival]
-        if request.submit.exit == "here" and request.planned + 1 < request.token_limit:
+        if request.decodes_here and request.planned + 1 < request.token_limit:
             state.decoding[request.arrival] = request
 
     def _add(self, draft: BatchBuilder, request: Request, count: int, tokens: bytes) -> None:
@@ -163,16 +165,16 @@ class Planner:
             pages=pack(lease.pages[: self._state.cache.pages_for(end)]),
             tokens=tokens,
             sample=sampling if sampled else None,
-            feeds=sampled and request.submit.exit == "here" and end + 1 < request.token_limit,
+            feeds=sampled and request.decodes_here and end + 1 < request.token_limit,
             prompt_logprobs=logprobs,
             generated=max(0, end - request.prompt_tokens),
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         draft.add(row, PlannedRow(request, request.serial, end, sampled))
         request.planned = end
-        request.sampled_here = sampled
+        request.next_token_on_stages = sampled
         request.in_flight += 1
-        request.ordered = True
+        request.known_to_stages = True
 
     def _order(self, draft: BatchBuilder, now: float) -> None:
         state = self._state

@@ -20,9 +20,9 @@ class StageGroup:
     Every start of the group has its epoch, so that stages of different starts are never taken for one engine.
     """
 
-    def __init__(self, state: State, endings: Completion, generate: TokenGeneration) -> None:
+    def __init__(self, state: State, completion: Completion, generate: TokenGeneration) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
         self._generate = generate
         self._up: dict[int, StageReady] = {}
         self._epoch = 0
@@ -101,7 +101,7 @@ class StageGroup:
             self.failed(silent, text, now)
 
     def answer_timed_out(self, request: Request, now: float) -> None:
-        silent = request.awaiting or (request.incoming.unready if request.incoming is not None else set())
+        silent = request.awaiting_stages or (request.incoming.unready if request.incoming is not None else set())
         if silent:
             stage = min(silent)
             text = f"stage {stage} has not answered in {self._state.config.stage_timeout_s:g} s"
@@ -127,7 +127,7 @@ class StageGroup:
         state.plans.clear()
         state.bubbles.reset()
         state.deadlines.clear(Timer.PLAN, 0)
-        self._endings.void(error, now)
+        self._completion.void(error, now)
         state.new_cache(state.cache.total)
 
     def announce(self, reason: str) -> None:

@@ -32,13 +32,14 @@ from headrace.core.messages.stage_events import (
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FetchFrom, FirstToken
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import IncomingTransfer, Phase, Request
+from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import PrefillPeer, State
+from headrace.scheduler.state.transfers import IncomingTransfer, RemoteWriter
 
 DEFAULT_STATUS = 502
 
@@ -46,9 +47,9 @@ DEFAULT_STATUS = 502
 class RemoteFetch:
     """Prefill servers, and the FETCHING phase."""
 
-    def __init__(self, state: State, endings: Completion, generate: TokenGeneration) -> None:
+    def __init__(self, state: State, completion: Completion, generate: TokenGeneration) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
         self._generate = generate
         self._generations = 0
 
@@ -98,11 +99,10 @@ class RemoteFetch:
 
     def start(self, request: Request, now: float) -> bool:
         """Lease and expect; False when there are no pages or no metadata row for it now."""
-        state = self._state
-        server = state.prefills[request.submit.prefill or ""]
-        ticket = request.submit.ticket
+        state, route = self._state, request.route
+        assert isinstance(route, FetchFrom), "only such requests are fetched"
+        server, ticket = state.prefills[route.prefill], route.ticket
         assert server.session is not None, "requests fail when their prefill server goes down"
-        assert ticket is not None, "admission has seen to it"
         if not state.metadata_rows.free:
             return False
         lease = state.cache.acquire(request.tokens, request.salt)
@@ -120,12 +120,12 @@ class RemoteFetch:
             unready=set(state.stages),
             missing=set(state.stages),
             pages=len(lease.pages) - lease.matched,
-            direct=writes_directly(server.backend),
+            writer=RemoteWriter.IDLE if writes_directly(server.backend) else RemoteWriter.NONE,
         )
         state.fetches[incoming.key] = request
         state.unplanned -= request.unplanned
         request.planned = request.target
-        request.ordered = True
+        request.known_to_stages = True
         state.counters.add("prompt_tokens_total", request.prompt_tokens)
         state.counters.add("cached_tokens_total", request.cached_tokens)
         state.enter(request, Phase.FETCHING, now)
@@ -157,8 +157,10 @@ class RemoteFetch:
             return
         assert request.lease is not None, "start() has seen to it"
         assert request.row is not None, "start() has seen to it"
+        assert isinstance(request.route, FetchFrom), "only such requests are fetched"
+        posting = request.route.posting
         state.deadlines.clear(Timer.ANSWER, request.arrival)
-        incoming.reserved, incoming.exposed = True, incoming.direct
+        incoming.reserve()
         state.out.add(
             AskReserve(
                 session=incoming.session,
@@ -168,8 +170,8 @@ class RemoteFetch:
                 cached_tokens=request.cached_tokens,
                 pages=pack(request.lease.pages[request.lease.matched :]),
                 row=request.row,
-                wait=request.submit.wait,
-                prompt_hash=prompt_hash(request.submit.prompt) if request.submit.posted else "",
+                wait=posting != "done",
+                prompt_hash=prompt_hash(request.submit.prompt) if posting != "local" else "",
             )
         )
         state.out.add(Reserved(rid=request.rid))
@@ -195,7 +197,7 @@ class RemoteFetch:
         if incoming.missing:
             return
         assert request.lease is not None, "start() has seen to it"
-        incoming.open = incoming.exposed = False
+        incoming.receive()
         del state.fetches[incoming.key]
         request.computed = request.target
         state.cache.publish(request.lease, request.tokens, request.computed)
@@ -207,12 +209,12 @@ class RemoteFetch:
             self._state.drop("unknown_request")
             return
         error = ErrorInfo(code=event.code, message=event.message, status=DEFAULT_STATUS, stage=event.stage)
-        self._endings.fail(request, error, now)
+        self._completion.fail(request, error, now)
 
     def ticket_failed(self, event: TicketFailed, now: float) -> None:
         request = self._ended_ticket(event)
         if request is not None:
-            self._endings.fail(request, event.error, now)
+            self._completion.fail(request, event.error, now)
 
     def ticket_finished(self, event: TicketFinished, now: float) -> None:
         """The prefill ended the request with its first token. Bytes it had sent before may still be coming in."""
@@ -237,8 +239,8 @@ class RemoteFetch:
         del state.revoking[event.session]
         for request in list(state.fetches.values()):
             if request.incoming is not None and request.incoming.session == event.session:
-                request.incoming.exposed = False
-                self._endings.settle(request)
+                request.incoming.stop_writer()
+                self._completion.release_if_safe(request)
 
     def _unfit(self, request: Request, first: FirstToken, now: float) -> bool:
         """Fail a request whose metadata cannot be: the model would be asked for a token that it does not have."""
@@ -250,7 +252,7 @@ class RemoteFetch:
             text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
         else:
             return False
-        self._endings.fail(request, ErrorInfo(code="bad_metadata", message=text, status=DEFAULT_STATUS), now)
+        self._completion.fail(request, ErrorInfo(code="bad_metadata", message=text, status=DEFAULT_STATUS), now)
         return True
 
     def _first(self, request: Request, first: FirstToken, now: float) -> None:
@@ -270,10 +272,10 @@ class RemoteFetch:
         if request is None or request.incoming is None:
             self._state.drop("unknown_ticket")
             return None
-        request.incoming.ended, request.incoming.exposed = True, False
+        request.incoming.end()
         if not request.ended:
             return request
-        self._endings.settle(request)
+        self._completion.release_if_safe(request)
         return None
 
     def _lose(self, server: PrefillPeer, reason: str, now: float) -> None:
@@ -282,11 +284,11 @@ class RemoteFetch:
         session, server.session = server.session, None
         for request in list(server.requests.values()):
             if request.phase is Phase.WAITING and request.incoming is None:
-                self._endings.fail(request, no_prefill(server.name, "down"), now)
+                self._completion.fail(request, no_prefill(server.name, "down"), now)
             elif request.phase is Phase.FETCHING and request.incoming is not None:
-                request.incoming.ended = True
+                request.incoming.lose()
                 error = ErrorInfo(code=PEER_GONE, message=f"the prefill server is gone: {reason}", status=502)
-                self._endings.fail(request, error, now)
+                self._completion.fail(request, error, now)
         if session is not None and state.ready:
             state.revoking[session] = set(state.stages)
             state.out.add(CloseSession(seq=state.out.next_seq(), session=session))

@@ -3,6 +3,7 @@
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
+from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import COMPLETE, KvHandoff
 from headrace.scheduler.state.record import Phase, Request
@@ -12,9 +13,9 @@ from headrace.scheduler.state.state import Plan, PlannedRow, State
 class TokenGeneration:
     """Applies the results of plans to requests."""
 
-    def __init__(self, state: State, endings: Completion, handoff: KvHandoff) -> None:
+    def __init__(self, state: State, completion: Completion, handoff: KvHandoff) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
         self._handoff = handoff
 
     def done(self, plan: Plan, event: PlanDone, now: float) -> None:
@@ -27,7 +28,7 @@ class TokenGeneration:
         for row in plan.rows:
             row.request.in_flight -= 1
             if row.request.ended:
-                self._endings.settle(row.request)
+                self._completion.release_if_safe(row.request)
             else:
                 self._computed(plan, row, samples.get(row.serial), now)
         for request, chunk in plan.sends:
@@ -37,7 +38,7 @@ class TokenGeneration:
         """A token of a request that is decoded here. given_reason: why the prefill server says it ends with it."""
         reason = self._append(request, sampled) or given_reason
         if reason:
-            self._endings.complete(request, reason, now)
+            self._completion.complete(request, reason, now)
         elif request.phase is not Phase.GENERATING:
             self._state.enter(request, Phase.GENERATING, now)
             if not request.preempting and request.planned + 1 < request.token_limit:
@@ -69,7 +70,7 @@ class TokenGeneration:
         if state.cache.leases > 1 or request.in_flight:
             return
         if state.cache.pages_for(request.planned + 1) > state.cache.total:
-            self._endings.complete(request, "length", now)
+            self._completion.complete(request, "length", now)
         else:
             self._preempt(request, now)
 
@@ -83,12 +84,12 @@ class TokenGeneration:
             return
         if sampled is None:
             error = ErrorInfo(code=STAGE_FAILED, message="the last stage reported no token", status=503)
-            self._endings.fail(request, error, now)
+            self._completion.fail(request, error, now)
             return
         state.cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:
             self._progress(request)
-        if request.submit.exit == "here":
+        if request.decodes_here:
             self.accept(request, sampled, now)
         else:
             self._first_elsewhere(plan, request, sampled, now)
@@ -97,10 +98,10 @@ class TokenGeneration:
 
     def _first_elsewhere(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
         reason = self._append(request, sampled)
-        if request.submit.exit == "wire":
+        if isinstance(request.route, SendTo):
             self._handoff.first(plan, request, sampled, reason, now)
         else:
-            self._endings.complete(request, reason or COMPLETE, now)
+            self._completion.complete(request, reason or COMPLETE, now)
 
     def _append(self, request: Request, sampled: SampledToken) -> str:
         reason = request.append(sampled.token)
@@ -129,11 +130,11 @@ class TokenGeneration:
         state = self._state
         request.preempting = False
         state.preempting -= 1
-        self._endings.give_up(request)
+        self._completion.give_up(request)
         request.serial = state.new_serial()
         state.records[request.serial] = request
         request.planned = request.computed = 0
-        request.sampled_here = False
+        request.next_token_on_stages = False
         request.target = request.length
         state.unplanned += request.unplanned
         state.enter(request, Phase.WAITING, now)

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.page_allocator import PageAllocator
@@ -76,7 +77,7 @@ class KvCache:
         return len(self._leases)
 
     def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        return ceil_div(tokens, self._page_size)
 
     def acquire(self, tokens: bytes | bytearray, salt: str, extra: int = 0, match: bool = True) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.

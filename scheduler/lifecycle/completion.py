@@ -14,11 +14,12 @@ from headrace.core.messages.frontend import RequestFailed, RequestFinished
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, ControlServerEffect, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
+from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.tickets import Ended
+from headrace.scheduler.state.transfers import IncomingState, OutgoingTransfer
 
 
 class Completion:
@@ -38,7 +39,7 @@ class Completion:
         if outgoing is not None:
             self._prepare(outgoing, _tell_failed(outgoing, error))
         self._quiesce(request, now)
-        self.settle(request)
+        self.release_if_safe(request)
 
     def complete(self, request: Request, reason: str, now: float, first: FirstToken | None = None) -> None:
         """End a request that went well. first: it ended with its first token, and the peer gets no KV."""
@@ -56,39 +57,39 @@ class Completion:
         outgoing = request.outgoing
         if outgoing is not None:
             session, ticket, generation = outgoing.key
-            outgoing.farewell = TellFinished(session=session, ticket=ticket, generation=generation, first=first)
+            outgoing.final_reply = TellFinished(session=session, ticket=ticket, generation=generation, first=first)
         self._quiesce(request, now)
-        self.settle(request)
+        self.release_if_safe(request)
 
     def cancelled_by_peer(self, request: Request, reason: str, now: float) -> None:
         """The peer takes its ticket back, from a live request or from one that is ending."""
         outgoing = request.outgoing
         assert outgoing is not None, "only a peer that has reserved can cancel"
         session, ticket, generation = outgoing.key
-        outgoing.farewell = TellCancelled(session=session, ticket=ticket, generation=generation)
+        outgoing.final_reply = TellCancelled(session=session, ticket=ticket, generation=generation)
         if request.ended:
-            self.settle(request)
+            self.release_if_safe(request)
         else:
             self.fail(request, ErrorInfo(code=CANCELLED, message=f"the peer cancelled: {reason}", status=499), now)
 
     def answered(self, request: Request, stage: int) -> None:
         """A stage can write no more bytes for the request (Quiet, Forgotten)."""
-        if not request.awaiting:
+        if not request.awaiting_stages:
             self._state.drop("duplicate_answer")
             return
-        request.awaiting.discard(stage)
-        if not request.awaiting:
+        request.awaiting_stages.discard(stage)
+        if not request.awaiting_stages:
             self._state.deadlines.clear(Timer.ANSWER, request.arrival)
-        self.settle(request)
+        self.release_if_safe(request)
 
-    def settle(self, request: Request) -> None:
+    def release_if_safe(self, request: Request) -> None:
         """Go as far with an ended request as is safe by now."""
         incoming, outgoing = request.incoming, request.outgoing
-        if not request.ended or request.awaiting or (incoming is not None and incoming.exposed):
+        if not request.ended or request.awaiting_stages or (incoming is not None and incoming.remote_writes):
             return
-        if outgoing is not None and outgoing.farewell is not None:
-            self._say(outgoing.farewell)
-            outgoing.farewell = None
+        if outgoing is not None and outgoing.final_reply is not None:
+            self._say(outgoing.final_reply)
+            outgoing.final_reply = None
         if request.in_flight == 0:
             self._finish(request)
 
@@ -101,9 +102,9 @@ class Completion:
         if request.row is not None:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
-        if request.ordered:
+        if request.known_to_stages:
             state.out.add(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
-            request.ordered = False
+            request.known_to_stages = False
         del state.records[request.serial]
 
     def void(self, error: ErrorInfo, now: float) -> None:
@@ -113,15 +114,15 @@ class Completion:
         for request in list(state.records.values()):
             outgoing = request.outgoing
             if request.incoming is not None:
-                request.incoming.exposed = False
-            if outgoing is not None and outgoing.farewell is not None:  # its stages can no longer vouch for anything
-                outgoing.farewell = _tell_failed(outgoing, error)
+                request.incoming.stop_writer()
+            if outgoing is not None and outgoing.final_reply is not None:  # its stages can no longer vouch for anything
+                outgoing.final_reply = _tell_failed(outgoing, error)
             request.in_flight = 0
-            request.awaiting.clear()
-            request.ordered = False
+            request.awaiting_stages.clear()
+            request.known_to_stages = False
             state.deadlines.clear(Timer.ANSWER, request.arrival)
             if request.ended:
-                self.settle(request)
+                self.release_if_safe(request)
             else:
                 self.fail(request, error, now)
 
@@ -146,7 +147,7 @@ class Completion:
         if left is Phase.WAITING:
             state.waiting.remove(request)
         state.unhold(request)
-        state.rowless.pop(request.arrival, None)
+        state.awaiting_row.pop(request.arrival, None)
         state.prefilling.pop(request.arrival, None)
         state.decoding.pop(request.arrival, None)
         if request.preempting:
@@ -156,50 +157,55 @@ class Completion:
 
     def _leave_peers(self, request: Request, now: float) -> None:
         state = self._state
-        submit, outgoing = request.submit, request.outgoing
-        if submit.exit == "wire" and submit.ticket is not None:
+        route, outgoing = request.route, request.outgoing
+        if isinstance(route, SendTo):
             session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
             first = request.first if outgoing is None else None
             until = now + state.config.hold_lease_s
-            state.tickets.end(submit.ticket, Ended(session, generation, request.error, first, until))
+            state.tickets.end(route.ticket, Ended(session, generation, request.error, first, until))
         if outgoing is not None and outgoing.session in state.peers:
             state.peers[outgoing.session].requests.pop(request.arrival, None)
-        if submit.prefill is not None and submit.prefill in state.prefills:
-            state.prefills[submit.prefill].requests.pop(request.arrival, None)
+        if isinstance(route, FetchFrom) and route.prefill in state.prefills:
+            state.prefills[route.prefill].requests.pop(request.arrival, None)
 
     def _quiesce(self, request: Request, now: float) -> None:
         """Stop bytes that may be under way, in or out."""
-        state = self._state
+        state, route = self._state, request.route
         outgoing, incoming = request.outgoing, request.incoming
         sending = outgoing is not None and outgoing.chunks and (outgoing.unacked or request.phase is Phase.FAILED)
-        receiving = incoming is not None and incoming.open
-        if receiving and incoming is not None and incoming.reserved and not incoming.ended:
+        receiving = incoming is not None and incoming.state is not IncomingState.RECEIVED
+        if incoming is not None and incoming.state is IncomingState.RESERVED:
             session, ticket, generation = incoming.key
             reason = request.error.message if request.error else "no longer needed"
             state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
-        elif request.submit.posted and request.error is not None and (incoming is None or not incoming.reserved):
-            release(state, request.submit.prefill, request.submit.ticket, request.error.message)
+        elif (
+            isinstance(route, FetchFrom)
+            and route.posting != "local"
+            and request.error is not None
+            and (incoming is None or incoming.state is IncomingState.PREPARING)
+        ):
+            release(state, route.prefill, route.ticket, request.error.message)
         if not state.ready or not (sending or receiving):
             return
         order = CancelSend if sending else CancelReceive
         state.out.add(order(seq=state.out.next_seq(), request=request.serial))
-        request.awaiting = set(state.stages)
+        request.awaiting_stages = set(state.stages)
         state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
 
-    def _prepare(self, outgoing: OutgoingTransfer, farewell: ControlServerEffect) -> None:
-        if outgoing.farewell is None:  # else the peer's cancel came first, and is what gets answered
-            outgoing.farewell = farewell
+    def _prepare(self, outgoing: OutgoingTransfer, final_reply: ControlServerEffect) -> None:
+        if outgoing.final_reply is None:  # else the peer's cancel came first, and is what gets answered
+            outgoing.final_reply = final_reply
 
-    def _say(self, farewell: ControlServerEffect) -> None:
-        if farewell.session in self._state.peers:
-            self._state.out.add(farewell)
+    def _say(self, final_reply: ControlServerEffect) -> None:
+        if final_reply.session in self._state.peers:
+            self._state.out.add(final_reply)
 
 
-def release(state: State, prefill: str | None, ticket: str | None, reason: str) -> None:
+def release(state: State, prefill: str, ticket: str, reason: str) -> None:
     """Tell a prefill server, if its control endpoint can be reached, that nobody will come for a ticket that was not
     reserved."""
-    server = state.prefills.get(prefill or "")
-    if server is not None and server.session is not None and ticket is not None:
+    server = state.prefills.get(prefill)
+    if server is not None and server.session is not None:
         state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))
 
 

@@ -45,10 +45,10 @@ def _counts(state: State) -> Iterator[str]:
     unplanned = sum(request.unplanned for request in state.records.values())
     if unplanned != state.unplanned:
         yield f"{state.unplanned} unplanned tokens counted, {unplanned} found"
-    unclaimed = {request.arrival: request for request in state.records.values() if request.unclaimed}
-    pages = sum(state.cache.pages_for(request.prompt_tokens) for request in unclaimed.values())
-    if (unclaimed, pages) != (state.unclaimed, state.held_pages):
-        yield f"{len(state.unclaimed)} held requests, {state.held_pages} pages counted; {len(unclaimed)}, {pages} found"
+    awaiting_peer = {request.arrival: request for request in state.records.values() if request.awaiting_peer}
+    pages = sum(state.cache.pages_for(request.prompt_tokens) for request in awaiting_peer.values())
+    if (awaiting_peer, pages) != (state.awaiting_peer, state.held_pages):
+        yield f"{len(state.awaiting_peer)} held requests, {state.held_pages} pages counted; {len(awaiting_peer)}, {pages} found"
     preempting = sum(request.preempting for request in state.records.values())
     if preempting != state.preempting:
         yield f"{state.preempting} preemptions counted, {preempting} found"
@@ -63,12 +63,12 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} is {'still' if request.ended else 'not'} found by its id"
     if (request in state.waiting) != (phase is Phase.WAITING):
         yield f"{name} is {'' if request in state.waiting else 'not '}in the waiting queue"
-    if request.arrival in state.rowless and (request.lease is None or not request.ahead):
+    if request.arrival in state.awaiting_row and (request.lease is None or not request.early_prefill):
         yield f"{name} waits for a metadata row"
     if (
         phase is Phase.INFLIGHT
         and request.outgoing is None
-        and not state.deadlines.active(Timer.LEASE if request.submit.hold else Timer.BOOTSTRAP, request.arrival)
+        and not state.deadlines.active(Timer.LEASE if request.held else Timer.BOOTSTRAP, request.arrival)
     ):
         yield f"{name} waits for a peer without a deadline"
     if request.arrival in state.prefilling and phase is not Phase.RUNNING:
@@ -81,8 +81,8 @@ def _record(state: State, request: Request) -> Iterator[str]:
         yield f"{name} has no pages"
     if phase in (Phase.BOOTSTRAP, Phase.WAITING) and request.lease is not None:
         yield f"{name} has pages already"
-    exposed = request.incoming is not None and request.incoming.exposed
-    if request.ended and not request.awaiting and not exposed and not request.in_flight:
+    exposed = request.incoming is not None and request.incoming.remote_writes
+    if request.ended and not request.awaiting_stages and not exposed and not request.in_flight:
         yield f"{name} has ended and nothing keeps it"
     if exposed and not request.ended and phase is not Phase.FETCHING:
         yield f"{name} computes on pages that others may write"
@@ -98,7 +98,7 @@ def _idle(state: State) -> Iterator[str]:
         "ids": len(state.rids),
         "arrival numbers": len(state.arrivals),
         "waiting requests": len(state.waiting),
-        "requests without a row": len(state.rowless),
+        "requests without a row": len(state.awaiting_row),
         "prefills": len(state.prefilling),
         "decoding requests": len(state.decoding),
         "active tickets": state.tickets.active,

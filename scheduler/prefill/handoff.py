@@ -9,13 +9,15 @@ from headrace.core.messages.frontend import Progress
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
+from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
+from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import Plan, State
+from headrace.scheduler.state.transfers import OutgoingTransfer
 
 COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
 
@@ -23,9 +25,9 @@ COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
 class KvHandoff:
     """Sends what is computed, counts what has arrived, and ends the request when all of it has."""
 
-    def __init__(self, state: State, endings: Completion, holding: HeldRequests) -> None:
+    def __init__(self, state: State, completion: Completion, holding: HeldRequests) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
         self._holding = holding
 
     def follow(self, plan: Plan, request: Request, end: int) -> None:
@@ -40,16 +42,16 @@ class KvHandoff:
 
     def first(self, plan: Plan, request: Request, sampled: SampledToken, reason: str, now: float) -> None:
         """The plan has given the first token: send the rest, or end the request with that token."""
-        request.first = request.first_token(sampled.token, sampled.logprob, reason)
-        request.computed_by = plan.seq
+        request.first = request.make_first_token(sampled.token, sampled.logprob, reason)
+        request.first_token_plan = plan.seq
         if reason:
-            self._endings.complete(request, reason, now, request.first)
+            self._completion.complete(request, reason, now, request.first)
             return
         self._state.enter(request, Phase.INFLIGHT, now)
         if request.row is not None:
-            proceed = self.resume if request.ahead else self._finish
+            proceed = self.resume if request.early_prefill else self._finish
             proceed(request, now)
-        if request.submit.hold:
+        if request.held:
             self._holding.computed(request, now)
 
     def resume(self, request: Request, now: float) -> None:
@@ -59,7 +61,7 @@ class KvHandoff:
         assert outgoing is not None, "a row is given out with the peer"
         size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)
         while (end := outgoing.sent + length) < request.prompt_tokens:
-            self._send(request, outgoing, end - end % size, request.computed_by, None)
+            self._send(request, outgoing, end - end % size, request.first_token_plan, None)
         self._finish(request, now)
 
     def reached(self, request: Request, chunk: int, now: float) -> None:
@@ -67,9 +69,7 @@ class KvHandoff:
         outgoing = request.outgoing
         if request.ended or outgoing is None:
             return
-        if not outgoing.overdue:
-            outgoing.silent_since = now
-        outgoing.armed = max(outgoing.armed, chunk)
+        outgoing.reach(chunk, now)
         self._watch(request, outgoing)
 
     def acked(self, event: ChunkAcked, now: float) -> None:
@@ -79,23 +79,17 @@ class KvHandoff:
         if request is None or outgoing is None:
             state.drop("unknown_request")
             return
-        stages = outgoing.unacked.get(event.chunk, set())
-        if event.stage not in stages:
+        if not outgoing.ack(event.chunk, event.stage, event.bytes, now):
             state.drop("duplicate_ack")
             return
-        stages.discard(event.stage)
-        if not stages:
-            del outgoing.unacked[event.chunk]
-        outgoing.bytes += event.bytes
-        outgoing.silent_since = now
         peer = state.peers.get(outgoing.session)
         if peer is not None:
             peer.last_ack = now
         if request.ended:
             return
         self._watch(request, outgoing)
-        if outgoing.final and not outgoing.unacked:
-            self._endings.complete(request, COMPLETE, now)
+        if outgoing.acknowledged:
+            self._completion.complete(request, COMPLETE, now)
 
     def send_failed(self, event: SendFailed, now: float) -> None:
         request = self._state.records.get(event.request)
@@ -104,12 +98,12 @@ class KvHandoff:
             return
         status = 499 if event.code == CANCELLED else 502
         error = ErrorInfo(code=event.code, message=event.message, status=status, stage=event.stage)
-        self._endings.fail(request, error, now)
+        self._completion.fail(request, error, now)
 
     def timed_out(self, request: Request, now: float) -> None:
         """No acknowledgement for this request; its peer is silent only if nobody's acknowledgements come."""
         outgoing = request.outgoing
-        if outgoing is None or not outgoing.overdue:
+        if outgoing is None or not outgoing.awaits_ack:
             return
         timeout = self._state.config.transfer_timeout_s
         peer = self._state.peers.get(outgoing.session)
@@ -118,7 +112,7 @@ class KvHandoff:
             self._state.deadlines.set(Timer.TRANSFER, request.arrival, heard + timeout)
             return
         text = f"the decode peer acknowledged nothing for {timeout:g} s"
-        self._endings.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
+        self._completion.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
 
     def _finish(self, request: Request, now: float) -> None:
         """Order the last chunk out, with the metadata row."""
@@ -127,12 +121,12 @@ class KvHandoff:
         if request.submit.progress:
             total = request.prompt_tokens
             self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
-        outgoing.final = True
-        self._send(request, outgoing, request.prompt_tokens, request.computed_by, request.first)
+        outgoing.last_ordered = True
+        self._send(request, outgoing, request.prompt_tokens, request.first_token_plan, request.first)
         self.reached(request, outgoing.chunks - 1, now)
 
     def _watch(self, request: Request, outgoing: OutgoingTransfer) -> None:
-        if outgoing.overdue:
+        if outgoing.awaits_ack:
             timeout = self._state.config.transfer_timeout_s
             self._state.deadlines.set(Timer.TRANSFER, request.arrival, outgoing.silent_since + timeout)
         else:
@@ -146,9 +140,7 @@ class KvHandoff:
         lease = request.lease
         assert lease is not None, "a request that was computed has pages"
         assert request.row is not None, "a metadata row is given out with the peer"
-        start, size, dst_size = outgoing.sent, state.config.page_size, outgoing.dst_page_size
-        dst_base = outgoing.cached_tokens // dst_size
-        dst = outgoing.dst_pages[start // dst_size - dst_base : -(-end // dst_size) - dst_base]
+        start, size = outgoing.sent, state.config.page_size
         state.out.add(
             SendChunk(
                 seq=state.out.next_seq(),
@@ -160,13 +152,11 @@ class KvHandoff:
                 chunk=outgoing.chunks,
                 start=start,
                 count=end - start,
-                pages=pack(lease.pages[start // size : -(-end // size)]),
-                dst_pages=pack(dst),
+                pages=pack(lease.pages[start // size : ceil_div(end, size)]),
+                dst_pages=pack(outgoing.dst_pages_until(end)),
                 row=request.row,
                 dst_row=outgoing.dst_row,
                 last=last,
             )
         )
-        outgoing.unacked[outgoing.chunks] = set(state.stages)
-        outgoing.chunks += 1
-        outgoing.sent = end
+        outgoing.add_chunk(end, state.stages)

@@ -22,17 +22,17 @@ from headrace.scheduler.state.state import State
 class HeldRequests:
     """Begins, renews and ends the leases of requests that no peer has come for."""
 
-    def __init__(self, state: State, endings: Completion) -> None:
+    def __init__(self, state: State, completion: Completion) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
 
     def computed(self, request: Request, now: float) -> None:
         """The client has its answer; what is awaited from now on is a peer, unless one has come."""
         state = self._state
         state.deadlines.clear(Timer.REQUEST, request.arrival)
         lease_s = 0.0
-        if request.unclaimed:
-            request.lease_limit = now + state.config.hold_limit_s
+        if request.awaiting_peer:
+            request.hold_until = now + state.config.hold_limit_s
             lease_s = self._renew(request, now)
         state.out.add(
             Held(
@@ -61,11 +61,11 @@ class HeldRequests:
         """Nobody has come for it, or renewed."""
         config = self._state.config
         self._state.counters.add("leases_expired_total")
-        if now >= request.lease_limit:
-            text = f"no peer reserved ticket {request.submit.ticket} within the limit of {config.hold_limit_s:g} s"
+        if now >= request.hold_until:
+            text = f"no peer reserved ticket {request.ticket} within the limit of {config.hold_limit_s:g} s"
         else:
-            text = f"no peer reserved or renewed ticket {request.submit.ticket} within {config.hold_lease_s:g} s"
-        self._endings.fail(request, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504), now)
+            text = f"no peer reserved or renewed ticket {request.ticket} within {config.hold_lease_s:g} s"
+        self._completion.fail(request, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504), now)
 
     def released(self, event: PeerReleased, now: float) -> None:
         """A peer that has not reserved the ticket knows its name, and lets it go: whoever waits for a peer need not
@@ -74,22 +74,22 @@ class HeldRequests:
         request = state.tickets.holder(event.ticket)
         text = f"a peer released the ticket: {event.reason}"
         if request is None and event.ticket not in state.tickets.early:
-            state.tickets.give_up(event.ticket, text, now + state.config.bootstrap_timeout_s)
+            state.tickets.abandon(event.ticket, text, now + state.config.bootstrap_timeout_s)
         elif request is not None and request.outgoing is None:
-            self._endings.fail(request, ErrorInfo(code=CANCELLED, message=text, status=499), now)
+            self._completion.fail(request, ErrorInfo(code=CANCELLED, message=text, status=499), now)
 
     def drop_all(self, error: ErrorInfo, now: float) -> None:
         """Fail every request that is to be held, or held, for a peer that has not come."""
-        for request in filter(_held, list(self._state.unclaimed.values())):
-            self._endings.fail(request, error, now)
+        for request in filter(_held, list(self._state.awaiting_peer.values())):
+            self._completion.fail(request, error, now)
 
     def _renew(self, request: Request, now: float) -> float:
         """Seconds that the lease has from now on."""
-        end = min(now + self._state.config.hold_lease_s, request.lease_limit)
+        end = min(now + self._state.config.hold_lease_s, request.hold_until)
         self._state.deadlines.set(Timer.LEASE, request.arrival, end)
         return end - now
 
 
 def _held(request: Request) -> bool:
     """Kept by a lease, or going to be; whoever else is computed ahead of its peer has a deadline for that."""
-    return request.submit.hold and request.unclaimed
+    return request.held and request.awaiting_peer

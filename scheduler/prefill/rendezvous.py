@@ -21,21 +21,24 @@ from headrace.core.types.errors import (
     TICKET_IN_USE,
     ErrorInfo,
 )
+from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import packed_length, prompt_hash, unpack
+from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import OutgoingTransfer, Phase, Request
+from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import DecodePeer, State
 from headrace.scheduler.state.tickets import Ended
+from headrace.scheduler.state.transfers import OutgoingTransfer
 
 
 class Rendezvous:
     """Peers, their reservations, and the BOOTSTRAP phase."""
 
-    def __init__(self, state: State, endings: Completion, handoff: KvHandoff) -> None:
+    def __init__(self, state: State, completion: Completion, handoff: KvHandoff) -> None:
         self._state = state
-        self._endings = endings
+        self._completion = completion
         self._handoff = handoff
 
     def joined(self, event: PeerJoined, now: float) -> None:
@@ -62,25 +65,24 @@ class Rendezvous:
             self._drop_early(ticket)
         error = ErrorInfo(code=PEER_GONE, message=f"the decode peer is gone: {event.reason}", status=502)
         for request in list(peer.requests.values()):
-            self._endings.fail(request, error, now)
+            self._completion.fail(request, error, now)
         if state.ready:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 
-    def arrive(self, request: Request, now: float) -> None:
+    def arrive(self, request: Request, route: SendTo, now: float) -> None:
         """Join a request that leaves by wire with its reservation, or wait. Some are computed meanwhile."""
         state = self._state
-        ticket = request.submit.ticket
-        assert ticket is not None, "admission has seen to it"
+        ticket = route.ticket
         state.tickets.claim(ticket, request)
         early = state.tickets.early.get(ticket)
         if early is not None:
             self._drop_early(ticket)
             self._match(request, early, now)
             return
-        if request.ahead:
+        if request.early_prefill:
             state.hold(request)
             state.waiting.push(request)
-        if not request.submit.hold:
+        if not route.hold:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:
@@ -106,7 +108,7 @@ class Rendezvous:
         if tickets.taken(event.ticket):
             self._tell_failed(event, TICKET_IN_USE, f"ticket {event.ticket} is in use", 409)
             return
-        tickets.given_up(event.ticket, now)  # it was another use of the ticket
+        tickets.pop_abandoned(event.ticket, now)  # it was another use of the ticket
         request = tickets.holder(event.ticket)
         if request is not None:
             self._match(request, event, now)
@@ -128,7 +130,7 @@ class Rendezvous:
         state = self._state
         request = state.tickets.find(event.session, event.ticket, event.generation)
         if request is not None:
-            self._endings.cancelled_by_peer(request, event.reason, now)
+            self._completion.cancelled_by_peer(request, event.reason, now)
             return
         early = state.tickets.early.get(event.ticket)
         if early is not None and (early.session, early.generation) == (event.session, event.generation):
@@ -137,8 +139,8 @@ class Rendezvous:
 
     def request_timed_out(self, request: Request, now: float) -> None:
         seconds = self._state.config.bootstrap_timeout_s
-        text = f"no peer reserved pages for ticket {request.submit.ticket} within {seconds:g} s"
-        self._endings.fail(request, ErrorInfo(code=NO_PEER, message=text, status=504), now)
+        text = f"no peer reserved pages for ticket {request.ticket} within {seconds:g} s"
+        self._completion.fail(request, ErrorInfo(code=NO_PEER, message=text, status=504), now)
 
     def reservation_timed_out(self, ticket: str) -> None:
         early = self._state.tickets.early.get(ticket)
@@ -156,8 +158,8 @@ class Rendezvous:
         """Give metadata rows to held requests that got their pages before their peer came, in the order of the peers,
         and send those that are computed."""
         state = self._state
-        while state.rowless and state.metadata_rows.free:
-            request = state.rowless.pop(next(iter(state.rowless)))
+        while state.awaiting_row and state.metadata_rows.free:
+            request = state.awaiting_row.pop(next(iter(state.awaiting_row)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
             if request.phase is Phase.INFLIGHT:
                 self._handoff.resume(request, now)
@@ -182,13 +184,13 @@ class Rendezvous:
         state.unhold(request)
         problem = _mismatch(request, event, page_size)
         if problem:
-            self._endings.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
+            self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
             return
         if request.phase is Phase.BOOTSTRAP:
             state.enter(request, Phase.WAITING, now)
             state.waiting.push(request)
         elif request.phase is not Phase.WAITING:
-            state.rowless[request.arrival] = request
+            state.awaiting_row[request.arrival] = request
         if request.submit.progress:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
@@ -241,7 +243,7 @@ def _mismatch(request: Request, event: PeerReserved, page_size: int) -> str:
         return f"the peer reserved for {event.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
     if not 0 <= event.cached_tokens < event.prompt_tokens:
         return f"the peer says it has {event.cached_tokens} of {event.prompt_tokens} tokens"
-    needed = -(-event.prompt_tokens // page_size) - event.cached_tokens // page_size
+    needed = pages_spanned(event.cached_tokens, event.prompt_tokens, page_size)
     if event.prompt_hash and event.prompt_hash != (here := prompt_hash(request.submit.prompt)):
         return f"the peer has another prompt: the hash of its token ids is {event.prompt_hash}, here it is {here}"
     pages = packed_length(event.pages)

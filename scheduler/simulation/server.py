@@ -227,7 +227,7 @@ class SimulatedServer:
         expected = expected_tokens(
             client.prompt, min(sampling.max_tokens, room), sampling.stop_token_ids, sampling.min_tokens
         )
-        if submit.exit != "here":
+        if not submit.route.decodes_here:
             expected = expected[:1]
         got = client.tokens
         full_pool = finished.reason == "length" and len(client.prompt) + len(got) > self._pool_tokens()

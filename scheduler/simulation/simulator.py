@@ -1,6 +1,6 @@
 """Runs schedulers against a simulated world: random delays, cancels, lost peers and crashed stages, by seed.
 
-    colocated:   clients ─► server (some requests leave by exit "fake")
+    colocated:   clients ─► server (some requests are dropped after the first token)
     pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
 
 Everything is checked as it happens, against what must hold whatever the schedule; violations are collected.
@@ -17,7 +17,7 @@ from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Re
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
 from headrace.scheduler.simulation.engine import World
 from headrace.scheduler.simulation.link import SimulatedLink
 from headrace.scheduler.simulation.model import VOCABULARY
@@ -139,10 +139,7 @@ class Simulation:
             rid=f"r{number}",
             prompt=pack(prompt),
             sampling=sampling,
-            entrance="wire" if pair else "compute",
-            exit="here" if pair or rng.random() < 0.8 else "fake",
-            ticket=f"t{number}" if pair else None,
-            prefill="prefill" if pair else None,
+            route=self._draw_route(number),
             deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
             cache_salt=rng.choice(["", "", "tenant"]),
             progress=rng.random() < 0.5,
@@ -157,6 +154,12 @@ class Simulation:
             self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
         if pair and rng.random() < 0.3:  # a router that calls both sides at once
             self._post(client)
+
+    def _draw_route(self, number: int) -> AnyRoute:
+        """In a pair every request is fetched; alone, some are dropped after the first token."""
+        if self._scenario.shape == "pair":
+            return FetchFrom("prefill", f"t{number}")
+        return DecodeHere() if self._clients.random() < 0.8 else Discard()
 
     def _draw_prompt(self) -> tuple[int, ...]:
         """A prefix of a common text and an ending of its own, so that prompts share pages."""
@@ -174,7 +177,7 @@ class Simulation:
         prefill, submit = self._prefill, client.submit
         if prefill is None or submit.rid in prefill.clients:
             return
-        there = msgspec.structs.replace(submit, entrance="compute", exit="wire", prefill=None, hold=hold)
+        there = msgspec.structs.replace(submit, route=SendTo(_ticket(client), hold))
         posted = SimulatedClient(there, client.prompt)
         self._world.after(0.002, lambda: self._posted(prefill, posted))
         if hold:
@@ -183,7 +186,7 @@ class Simulation:
     def _follow_hold(self, client: SimulatedClient) -> None:
         """The ticket of a held prompt is fetched early or late, kept alive meanwhile or let go; some are forgotten."""
         rng, world = self._random, self._world
-        ticket = client.submit.ticket or ""
+        ticket = _ticket(client)
         for _ in range(rng.choice([0, 0, 1, 6])):
             world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
         fate = rng.random()
@@ -227,3 +230,9 @@ class Simulation:
         self._crashed = True
         server: SimulatedServer = self._random.choice(self._servers)
         server.crash()
+
+
+def _ticket(client: SimulatedClient) -> str:
+    route = client.submit.route
+    assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+    return route.ticket

@@ -1,30 +1,43 @@
-"""The record of one request: everything the scheduler knows about it, and the phase it is in.
+"""The record of one request: everything that the scheduler knows about it, and its phase.
 
-SUBMITTED ─► BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (exit "wire")
-                          WAITING ─► RUNNING ──► GENERATING ─► DONE         (exit "here")
-                          WAITING ─► FETCHING ─► GENERATING ─► DONE         (entrance "wire")
+             BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo
+                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo, computed before its peer reserves
+                          WAITING ─► RUNNING ──► DONE                   route Discard
+                          WAITING ─► RUNNING ──► GENERATING ─► DONE     route DecodeHere
+                          WAITING ─► FETCHING ─► GENERATING ─► DONE     route FetchFrom
                              ▲────── preempted ──────┘
-                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE         (exit "wire", held for a later fetch)
 any of them ─► FAILED, which is absorbing and keeps the first reason
 """
 
-from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.messages.peers import ControlServerEffect
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
-from headrace.core.types.request import FinishReason, FirstToken, HandoffStats, Timing, TokenLogprob, Usage
+from headrace.core.types.request import (
+    AnyRoute,
+    FetchFrom,
+    FinishReason,
+    FirstToken,
+    HandoffStats,
+    SendTo,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.state.transfers import IncomingTransfer, OutgoingTransfer
 
 
 class Phase(Enum):
-    BOOTSTRAP = "bootstrap"  # a peer has to reserve pages, or a metadata row to come free
+    """Where a request is on its way."""
+
+    BOOTSTRAP = "bootstrap"  # a peer has to reserve pages before it is computed
     WAITING = "waiting"  # may be started
-    RUNNING = "running"  # some chunk planned, first token not known
-    INFLIGHT = "inflight"  # computed; held for a peer, or not every stage's bytes acknowledged
+    RUNNING = "running"  # has pages; the first token is not known
+    INFLIGHT = "inflight"  # computed; held for a peer, or not every stage's bytes are acknowledged
     FETCHING = "fetching"  # KV is coming from a prefill server
     GENERATING = "generating"  # decoding here
     DONE = "done"
@@ -32,117 +45,113 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class OutgoingTransfer:
-    """The way out by wire: what a peer reserved, and how far its bytes are.
-
-    dst_pages: ids in the peer's pool; the first holds position cached_tokens. sent: positions below it are sent or
-    cached at the peer. unacked: stages whose acknowledgement is missing, by chunk. armed: highest chunk that stages
-    have certainly reached; silent_since: when one of these was last heard of.
-    """
-
-    session: str
-    ticket: str
-    generation: int
-    dst_pages: "array[int]"
-    dst_page_size: int
-    dst_row: int
-    cached_tokens: int
-    sent: int
-    chunks: int = 0
-    unacked: dict[int, set[int]] = field(default_factory=dict)
-    armed: int = -1
-    silent_since: float = 0.0
-    bytes: int = 0
-    final: bool = False  # the last chunk has been ordered
-    farewell: ControlServerEffect | None = None  # the last word to the peer, said when no byte can follow it
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return (self.session, self.ticket, self.generation)
-
-    @property
-    def overdue(self) -> bool:
-        """A chunk that stages have reached is unacknowledged."""
-        return bool(self.unacked) and next(iter(self.unacked)) <= self.armed
-
-
-@dataclass(slots=True, eq=False)
-class IncomingTransfer:
-    """The way in by wire. open: stages may write into our pages. reserved: the prefill server has been told.
-    ended: the prefill server needs no cancel (it ended the ticket, or is gone). direct: the prefill server writes into
-    our pages itself; exposed: it may do so now, whatever our stages want."""
-
-    session: str
-    ticket: str
-    generation: int
-    unready: set[int]  # stages that have not answered Expect
-    missing: set[int]  # stages whose KV has not arrived
-    pages: int
-    open: bool = True
-    reserved: bool = False
-    ended: bool = False
-    direct: bool = False
-    exposed: bool = False
-    bytes: int = 0
-    chunks: int = 0
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return (self.session, self.ticket, self.generation)
-
-
-@dataclass(slots=True, eq=False)
 class Request:
-    """One request.
-
-    arrival: its number in order of arrival, kept for life. serial: the number stages know it by; a preempted request
-    gets a new one, so nothing late can land on it. tokens: packed ids of the prompt and of what was generated.
-    target: tokens to prefill (all there were when it was last started). planned: positions [0, planned) are in some
-    plan; computed: their plan is done. in_flight: plans in flight that contain it. sampled_here: the token at position
-    planned is sampled by this pipeline. token_limit: prompt and generated tokens together. awaiting: stages that still
-    have to answer Cancel or Forget. first: what the metadata row is to say, once it is known. computed_by: number of
-    the plan that gave it. ahead: it leaves by wire and may be computed before its peer has come. lease_limit: no
-    renewal keeps a held request beyond this time.
-    """
+    """One request, from its admission until its pages are free."""
 
     submit: Submit
     arrival: int
+    """Its number in order of arrival, kept for life. Queues and deadlines know the request by it."""
+
     serial: int
+    """The number that stages know it by. A preempted request gets a new one, so that late messages do not match."""
+
     arrived: float
+    """Time of its admission, seconds."""
+
     token_limit: int
+    """Prompt and generated tokens together."""
+
     phase: Phase
     since: float = 0.0
+    """Time at which it entered its phase."""
+
     spent: dict[Phase, float] = field(default_factory=dict)
+    """Seconds in each phase that it has left."""
+
     tokens: bytearray = field(default_factory=bytearray)
+    """Packed ids of the prompt and of the generated tokens."""
+
     prompt_tokens: int = 0
     target: int = 0
+    """Tokens to prefill: all that were known when it was last started."""
+
     planned: int = 0
+    """Positions [0, planned) are in some plan, found in the cache or fetched."""
+
     computed: int = 0
+    """Positions [0, computed) have their KV here."""
+
     in_flight: int = 0
-    sampled_here: bool = False
+    """Plans in flight that contain it; counted by the PlanTable."""
+
+    next_token_on_stages: bool = False
+    """The token at position `planned` was or will be sampled by this pipeline, so stages have it and are not sent it.
+    False for a first token that came from a prefill server."""
+
     lease: Lease | None = None
+    """Its KV pages."""
+
     cached_tokens: int = 0
+    """Prompt tokens that were found in a prefix cache, here or at the prefill server."""
+
     row: int | None = None
+    """Its metadata row."""
+
     first: FirstToken | None = None
-    computed_by: int = 0
-    ahead: bool = False
-    lease_limit: float = 0.0
+    """What the metadata row says, once the first token is known."""
+
+    first_token_plan: int = 0
+    """Order number of the plan that gave the first token."""
+
+    early_prefill: bool = False
+    """Route SendTo: computed before a peer has reserved the ticket."""
+
+    hold_until: float = 0.0
+    """No renewal keeps a held request beyond this time."""
+
     outgoing: OutgoingTransfer | None = None
+    """Route SendTo: set when a peer has reserved."""
+
     incoming: IncomingTransfer | None = None
-    awaiting: set[int] = field(default_factory=set)
-    ordered: bool = False  # stages have heard of it
+    """Route FetchFrom: set when pages are leased."""
+
+    awaiting_stages: set[int] = field(default_factory=set)
+    """Stages that have not answered CancelSend or CancelReceive."""
+
+    known_to_stages: bool = False
+    """Stages hold something under its serial, and need a ReleaseRequest."""
+
     preempting: bool = False
     error: ErrorInfo | None = None
+    """Why it has failed."""
+
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    """By position in the prompt."""
+
+    route: AnyRoute = field(init=False)
+    decodes_here: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.route = self.submit.route
+        self.decodes_here = self.route.decodes_here
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
 
     @property
     def rid(self) -> str:
+        """The id that the front end knows it by."""
         return self.submit.rid
+
+    @property
+    def ticket(self) -> str:
+        """The ticket of a request whose KV is sent or fetched; "" for the others."""
+        return self.route.ticket if isinstance(self.route, SendTo | FetchFrom) else ""
+
+    @property
+    def held(self) -> bool:
+        """The client asked to have its KV held for a peer."""
+        return isinstance(self.route, SendTo) and self.route.hold
 
     @property
     def length(self) -> int:
@@ -151,6 +160,7 @@ class Request:
 
     @property
     def generated(self) -> int:
+        """Tokens generated and reported."""
         return self.length - self.prompt_tokens
 
     @property
@@ -160,20 +170,22 @@ class Request:
 
     @property
     def ended(self) -> bool:
+        """It is done or has failed, and may still hold pages."""
         return self.phase in (Phase.DONE, Phase.FAILED)
 
     @property
     def unplanned(self) -> int:
-        """Tokens whose KV nobody has planned to compute or to fetch."""
+        """Tokens whose KV is in no plan and not being fetched."""
         return 0 if self.ended else max(0, self.target - self.planned)
 
     @property
-    def unclaimed(self) -> bool:
-        """Its pages are, or are going to be, taken for a peer that has not come."""
-        return self.ahead and self.outgoing is None and not self.ended
+    def awaiting_peer(self) -> bool:
+        """It is computed, or will be, before a peer has reserved its ticket."""
+        return self.early_prefill and self.outgoing is None and not self.ended
 
     @property
     def salt(self) -> str:
+        """Prompts share cached pages only under the same salt."""
         return self.submit.cache_salt
 
     def packed(self, start: int, end: int) -> bytes:
@@ -181,10 +193,11 @@ class Request:
         return bytes(self.tokens[start * ITEM_BYTES : end * ITEM_BYTES])
 
     def token_at(self, position: int) -> int:
+        """The token id at a known position."""
         return unpack(self.packed(position, position + 1))[0]
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a generated token; say whether the request ends with it."""
+        """Add a generated token; return why the request ends with it, None if it does not."""
         self.tokens += pack((token,))
         sampling = self.submit.sampling
         if token in sampling.stop_token_ids and self.generated >= sampling.min_tokens:
@@ -210,19 +223,20 @@ class Request:
         )
 
     def usage(self) -> Usage:
+        """Token counts for the front end."""
         return Usage(self.prompt_tokens, self.generated, self.cached_tokens)
 
     def handoff(self, page_size: int) -> HandoffStats:
-        """What crossed the wire, out or in."""
+        """What was sent to the peer or fetched from the prefill server. page_size: tokens of a page here."""
         if self.outgoing is not None and self.outgoing.chunks:
-            first = self.outgoing.cached_tokens // page_size
-            pages = -(-self.outgoing.sent // page_size) - first
+            pages = pages_spanned(self.outgoing.cached_tokens, self.outgoing.sent, page_size)
             return HandoffStats(pages, self.outgoing.bytes, self.outgoing.chunks)
         if self.incoming is not None and self.incoming.chunks:
             return HandoffStats(self.incoming.pages, self.incoming.bytes, self.incoming.chunks)
         return HandoffStats()
 
-    def first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
+    def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
+        """What the metadata row says of this first token."""
         return FirstToken(token, self.prompt_tokens, self.cached_tokens, logprob, reason)
 
     def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:

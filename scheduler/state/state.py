@@ -7,6 +7,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.stats import Counters, Histograms
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
@@ -96,10 +97,10 @@ class State:
 
     records: every request until its pages are back, by the serial that stages know; arrivals: the same by their
     arrival number, which deadlines and queues use; rids: the live ones by name.
-    The queues, by arrival number: rowless (held, computing or computed; its peer has come, and there was no metadata
+    The queues, by arrival number: awaiting_row (held, computing or computed; its peer has come, and there was no metadata
     row), waiting (WAITING), prefilling (RUNNING, not wholly planned), decoding (may get decode rows, least recently
     planned first). Whoever is in none of them waits for somebody else, under a deadline. preempting: requests on their
-    way back to waiting. unplanned: prompt tokens admitted and not yet planned. unclaimed, held_pages: requests to be
+    way back to waiting. unplanned: prompt tokens admitted and not yet planned. awaiting_peer, held_pages: requests to be
     held for a peer that has not come, and the pages they take at most. ready: every stage is up. costs: what computing
     takes each stage; empty when chunks are to have one length. journal: of the prefix cache, when somebody wants to
     know.
@@ -126,7 +127,7 @@ class State:
         self.records: dict[int, Request] = {}
         self.arrivals: dict[int, Request] = {}
         self.rids: dict[str, Request] = {}
-        self.rowless: dict[int, Request] = {}
+        self.awaiting_row: dict[int, Request] = {}
         self.waiting = make_policy(config.policy)
         self.prefilling: dict[int, Request] = {}
         self.decoding: OrderedDict[int, Request] = OrderedDict()
@@ -138,7 +139,7 @@ class State:
         self.revoking: dict[str, set[int]] = {}
         self.preempting = 0
         self.unplanned = 0
-        self.unclaimed: dict[int, Request] = {}
+        self.awaiting_peer: dict[int, Request] = {}
         self.held_pages = 0
         self.queue_requests = dict.fromkeys(QUEUES, 0)
         self.queue_tokens = dict.fromkeys(QUEUES, 0)
@@ -180,7 +181,7 @@ class State:
     def peer_of(self, request: Request) -> str:
         """What the server is called that the request's KV goes to or comes from; "" where there is none (yet)."""
         if request.outgoing is None:
-            return request.submit.prefill or ""
+            return request.route.prefill if isinstance(request.route, FetchFrom) else ""
         peer = self.peers.get(request.outgoing.session)
         return "" if peer is None else peer.name
 
@@ -191,12 +192,12 @@ class State:
 
     def hold(self, request: Request) -> None:
         """Count a request as one to be held for a peer that has not come."""
-        self.unclaimed[request.arrival] = request
+        self.awaiting_peer[request.arrival] = request
         self.held_pages += self.cache.pages_for(request.prompt_tokens)
 
     def unhold(self, request: Request) -> None:
         """A peer has come for it, or it has ended."""
-        if self.unclaimed.pop(request.arrival, None) is not None:
+        if self.awaiting_peer.pop(request.arrival, None) is not None:
             self.held_pages -= self.cache.pages_for(request.prompt_tokens)
         self.deadlines.clear(Timer.LEASE, request.arrival)
 

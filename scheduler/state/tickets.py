@@ -95,14 +95,14 @@ class TicketTable:
         ended = self._ended.get(ticket)
         return ended if ended is not None and ended.session is None else None
 
-    def give_up(self, ticket: str, reason: str, until: float) -> None:
+    def abandon(self, ticket: str, reason: str, until: float) -> None:
         """A peer will not come for the ticket. Remembered for a prompt that comes before that time."""
         self._unwanted.pop(ticket, None)
         self._unwanted[ticket] = (reason, until)
         while len(self._unwanted) > self._limit:
             self._unwanted.popitem(last=False)
 
-    def given_up(self, ticket: str, now: float) -> str | None:
+    def pop_abandoned(self, ticket: str, now: float) -> str | None:
         """Why no peer will come for the ticket, None if one may. Asked once: it is forgotten with the answer."""
         reason, until = self._unwanted.pop(ticket, ("", now))
         return reason if now < until else None

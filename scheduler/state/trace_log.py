@@ -61,6 +61,6 @@ class TraceLog:
 
     def _name(self, request: Request, peer: str) -> None:
         """Note who a request is, under the serial of the moment."""
-        serial, submit = request.serial, request.submit
+        serial = request.serial
         if serial in self._names or len(self._names) < MAX_SPANS:
-            self._names[serial] = RequestName(serial, request.arrival, request.rid, submit.ticket or "", peer)
+            self._names[serial] = RequestName(serial, request.arrival, request.rid, request.ticket, peer)

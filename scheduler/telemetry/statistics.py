@@ -21,10 +21,10 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("kv_pages", state.cache.free, ("free",))
     yield Sample("kv_pages", state.cache.cached, ("cached",))
     yield Sample("kv_pages", state.cache.leased, ("leased",))
-    yield Sample("held_requests", len(state.unclaimed))
+    yield Sample("held_requests", len(state.awaiting_peer))
     yield Sample("held_pages", state.held_pages)
     ended = [request.incoming for request in state.fetches.values() if request.ended]
-    yield Sample("quarantined_pages", sum(one.pages for one in ended if one is not None and one.exposed))
+    yield Sample("quarantined_pages", sum(one.pages for one in ended if one is not None and one.remote_writes))
     yield Sample("plans_in_flight", len(state.plans))
     yield Sample("reservations_waiting", len(state.tickets.early))
     yield Sample("peers", len(state.peers))

@@ -17,11 +17,15 @@ from headrace.core.messages.frontend import Held, Progress, RequestFinished, Res
 from headrace.core.types import packed
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.request import (
-    Entrance,
-    Exit,
+    AnyRoute,
+    DecodeHere,
+    Discard,
+    FetchFrom,
     FinishReason,
     HandoffStats,
+    PromptPosting,
     SamplingParams,
+    SendTo,
     Timing,
     TokenLogprob,
     Usage,
@@ -102,7 +106,7 @@ class Generation:
     async def complete(self, job: Job, emit: Emit) -> GenerationResult:
         """Continue the prompt to its end here. Raises HeadraceError; cancelling it cancels the request."""
         if self._pool is None or (job.origin is not None and job.origin.address is None):
-            return await self._run(job, emit, entrance="compute", exit="here")
+            return await self._run(job, emit)
         begun = False
 
         async def watch(event: Progress | Delta) -> None:
@@ -121,13 +125,13 @@ class Generation:
                 raise
             log.warning("%s: computing the prompt here, since %s", job.rid, error.info.message)
         again = msgspec.structs.replace(job, rid=f"{job.rid}-local")
-        return await self._run(again, emit, entrance="compute", exit="here")
+        return await self._run(again, emit)
 
     async def prefill(self, job: Job, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute the prompt and hand it over under the job's ticket (no ticket: drop its KV). Returns the first
         token with how it ended, or that its KV is held for a peer."""
         first: Tokens | None = None
-        async with self._client.open(await self._submit(job, "compute", "wire" if job.ticket else "fake")) as call:
+        async with self._client.open(await self._submit(job, _outgoing_route(job))) as call:
             while True:
                 event = await call.next()
                 if isinstance(event, Tokens) and first is None:
@@ -150,7 +154,7 @@ class Generation:
     async def _fetch(self, job: Job, emit: Emit, pool: PrefillPool) -> GenerationResult:
         server = pool.choose()
         ticket = secrets.token_hex(16)
-        submit = await self._submit(job, "wire", "here", ticket=ticket, prefill=server.url)
+        submit = await self._submit(job, FetchFrom(server.url, ticket))
         async with (
             self._client.open(submit) as call,
             pool.fetch(server, len(job.prompt), _prefill_body(job, ticket)) as fetch,
@@ -170,30 +174,24 @@ class Generation:
         if origin.held and job.sampling.min_tokens:
             forbidden = frozenset((await self._merge_stops(job)).stop_token_ids)
         async with pool.visit(origin.address) as server:
-            submit = await self._submit(job, "wire", "here", ticket=origin.ticket, prefill=server.url)
-            submit = msgspec.structs.replace(submit, posted=True, wait=origin.wait)
+            posting: PromptPosting = "external" if origin.wait else "done"
+            submit = await self._submit(job, FetchFrom(server.url, origin.ticket, posting))
             try:
                 async with self._client.open(submit) as call:
                     return await self._follow(call, job, emit, lambda: None, forbidden)
             except HeadraceError as error:
                 raise HeadraceError(passed_on(error.info)) from error
 
-    async def _run(self, job: Job, emit: Emit, *, entrance: Entrance, exit: Exit) -> GenerationResult:
-        async with self._client.open(await self._submit(job, entrance, exit)) as call:
+    async def _run(self, job: Job, emit: Emit) -> GenerationResult:
+        async with self._client.open(await self._submit(job, DecodeHere())) as call:
             return await self._follow(call, job, emit, lambda: None)
 
-    async def _submit(
-        self, job: Job, entrance: Entrance, exit: Exit, *, ticket: str | None = None, prefill: str | None = None
-    ) -> Submit:
+    async def _submit(self, job: Job, route: AnyRoute) -> Submit:
         return Submit(
             rid=job.rid,
             prompt=packed.pack(job.prompt),
             sampling=await self._merge_stops(job),
-            entrance=entrance,
-            exit=exit,
-            ticket=ticket or job.ticket,
-            prefill=prefill,
-            hold=job.hold,
+            route=route,
             priority=job.priority,
             deadline_s=job.deadline_s,
             cache_salt=job.cache_salt,
@@ -244,6 +242,11 @@ class Generation:
                     if not stopped and (rest := text.flush()):
                         await emit(Delta(rest))
                     return _result(event, "stop" if stopped else _reason(event.reason) or "stop", text.tokens)
+
+
+def _outgoing_route(job: Job) -> AnyRoute:
+    """Where the KV of a prompt that is only computed here goes."""
+    return SendTo(job.ticket, job.hold) if job.ticket else Discard()
 
 
 def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> Delta:

@@ -5,6 +5,7 @@ import pytest
 from headrace.core.messages.frontend import Drain, Drained, EngineState, QueryStats, RequestFailed, Shutdown, StatsReply
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import TellFailed
+from headrace.core.types.request import AnyRoute, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, none, only
 
 
@@ -106,21 +107,22 @@ def test_the_queue_is_bounded_in_requests() -> None:
 
 def test_an_active_rid_or_ticket_is_a_conflict() -> None:
     bench = Bench()
-    bench.submit("a", exit="wire", ticket="t")
-    bench.submit("b", exit="wire", ticket="t")
+    bench.submit("a", route=SendTo("t"))
+    bench.submit("b", route=SendTo("t"))
     assert (bench.error("b").code, bench.error("b").status) == ("ticket_in_use", 409)
-    effects = bench.submit("a", exit="wire", ticket="u")
+    effects = bench.submit("a", route=SendTo("u"))
     assert only(effects, RequestFailed).error.status == 409
     bench.join()
     bench.reserve("t")
     assert bench.metric("queue_requests", "waiting") == 1, "the first use of the ticket is untouched"
 
 
-@pytest.mark.parametrize("fields", [{"exit": "wire"}, {"entrance": "wire", "exit": "wire", "ticket": "t"}])
-def test_impossible_handoffs_are_refused(fields: dict[str, str]) -> None:
+@pytest.mark.parametrize("route", [SendTo(""), FetchFrom("p", "")])
+def test_a_handoff_without_a_ticket_is_refused(route: AnyRoute) -> None:
     bench = Bench()
-    bench.submit("a", 10, **fields)
-    assert bench.error().status == 400
+    bench.prefill_up()
+    bench.submit("a", 10, route=route)
+    assert (bench.error().status, bench.error().field) == (400, "ticket")
 
 
 def test_drain_refuses_finishes_and_says_so_once() -> None:
@@ -143,7 +145,7 @@ def test_drain_refuses_finishes_and_says_so_once() -> None:
 def test_shutdown_fails_everyone_and_halts_the_stages() -> None:
     bench = Bench()
     bench.join()
-    bench.submit("a", exit="wire", ticket="t")
+    bench.submit("a", route=SendTo("t"))
     bench.reserve("t")
     bench.plan()
     effects = bench.do(Shutdown())

@@ -32,7 +32,7 @@ from headrace.core.messages.frontend import (
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
+from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.chat_template import ChatTemplate
@@ -192,8 +192,13 @@ def failing(error: ErrorInfo) -> Script:
 
 
 def reserving(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
-    """A decode scheduler's first answer to a request whose KV comes by wire."""
-    return [Reserved(rid=submit.rid)] if submit.entrance == "wire" else []
+    """A decode scheduler's first answer to a request whose KV is fetched."""
+    return [Reserved(rid=submit.rid)] if isinstance(submit.route, FetchFrom) else []
+
+
+def ticket_of(submit: Submit) -> str | None:
+    """The ticket of a request whose KV is sent or fetched."""
+    return submit.route.ticket if isinstance(submit.route, SendTo | FetchFrom) else None
 
 
 def make_config(tokenizer: Tokenizer, *, max_queued_requests: int = 4096, **server: Any) -> Config:

@@ -3,7 +3,7 @@
 from headrace.core.messages.frontend import Progress, RequestFinished
 from headrace.core.messages.orders import Forward, ReleaseRequest
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.request import Discard, TokenLogprob
 from tests.scheduler.bench import Bench, ids, only
 
 
@@ -14,7 +14,7 @@ def planned(forward: Forward | None) -> list[tuple[int, int, bool]]:
 
 def test_a_prompt_is_computed_in_chunks_and_plans_run_ahead() -> None:
     bench = Bench(stages=2, pipeline_depth=1)
-    bench.submit("a", 40, exit="fake")
+    bench.submit("a", 40, route=Discard())
     first, second, third = bench.plan(), bench.plan(), bench.plan()
     assert [planned(forward) for forward in (first, second, third)] == [
         [(0, 16, False)],
@@ -66,17 +66,17 @@ def test_the_budget_goes_to_decode_rows_then_running_prefills_then_new_ones() ->
 def test_a_plan_has_no_more_rows_than_it_may() -> None:
     bench = Bench(max_running=2)
     for rid in "abc":
-        bench.submit(rid, 2, exit="fake", cache_salt=rid)
+        bench.submit(rid, 2, route=Discard(), cache_salt=rid)
     assert planned(bench.plan()) == [(0, 2, True), (0, 2, True)]
     assert planned(bench.plan()) == [(0, 2, True)]
 
 
 def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
     bench = Bench(kv_pages=6, prefix_cache=False)
-    bench.submit("a", 12, exit="fake")
+    bench.submit("a", 12, route=Discard())
     assert planned(bench.plan()) == [(0, 12, True)]
-    bench.submit("b", 16, exit="fake")
-    bench.submit("c", 2, exit="fake")
+    bench.submit("b", 16, route=Discard())
+    bench.submit("c", 2, route=Discard())
     assert bench.plan() is None
     bench.done(bench.last(Forward), 1)
     assert planned(bench.plan()) == [(0, 16, True)]
@@ -104,7 +104,7 @@ def test_decode_rows_run_ahead_of_their_tokens() -> None:
 def test_a_row_feeds_the_one_behind_it_unless_it_is_the_last() -> None:
     bench = Bench(pipeline_depth=4)
     bench.submit("a", 20, max_tokens=3)
-    bench.submit("b", 4, exit="fake", max_tokens=3, cache_salt="b")
+    bench.submit("b", 4, route=Discard(), max_tokens=3, cache_salt="b")
     rows = [row for _ in range(4) if (forward := bench.plan()) is not None for row in forward.rows]
     mine = [(row.start, row.tokens == b"", row.feeds) for row in rows if row.request == rows[0].request]
     assert mine == [(0, False, False), (16, False, True), (20, True, True), (21, True, False)]
@@ -151,16 +151,16 @@ def test_min_tokens_outlasts_a_stop_token() -> None:
 
 def test_a_shared_prefix_is_computed_once() -> None:
     bench = Bench()
-    bench.submit("a", 10, exit="fake")
+    bench.submit("a", 10, route=Discard())
     bench.compute(1)
-    bench.submit("b", 10, exit="fake")
+    bench.submit("b", 10, route=Discard())
     assert planned(bench.plan()) == [(8, 2, True)]
     bench.done(bench.last(Forward), 1)
     assert bench.finished("b").usage.cached_tokens == 8
-    bench.submit("c", 8, exit="fake")
+    bench.submit("c", 8, route=Discard())
     assert planned(bench.plan()) == [(4, 4, True)], "the last token is always computed"
     bench.done(bench.last(Forward), 1)
-    bench.submit("d", 10, exit="fake", cache_salt="other")
+    bench.submit("d", 10, route=Discard(), cache_salt="other")
     assert planned(bench.plan()) == [(0, 10, True)]
     assert bench.metric("cached_tokens_total") == 12
     assert bench.metric("prompt_tokens_total") == 38
@@ -168,9 +168,9 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 def test_prompt_logprobs_skip_the_prefix_and_come_back_in_order() -> None:
     bench = Bench(chunk_tokens=4)
-    bench.submit("a", 6, exit="fake")
+    bench.submit("a", 6, route=Discard())
     bench.compute(1)
-    bench.submit("b", 6, exit="fake", prompt_logprobs=2)
+    bench.submit("b", 6, route=Discard(), prompt_logprobs=2)
     first, second = bench.plan(), bench.plan()
     assert first is not None
     assert second is not None
@@ -199,8 +199,8 @@ def test_prompt_logprobs_skip_the_prefix_and_come_back_in_order() -> None:
 
 def test_progress_only_where_asked_for() -> None:
     bench = Bench()
-    bench.submit("a", 20, exit="fake", progress=True)
-    bench.submit("b", 20, exit="fake", cache_salt="b")
+    bench.submit("a", 20, route=Discard(), progress=True)
+    bench.submit("b", 20, route=Discard(), cache_salt="b")
     bench.compute(1, 1)
     assert [(p.rid, p.phase, p.done, p.total) for p in bench.all(Progress)] == [
         ("a", "computing", 16, 20),
@@ -231,7 +231,7 @@ def test_an_abort_waits_for_its_plans_before_pages_come_back() -> None:
     assert forward is not None
     bench.abort("a")
     assert (bench.error().code, bench.error().status) == ("cancelled", 499)
-    bench.submit("b", 4, exit="fake", cache_salt="b")
+    bench.submit("b", 4, route=Discard(), cache_salt="b")
     assert bench.plan() is None, "its pages are still being written"
     bench.done(forward, 1)
     assert planned(bench.plan()) == [(0, 4, True)]
@@ -271,7 +271,7 @@ def test_with_several_stages_decoding_requests_take_turns() -> None:
 def test_a_missing_sample_fails_the_request_and_no_other() -> None:
     bench = Bench()
     bench.submit("a", 4)
-    bench.submit("b", 4, cache_salt="b", exit="fake")
+    bench.submit("b", 4, cache_salt="b", route=Discard())
     forward = bench.plan()
     assert forward is not None
     bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1, samples=(SampledToken(forward.rows[1].request, 3),)))

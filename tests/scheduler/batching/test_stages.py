@@ -7,6 +7,7 @@ from headrace.core.messages.membership import Gathering
 from headrace.core.messages.orders import AdmitPeer, BeginEpoch, Forward, OpenSession, Order, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageReady
+from headrace.core.types.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 
 
@@ -34,13 +35,13 @@ def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
     bench = Bench()
     bench.join()
     bench.prefill_up()
-    bench.submit("warm", 10, exit="fake")
+    bench.submit("warm", 10, route=Discard())
     bench.compute(1)
     assert bench.metric("kv_pages", "cached") == 2
-    bench.submit("out", 10, exit="wire", ticket="t")
+    bench.submit("out", 10, route=SendTo("t"))
     bench.reserve()
     bench.compute(1)
-    bench.submit("in", 10, entrance="wire", ticket="u", prefill="p", cache_salt="in")
+    bench.submit("in", 10, route=FetchFrom("p", "u"), cache_salt="in")
     bench.expecting(3)
     bench.submit("here", 40, cache_salt="h")
     bench.plan()
@@ -61,7 +62,7 @@ def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
     assert bench.one(EngineState).ready
     bench.one(AdmitPeer)
     bench.one(OpenSession)
-    bench.submit("c", 10, exit="fake")
+    bench.submit("c", 10, route=Discard())
     forward = bench.plan()
     assert forward is not None
     assert forward.rows[0].start == 0, "the old tree is gone"
@@ -72,7 +73,7 @@ def test_nothing_is_ordered_before_all_stages_are_ready_and_their_stream_begins(
     assert bench.one(BeginEpoch) == BeginEpoch(seq=1, epoch=0)
     bench.join()
     bench.prefill_up()
-    bench.submit("a", exit="fake")
+    bench.submit("a", route=Discard())
     bench.plan()
     bench.do(StageFailed(stage=1, message=""))
     bench.seen.clear()
@@ -149,7 +150,7 @@ def test_all_stages_have_to_come_up_again() -> None:
 def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
     bench = Bench(stages=2)
     bench.join()
-    bench.submit("a", exit="wire", ticket="t")
+    bench.submit("a", route=SendTo("t"))
     bench.reserve()
     bench.compute(1)
     bench.do(PeerCancelled(session="s", ticket="t", generation=1, reason=""))
@@ -164,7 +165,7 @@ def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
 
 def test_a_late_report_of_an_earlier_stage_is_harmless() -> None:
     bench = Bench(stages=2)
-    bench.submit("a", 4, exit="fake")
+    bench.submit("a", 4, route=Discard())
     forward = bench.plan()
     assert forward is not None
     bench.done(forward, 1)

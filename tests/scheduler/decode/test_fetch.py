@@ -24,7 +24,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.core.types.request import FetchFrom, FirstToken, TokenLogprob
 from tests.scheduler.bench import Bench, geometry, ids, none, only
 
 
@@ -35,7 +35,7 @@ def connected(**changes: float) -> Bench:
 
 
 def fetch(bench: Bench, rid: str = "a", tokens: int = 10, ticket: str = "t", **fields: object) -> None:
-    bench.submit(rid, tokens, entrance="wire", ticket=ticket, prefill="p", **fields)
+    bench.submit(rid, tokens, route=FetchFrom("p", ticket), **fields)
 
 
 def reserved(bench: Bench, **fields: object) -> PrepareReceive:

@@ -8,8 +8,9 @@ from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, PeerReleased, PeerReserved, TellFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
+from headrace.core.types.request import FetchFrom, PromptPosting
 from tests.scheduler.bench import Bench, none, only
-from tests.scheduler.prefill.test_rendezvous import wire
+from tests.scheduler.prefill.test_rendezvous import send_to
 
 REFUSED = ErrorInfo(code="invalid_value", message="temperature is 9", status=400, field="temperature")
 
@@ -18,9 +19,10 @@ def releases(bench: Bench, ticket: str = "t") -> None:
     bench.do(PeerReleased(session="s", ticket=ticket, reason="the client left"))
 
 
-def fetch(bench: Bench, rid: str = "a", tokens: int = 10, **fields: object) -> None:
-    given = {"entrance": "wire", "prefill": "p", "ticket": "t", "posted": True, "max_tokens": 4}
-    bench.submit(rid, tokens, **(given | fields))
+def fetch(
+    bench: Bench, rid: str = "a", tokens: int = 10, ticket: str = "t", posting: PromptPosting = "external"
+) -> None:
+    bench.submit(rid, tokens, route=FetchFrom("p", ticket, posting), max_tokens=4)
 
 
 @pytest.mark.parametrize("peer_first", [True, False])
@@ -36,7 +38,7 @@ def test_a_peer_hears_why_the_front_end_refused_its_prompt(peer_first: bool) -> 
         told = only(bench.reserve(), TellFailed)
     assert (told.error.code, told.error.message, told.error.status) == ("invalid_value", "temperature is 9", 400)
     assert bench.metric("reservations_waiting") == 0
-    wire(bench)
+    send_to(bench)
     bench.reserve(generation=2)
     assert bench.plan() is not None, "the next use of the ticket is another one"
 
@@ -53,7 +55,7 @@ def test_refusals_are_remembered_up_to_a_bound() -> None:
 def test_a_refusal_does_not_touch_another_request_with_the_ticket() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     bench.do(RefuseTicket(ticket="t", error=REFUSED))
     bench.reserve()
     assert bench.plan() is not None
@@ -62,7 +64,7 @@ def test_a_refusal_does_not_touch_another_request_with_the_ticket() -> None:
 def test_a_peer_that_gives_up_ends_the_wait_for_it() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     releases(bench)
     assert (bench.error().code, bench.error().status) == ("cancelled", 499)
     assert "the client left" in bench.error().message
@@ -73,13 +75,13 @@ def test_a_peer_may_give_up_before_the_prompt_comes() -> None:
     bench = Bench(bootstrap_timeout_s=10.0)
     bench.join()
     releases(bench)
-    wire(bench)
+    send_to(bench)
     assert bench.error().status == 499
-    wire(bench, "b")
+    send_to(bench, "b")
     assert bench.ended("b") == 0, "said once, of one prompt"
     releases(bench, "u")
     bench.wait(10.1)
-    wire(bench, "c", ticket="u")
+    send_to(bench, "c", ticket="u")
     assert bench.ended("c") == 0, "that is long ago"
 
 
@@ -88,7 +90,7 @@ def test_a_reservation_takes_back_what_was_given_up() -> None:
     bench.join()
     releases(bench)
     bench.reserve()
-    wire(bench)
+    send_to(bench)
     assert bench.plan() is not None
 
 
@@ -98,7 +100,7 @@ def test_one_peer_cannot_give_up_what_another_has_reserved() -> None:
     bench.join("other")
     bench.reserve(session="other")
     releases(bench)
-    wire(bench)
+    send_to(bench)
     assert bench.plan() is not None
 
 
@@ -106,7 +108,7 @@ def test_one_peer_cannot_give_up_what_another_has_reserved() -> None:
 def test_a_peer_with_another_prompt_gets_nothing(same: bool) -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     prompt = list(range(10)) if same else [*range(9), 99]
     event = PeerReserved(
         session="s", ticket="t", generation=1, prompt_tokens=10, cached_tokens=0, pages=pack([1, 2, 3]), row=1
@@ -121,7 +123,7 @@ def test_a_peer_with_another_prompt_gets_nothing(same: bool) -> None:
 def test_what_is_posted_is_reserved_under_its_hash() -> None:
     bench = Bench()
     bench.prefill_up()
-    fetch(bench, wait=False)
+    fetch(bench, posting="done")
     assert bench.one(AskRenew) == AskRenew(session="p1", ticket="t")
     bench.expecting(bench.one(PrepareReceive).request)
     ask = bench.one(AskReserve)
@@ -164,5 +166,5 @@ def test_a_request_that_is_refused_lets_its_ticket_go() -> None:
 def test_our_own_prompts_are_not_given_up_before_they_were_posted() -> None:
     bench = Bench()
     bench.prefill_up()
-    fetch(bench, posted=False)
+    fetch(bench, posting="local")
     assert none(bench.abort(), AskCancel)

@@ -19,7 +19,7 @@ from headrace.core.messages.peers import (
 from headrace.core.messages.stage_events import KvReceived, PeerLost, SessionClosed, StageFailed
 from headrace.core.types.backends import NIXL, SHM
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FirstToken, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 from tests.scheduler.decode.test_fetch import fetch
 
@@ -126,7 +126,7 @@ def test_a_peer_to_which_a_write_was_lost_is_told_nothing_but_that_its_session_e
     joined = {"geometry": geometry(), "window_bytes": 1 << 20, "backend": NIXL}
     bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]
     bench.do(PeerJoined(session="other", name="e", **joined))  # type: ignore[arg-type]
-    bench.submit("a", 10, exit="wire", ticket="t")
+    bench.submit("a", 10, route=SendTo("t"))
     bench.reserve("t", 10)
     bench.compute(1)
     send = bench.one(SendChunk)

@@ -5,6 +5,7 @@ from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, S
 from headrace.core.messages.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.stage_events import SendFailed
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import Discard, SendTo
 from tests.scheduler.bench import Bench, ids, none, only
 
 
@@ -13,7 +14,7 @@ def started(
 ) -> Bench:
     bench = bench or Bench()
     bench.join(page_size=page_size)
-    bench.submit("a", tokens, exit="wire", ticket="t", **fields)
+    bench.submit("a", tokens, route=SendTo("t"), **fields)
     bench.reserve(tokens=tokens, cached=cached, page_size=page_size)
     return bench
 
@@ -76,7 +77,7 @@ def test_nothing_is_sent_while_the_peer_has_it_all() -> None:
 
 def test_the_cached_prefix_goes_with_the_first_chunk() -> None:
     bench = Bench(chunk_tokens=8)
-    bench.submit("warm", 16, exit="fake")
+    bench.submit("warm", 16, route=Discard())
     bench.compute(1)
     started(30, bench=bench)
     forward = next_forward(bench)
@@ -168,7 +169,7 @@ def test_silence_of_the_peer_is_counted_from_when_the_stage_gets_to_the_send() -
 
 def test_an_ack_of_anything_shows_that_the_peer_is_there() -> None:
     bench = started(8)
-    bench.submit("b", 8, exit="wire", ticket="u", cache_salt="b")
+    bench.submit("b", 8, route=SendTo("u"), cache_salt="b")
     bench.reserve("u", 8)
     bench.compute(1, 2)
     _, other = bench.all(SendChunk)
@@ -210,7 +211,7 @@ def test_a_failure_with_bytes_under_way_keeps_pages_and_the_last_word_until_ever
     effects = bench.do(Abort(rid="a", error=ErrorInfo(code="gone", message="m", status=499)))
     only(effects, RequestFailed)
     only(effects, CancelSend)
-    bench.submit("b", 9, exit="fake", cache_salt="b")
+    bench.submit("b", 9, route=Discard(), cache_salt="b")
     assert bench.plan() is None
     assert none(bench.quiet(send.request, 1), ReleaseRequest)
     assert none(bench.quiet(send.request, 1), ReleaseRequest), "the same stage twice is one stage"

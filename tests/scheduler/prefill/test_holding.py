@@ -15,6 +15,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import Discard, SendTo
 from tests.scheduler.bench import Bench, ids, none, only
 
 
@@ -28,7 +29,7 @@ def held(tokens: int = 10, *, bench: Bench | None = None, **fields: object) -> B
 
 
 def hold(bench: Bench, rid: str, ticket: str, tokens: int = 10, **fields: object) -> None:
-    bench.submit(rid, tokens, exit="wire", hold=True, ticket=ticket, **fields)
+    bench.submit(rid, tokens, route=SendTo(ticket, hold=True), **fields)
 
 
 def renew(bench: Bench, ticket: str = "t", session: str = "s") -> None:
@@ -118,7 +119,7 @@ def test_a_reservation_between_two_chunks() -> None:
 def test_a_reserved_ticket_waits_for_a_metadata_row_without_a_lease() -> None:
     bench = Bench(metadata_rows=1)
     bench.join()
-    bench.submit("b", 5, exit="wire", ticket="u")
+    bench.submit("b", 5, route=SendTo("u"))
     bench.reserve("u", tokens=5)
     bench.compute(41)
     held(bench=bench)
@@ -135,7 +136,7 @@ def test_a_reserved_ticket_waits_for_a_metadata_row_without_a_lease() -> None:
 def test_who_waits_for_pages_keeps_no_metadata_row_from_those_who_have_them() -> None:
     """One waits for the pages of the other, which waits for a row: so the row must be free."""
     bench = held(40, bench=Bench(metadata_rows=1, kv_pages=16, hold_percent=100))
-    bench.submit("b", list(range(100, 139)), exit="wire", ticket="u")
+    bench.submit("b", list(range(100, 139)), route=SendTo("u"))
     bench.reserve("u", tokens=39)
     assert bench.plan() is None
     assert bench.metric("metadata_rows_in_use") == 0
@@ -297,7 +298,7 @@ def test_held_pages_are_limited_to_their_share() -> None:
     hold(bench, "b", "u", 13)
     refused = bench.error("b")
     assert (refused.code, refused.status, refused.retry_after_s) == ("queue_full", 429, 1.0)
-    bench.submit("c", 13, exit="fake")
+    bench.submit("c", 13, route=Discard())
     hold(bench, "d", "v", 12)
     assert (bench.ended("c"), bench.ended("d")) == (0, 0)
     assert bench.metric("held_pages") == 8
@@ -326,9 +327,3 @@ def test_a_reservation_that_does_not_wait() -> None:
     held(bench=bench)
     bench.reserve(generation=2, wait=False)
     assert len(bench.all(SendChunk)) == 1
-
-
-def test_only_what_leaves_by_wire_can_be_held() -> None:
-    bench = Bench()
-    bench.submit("a", 5, exit="here", hold=True)
-    assert (bench.error().status, bench.error().field) == (400, "hold")

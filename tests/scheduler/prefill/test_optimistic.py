@@ -4,7 +4,7 @@ from headrace.core.messages.frontend import Drain, Held
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import TellFailed, TellFinished
 from tests.scheduler.bench import Bench, none, only
-from tests.scheduler.prefill.test_rendezvous import wire
+from tests.scheduler.prefill.test_rendezvous import send_to
 
 
 def optimist(**changes: object) -> Bench:
@@ -15,7 +15,7 @@ def optimist(**changes: object) -> Bench:
 
 def test_a_prompt_is_computed_while_its_peer_gets_ready() -> None:
     bench = optimist()
-    wire(bench, tokens=40)
+    send_to(bench, tokens=40)
     bench.compute(7)
     assert bench.tokens() == [7]
     assert bench.all(SendChunk) == []
@@ -33,7 +33,7 @@ def test_a_prompt_is_computed_while_its_peer_gets_ready() -> None:
 
 def test_a_peer_may_come_between_two_chunks() -> None:
     bench = optimist(pipeline_depth=0)
-    wire(bench, tokens=40)
+    send_to(bench, tokens=40)
     first = bench.plan()
     assert first is not None
     bench.done(first)
@@ -49,7 +49,7 @@ def test_a_peer_may_come_between_two_chunks() -> None:
 
 def test_a_peer_that_does_not_come_costs_no_pages_for_long() -> None:
     bench = optimist(bootstrap_timeout_s=10.0)
-    wire(bench)
+    send_to(bench)
     bench.compute(7)
     bench.wait(9.9)
     assert bench.ended() == 0
@@ -61,7 +61,7 @@ def test_a_peer_that_does_not_come_costs_no_pages_for_long() -> None:
 
 def test_a_plan_in_flight_outlives_a_peer_that_does_not_come() -> None:
     bench = optimist(bootstrap_timeout_s=10.0)
-    wire(bench)
+    send_to(bench)
     forward = bench.plan()
     assert forward is not None
     bench.wait(11)
@@ -72,8 +72,8 @@ def test_a_plan_in_flight_outlives_a_peer_that_does_not_come() -> None:
 
 def test_beyond_the_bound_prompts_wait_for_their_peers() -> None:
     bench = optimist(kv_pages=12, hold_percent=50)
-    wire(bench, "a", 16, "t")
-    wire(bench, "b", 16, "u")
+    send_to(bench, "a", 16, "t")
+    send_to(bench, "b", 16, "u")
     bench.compute(7)
     assert (bench.tokens("a"), bench.tokens("b")) == ([7], [])
     assert bench.metric("queue_requests", "bootstrap") == 1
@@ -88,15 +88,15 @@ def test_beyond_the_bound_prompts_wait_for_their_peers() -> None:
 
 def test_held_prompts_take_from_the_same_share() -> None:
     bench = optimist(kv_pages=12, hold_percent=50)
-    wire(bench, "a", 16, "t", hold=True)
-    wire(bench, "b", 16, "u")
+    send_to(bench, "a", 16, "t", hold=True)
+    send_to(bench, "b", 16, "u")
     bench.compute(7)
     assert bench.metric("queue_requests", "bootstrap") == 1
 
 
 def test_a_first_token_that_is_all_is_kept_for_the_peer() -> None:
     bench = optimist()
-    wire(bench, max_tokens=1)
+    send_to(bench, max_tokens=1)
     bench.compute(7)
     assert bench.finished().reason == "length"
     told = only(bench.reserve(), TellFinished)
@@ -107,7 +107,7 @@ def test_a_first_token_that_is_all_is_kept_for_the_peer() -> None:
 
 def test_a_drain_waits_for_the_peer() -> None:
     bench = optimist()
-    wire(bench)
+    send_to(bench)
     bench.compute(7)
     effects = bench.do(Drain())
     assert bench.ended() == 0
@@ -122,5 +122,5 @@ def test_a_drain_waits_for_the_peer() -> None:
 def test_without_it_nothing_is_computed_ahead() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     assert bench.plan() is None

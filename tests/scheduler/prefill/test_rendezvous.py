@@ -5,11 +5,15 @@ import pytest
 from headrace.core.messages.frontend import Progress, RequestFailed
 from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, Forward, SendChunk
 from headrace.core.messages.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed
+from headrace.core.types.request import SendTo
 from tests.scheduler.bench import Bench, none, only
 
 
-def wire(bench: Bench, rid: str = "a", tokens: int = 10, ticket: str = "t", **fields: object) -> None:
-    bench.submit(rid, tokens, exit="wire", ticket=ticket, **fields)
+def send_to(
+    bench: Bench, rid: str = "a", tokens: int = 10, ticket: str = "t", hold: bool = False, **fields: object
+) -> None:
+    """Submit a prompt whose KV goes to the peer that reserves the ticket."""
+    bench.submit(rid, tokens, route=SendTo(ticket, hold), **fields)
 
 
 @pytest.mark.parametrize("prompt_first", [True, False])
@@ -17,13 +21,13 @@ def test_either_half_may_come_first(prompt_first: bool) -> None:
     bench = Bench()
     bench.join()
     if prompt_first:
-        wire(bench, progress=True)
+        send_to(bench, progress=True)
         assert bench.plan() is None
         bench.reserve()
     else:
         bench.reserve()
         assert bench.metric("reservations_waiting") == 1
-        wire(bench, progress=True)
+        send_to(bench, progress=True)
     assert bench.one(Progress).phase == "bootstrapped"
     assert bench.metric("reservations_waiting") == 0
     assert bench.plan() is not None
@@ -32,7 +36,7 @@ def test_either_half_may_come_first(prompt_first: bool) -> None:
 def test_no_peer_in_time() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     bench.wait(29.9)
     assert bench.ended() == 0
     bench.wait(0.2)
@@ -43,13 +47,13 @@ def test_no_peer_in_time() -> None:
 def test_a_late_reservation_is_told_why_at_once_and_revives_nothing() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     bench.wait(31)
     told = only(bench.reserve(generation=1), TellFailed)
     assert (told.error.code, told.generation) == ("no_peer", 1)
     assert bench.reserve(generation=1) == []
     assert bench.metric("dropped_messages_total", "stale_generation") == 1
-    wire(bench, "b")
+    send_to(bench, "b")
     assert bench.reserve(generation=1) == [], "that generation has failed for good"
     bench.reserve(generation=2)
     assert bench.plan() is not None
@@ -59,9 +63,9 @@ def test_a_refused_prompt_is_told_to_its_peer_before_and_after() -> None:
     bench = Bench()
     bench.join()
     bench.reserve("early", 500)
-    wire(bench, "a", 500, "early")
+    send_to(bench, "a", 500, "early")
     assert bench.one(TellFailed).error.code == "prompt_too_long"
-    wire(bench, "b", 500, "late")
+    send_to(bench, "b", 500, "late")
     assert only(bench.reserve("late", 500), TellFailed).error.code == "prompt_too_long"
 
 
@@ -83,7 +87,7 @@ def test_no_request_in_time() -> None:
 def test_a_reservation_that_does_not_fit_fails_both(wrong: dict[str, int]) -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     bench.reserve(**wrong)  # type: ignore[arg-type]
     assert (bench.error().code, bench.error().status) == ("bad_reservation", 502)
     assert bench.one(TellFailed).error.code == "bad_reservation"
@@ -93,7 +97,7 @@ def test_a_reservation_that_does_not_fit_fails_both(wrong: dict[str, int]) -> No
 def test_the_peers_page_size_counts() -> None:
     bench = Bench()
     bench.join(page_size=3)
-    wire(bench)
+    send_to(bench)
     bench.reserve(page_size=3, cached=4)
     assert bench.plan() is not None
 
@@ -102,7 +106,7 @@ def test_a_ticket_in_use_is_refused_and_stale_generations_are_dropped() -> None:
     bench = Bench()
     bench.join("s")
     bench.join("other")
-    wire(bench)
+    send_to(bench)
     bench.reserve(generation=5)
     for generation in (4, 5):
         assert bench.reserve(generation=generation) == []
@@ -116,10 +120,10 @@ def test_a_ticket_in_use_is_refused_and_stale_generations_are_dropped() -> None:
 def test_a_ticket_may_be_used_again_after_its_end() -> None:
     bench = Bench()
     bench.join()
-    wire(bench, "a")
+    send_to(bench, "a")
     bench.reserve(generation=1)
     bench.abort("a")
-    wire(bench, "b")
+    send_to(bench, "b")
     bench.reserve(generation=2)
     assert bench.plan() is not None
 
@@ -137,7 +141,7 @@ def test_without_a_metadata_row_requests_wait_in_order() -> None:
     bench = Bench(metadata_rows=1)
     bench.join()
     for number in range(3):
-        wire(bench, f"r{number}", 10, f"t{number}")
+        send_to(bench, f"r{number}", 10, f"t{number}")
     for number in (2, 0, 1):
         bench.reserve(f"t{number}")
     assert bench.metric("queue_requests", "waiting") == 3
@@ -157,8 +161,8 @@ def test_peers_are_admitted_at_every_stage_and_dropped() -> None:
     bench = Bench()
     admit = only(bench.join(), AdmitPeer)
     assert admit.session == "s"
-    wire(bench, "a", 10, "t1")
-    wire(bench, "b", 10, "t2")
+    send_to(bench, "a", 10, "t1")
+    send_to(bench, "b", 10, "t2")
     bench.reserve("t1")
     bench.reserve("t3")
     effects = bench.do(PeerGone(session="s", reason="silent"))
@@ -180,7 +184,7 @@ def test_a_peer_that_joined_before_the_stages_is_introduced_when_they_are_up() -
 def test_the_peer_cancels_before_anything_was_sent() -> None:
     bench = Bench()
     bench.join()
-    wire(bench)
+    send_to(bench)
     bench.reserve()
     forward = bench.plan()
     assert isinstance(forward, Forward)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.stage_events import PlanDone, StageFailed
 from headrace.core.stats import Counters
+from headrace.core.types.request import Discard
 from headrace.scheduler.state.bubbles import Bubbles
 from tests.scheduler.bench import Bench
 
@@ -107,7 +108,7 @@ def test_counters_never_fall_whatever_a_stage_claims(reports: list[tuple[int, in
 def test_a_scheduler_counts_them() -> None:
     bench = Bench(stages=2)
     bench.wait(5)
-    bench.submit("a", 16, exit="fake")
+    bench.submit("a", 16, route=Discard())
     forward = bench.plan()
     assert forward is not None
     bench.wait(1.0)
@@ -122,13 +123,13 @@ def test_a_scheduler_counts_them() -> None:
 
 def test_a_pipeline_that_has_failed_is_not_in_flight() -> None:
     bench = Bench()
-    bench.submit("a", 16, exit="fake")
+    bench.submit("a", 16, route=Discard())
     bench.plan()
     bench.wait(1.0)
     bench.do(StageFailed(stage=0, message=""))
     bench.wait(50)
     bench.up()
-    bench.submit("b", 16, exit="fake")
+    bench.submit("b", 16, route=Discard())
     forward = bench.plan()
     assert forward is not None
     bench.wait(1.0)

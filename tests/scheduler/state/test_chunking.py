@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.messages.stage_events import StageReady
+from headrace.core.types.request import Discard
 from headrace.scheduler.state.chunking import Cost, chunk_length, equal_time
 from tests.scheduler.bench import Bench, geometry
 
@@ -60,7 +61,7 @@ def lengths(chunking: str, tokens: int, cost: Cost | None) -> list[list[int]]:
         chunking=chunking, chunk_tokens=512, page_size=16, kv_pages=1000, vocab_size=5000, max_model_len=8000, up=False
     )
     bench.do(ready(cost))
-    bench.submit("a", tokens, exit="fake")
+    bench.submit("a", tokens, route=Discard())
     plans = []
     while (forward := bench.plan()) is not None:
         plans.append([row.count for row in forward.rows])
@@ -94,8 +95,8 @@ def test_a_chunk_that_is_short_because_it_takes_long_leaves_no_room_in_its_plan(
         chunking="dynamic", chunk_tokens=512, kv_pages=1000, page_size=16, vocab_size=5000, max_model_len=8000, up=False
     )
     bench.do(ready(mild))
-    bench.submit("a", 1500, exit="fake")
-    bench.submit("b", list(range(2000, 2400)), exit="fake")
+    bench.submit("a", 1500, route=Discard())
+    bench.submit("b", list(range(2000, 2400)), route=Discard())
     plans = []
     while (forward := bench.plan()) is not None:
         plans.append([(row.request, row.start, row.count) for row in forward.rows])

@@ -8,6 +8,7 @@ from headrace.core.messages.frontend import EndTrace, StageTraced, StartTrace, T
 from headrace.core.messages.orders import StartRecording, StopRecording
 from headrace.core.messages.stage_events import RecordingStopped, StageFailed
 from headrace.core.trace import PhaseTrace, SchedulerTrace
+from headrace.core.types.request import Discard, SendTo
 from tests.scheduler.bench import Bench, none, only
 
 
@@ -39,7 +40,7 @@ def test_every_stage_is_told_and_passes_its_part_on() -> None:
 
 def test_nothing_is_noted_and_nobody_told_otherwise() -> None:
     bench = Bench()
-    bench.submit("a", 10, exit="fake")
+    bench.submit("a", 10, route=Discard())
     bench.compute(1)
     assert none(bench.seen, StartRecording)
     assert none(bench.do(EndTrace(trace=1)), Traced)
@@ -51,13 +52,13 @@ def test_nothing_is_noted_and_nobody_told_otherwise() -> None:
 def test_phases_of_requests_that_come_and_go_and_stay() -> None:
     bench = Bench()
     bench.join()
-    bench.submit("before", 10, exit="wire", ticket="t")
+    bench.submit("before", 10, route=SendTo("t"))
     bench.wait(1)
     start(bench)
     began = bench.now
     bench.wait(1)
     bench.reserve()
-    bench.submit("during", 40, exit="fake")
+    bench.submit("during", 40, route=Discard())
     bench.wait(1)
     first = bench.plan()
     assert first is not None
@@ -80,12 +81,12 @@ def test_phases_of_requests_that_come_and_go_and_stay() -> None:
 
 def test_counts_are_noted_when_they_change() -> None:
     bench = Bench()
-    bench.submit("old", 10, exit="fake")
+    bench.submit("old", 10, route=Discard())
     old = bench.plan()
     assert old is not None
     start(bench)
     bench.wait(1)
-    bench.submit("new", 20, exit="fake", cache_salt="n")
+    bench.submit("new", 20, route=Discard(), cache_salt="n")
     bench.wait(1)
     assert bench.plan() is not None
     assert bench.plan() is None, "no credit is left"
@@ -151,7 +152,7 @@ def test_a_server_that_is_not_ready_traces_what_there_is(loaded: int) -> None:
 def test_a_new_trace_takes_the_place_of_one_that_was_not_ended() -> None:
     bench = Bench()
     start(bench, 1)
-    bench.submit("a", 10, exit="fake")
+    bench.submit("a", 10, route=Discard())
     bench.compute(1)
     start(bench, 2)
     assert bench.metric("dropped_messages_total", "unknown_trace") == 0

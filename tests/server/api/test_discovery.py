@@ -10,6 +10,7 @@ import pytest
 from headrace.core.messages.frontend import AnySchedulerReply, EngineState, Submit, Tokens
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import Discard
 from headrace.server.app import create_bootstrap_app
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running
@@ -71,7 +72,7 @@ async def test_health_that_computes(tokenizer: Tokenizer) -> None:
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         assert (await http.get("/health_generate")).status_code == 200
         (submit,) = link.of(Submit)
-        assert (submit.exit, submit.sampling.max_tokens, submit.deadline_s) == ("fake", 1, 20.0)
+        assert (submit.route, submit.sampling.max_tokens, submit.deadline_s) == (Discard(), 1, 20.0)
         link.script = failing(ErrorInfo(code="deadline_exceeded", message="not done in time", status=504))
         assert (await http.get("/health_generate")).status_code == 504
         link.say(EngineState(ready=False, reason="stage 0 died"))

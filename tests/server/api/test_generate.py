@@ -7,10 +7,10 @@ import pytest
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.request import Discard, SendTo, TokenLogprob
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, computing
-from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying
+from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying, ticket_of
 
 
 @in_loop
@@ -130,7 +130,7 @@ async def test_held_kv_is_told_of_in_an_answer_for_one_prompt_only(tokenizer: To
         many = json_of(await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": NIXL}))
         named = {**NIXL, "transfer_id": "x"}
         await http.post("/generate", json={"text": ["a", "b"], "kv_transfer_params": named})
-    assert one["kv_transfer_params"]["ticket"] == link.of(Submit)[0].ticket
+    assert one["kv_transfer_params"]["ticket"] == ticket_of(link.of(Submit)[0])
     assert len(many) == 2
-    assert [(submit.exit, submit.ticket) for submit in link.of(Submit)[1:3]] == [("fake", None)] * 2
-    assert [(submit.hold, submit.ticket) for submit in link.of(Submit)[3:]] == [(True, "x/0"), (True, "x/1")]
+    assert [submit.route for submit in link.of(Submit)[1:3]] == [Discard()] * 2
+    assert [submit.route for submit in link.of(Submit)[3:]] == [SendTo("x/0", hold=True), SendTo("x/1", hold=True)]

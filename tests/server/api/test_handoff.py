@@ -19,10 +19,10 @@ from headrace.core.messages.frontend import (
 )
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
-from headrace.core.types.request import Timing, Usage
+from headrace.core.types.request import Discard, SendTo, Timing, Usage
 from headrace.server.api.response.handoff import reachable_host
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
 
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
@@ -34,7 +34,7 @@ def computing(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
     logprobs = () if submit.sampling.logprobs is None else (made_up_logprob(7, submit.sampling.logprobs),)
     yield Tokens(rid=submit.rid, tokens=(7,), logprobs=logprobs)
     count = len(submit.prompt) // 4
-    if submit.hold:
+    if isinstance(submit.route, SendTo) and submit.route.hold:
         yield Held(rid=submit.rid, lease_s=30.0, usage=Usage(count, 1, 1), timing=Timing())
     else:
         yield finished(submit.rid, "handoff", prompt=count, cached=1)
@@ -54,14 +54,14 @@ async def test_a_router_that_asks_here_first_learns_where_the_kv_is(tokenizer: T
         answer = await ask(http, max_tokens=1, min_tokens=1, kv_transfer_params=NIXL)
     (submit,) = link.of(Submit)
     ids = tokenizer.encode(PROMPT)
-    assert (submit.entrance, submit.exit, submit.hold, list(unpack(submit.prompt))) == ("compute", "wire", True, ids)
     params = answer["kv_transfer_params"]
+    assert (submit.route, list(unpack(submit.prompt))) == (SendTo(params["ticket"], hold=True), ids)
     assert {key: params[key] for key in ("do_remote_prefill", "do_remote_decode", "tp_size")} == {
         "do_remote_prefill": True, "do_remote_decode": False, "tp_size": 1,
     }  # fmt: skip
     assert (params["remote_host"], params["remote_port"], params["remote_engine_id"]) == ("127.0.0.1", 5555, "i" * 32)
-    assert params["ticket"] == params["remote_request_id"] == submit.ticket
-    assert (params["tickets"], params["prompt_token_ids"], params["remote_num_tokens"]) == ([submit.ticket], ids, 2)
+    assert params["remote_request_id"] == params["ticket"]
+    assert (params["tickets"], params["prompt_token_ids"], params["remote_num_tokens"]) == ([params["ticket"]], ids, 2)
     assert params["prompt_hashes"] == [prompt_hash(pack(ids))]
     assert (params["fingerprint"], params["protocol"], params["lease_s"]) == ("fp", 1, 30.0)
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -93,7 +93,7 @@ async def test_what_a_router_asks_of_both_sides_keeps_its_limits(tokenizer: Toke
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         answer = await ask(http, max_tokens=5, min_tokens=2, stream=True, **ROOM)
     (submit,) = link.of(Submit)
-    assert (submit.ticket, submit.exit, submit.hold) == ("room:7", "wire", False)
+    assert submit.route == SendTo("room:7")
     assert (submit.sampling.max_tokens, submit.sampling.min_tokens) == (5, 2)
     assert submit.sampling.stop_token_ids == tokenizer.eos_ids
     assert answer["choices"][0]["finish_reason"] == "length", "and it is never a stream"
@@ -114,10 +114,10 @@ async def test_a_list_of_prompts_has_a_ticket_for_each_continuation(tokenizer: T
     one, other = (prompt_hash(pack(ids)) for ids in params["prompt_token_ids"])
     assert params["prompt_hashes"] == [one, one, other, other]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    submits = {submit.ticket: submit for submit in link.of(Submit)[:4]}
+    submits = {ticket_of(submit): submit for submit in link.of(Submit)[:4]}
     assert submits["x/0"].sampling.seed != submits["x/1"].sampling.seed
-    rooms = [(submit.ticket, submit.exit) for submit in link.of(Submit)[4:]]
-    assert sorted(rooms, key=str) == [("room:7/0", "wire"), ("room:7/1", "wire"), (None, "fake"), (None, "fake")]
+    rooms = [submit.route for submit in link.of(Submit)[4:]]
+    assert sorted(rooms, key=str) == [Discard(), Discard(), SendTo("room:7/0"), SendTo("room:7/1")]
 
 
 def test_where_the_control_endpoint_is_on_all_addresses_peers_use_the_name_that_we_were_called_by() -> None:
@@ -130,7 +130,7 @@ async def test_when_one_prompt_fails_the_others_are_let_go(tokenizer: Tokenizer)
     error = ErrorInfo(code="stage_failed", message="stage 0 died", status=503)
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
-        if submit.ticket == "x/1":
+        if ticket_of(submit) == "x/1":
             asyncio.get_running_loop().call_later(0.05, link.say, RequestFailed(rid=submit.rid, error=error))
             return []
         return computing(link, submit)
@@ -140,7 +140,7 @@ async def test_when_one_prompt_fails_the_others_are_let_go(tokenizer: Tokenizer)
         body = {"prompt": ["ab", "hello"], "kv_transfer_params": {**NIXL, "transfer_id": "x"}}
         response = await http.post("/v1/completions", json=body)
         assert response.status_code == 503
-        held = next(submit for submit in link.of(Submit) if submit.ticket == "x/0")
+        held = next(submit for submit in link.of(Submit) if ticket_of(submit) == "x/0")
         assert (await link.wait_for(Abort)).rid == held.rid
 
 

@@ -5,6 +5,7 @@ import msgspec
 from headrace.core.messages.frontend import Abort, Progress, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
+from headrace.core.types.request import DecodeHere
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, in_loop, json_of, running, saying
 
@@ -33,7 +34,7 @@ async def test_a_completion(tokenizer: Tokenizer) -> None:
     assert timing["total"] == round(sum(value for name, value in timing.items() if name != "total"), 3) == 97.5
     (submit,) = link.of(Submit)
     assert list(unpack(submit.prompt)) == tokenizer.encode("hi!")
-    assert (submit.entrance, submit.exit, submit.ticket) == ("compute", "here", None)
+    assert submit.route == DecodeHere()
     assert submit.sampling.stop_token_ids == tokenizer.eos_ids
     assert link.of(Abort) == []
 

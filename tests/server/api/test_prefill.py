@@ -9,7 +9,7 @@ import pytest
 from headrace.core.messages.frontend import Abort, AnySchedulerReply, EngineState, Held, Progress, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import Timing, TokenLogprob, Usage
+from headrace.core.types.request import Discard, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, made_up_logprob, running, saying
 
@@ -45,7 +45,7 @@ async def test_a_prefill_that_is_handed_over(tokenizer: Tokenizer) -> None:
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         answer = json_of(await http.post("/v1/prefill", json=body))
     (submit,) = link.of(Submit)
-    assert (submit.exit, submit.entrance, submit.ticket, submit.progress) == ("wire", "compute", "t1", False)
+    assert (submit.route, submit.progress) == (SendTo("t1"), False)
     assert list(unpack(submit.prompt)) == tokenizer.encode("hello world")
     assert answer["rid"] == submit.rid
     assert answer["rid"].startswith("pf-")
@@ -68,7 +68,7 @@ async def test_a_prefill_for_nobody(tokenizer: Tokenizer, prompt: dict[str, obje
         link = FakeLink(saying(tokenizer, "<eos>", reason="stop"))
         async with running(link, tokenizer, role=role) as service, client(service) as http:
             answer = json_of(await http.post("/v1/prefill", json={**prompt, "handoff": "none", "rid": "mine"}))
-        assert (link.of(Submit)[0].exit, link.of(Submit)[0].ticket) == ("fake", None)
+        assert link.of(Submit)[0].route == Discard()
         assert (answer["rid"], answer["ticket"], answer["finish_reason"]) == ("mine", None, "stop")
         assert answer["first_token"] == {"id": 267, "text": "<eos>", "logprob": None, "top_logprobs": None}
         assert answer["prompt_logprobs"] is None
@@ -191,7 +191,7 @@ async def test_a_held_prefill_answers_before_its_end(tokenizer: Tokenizer) -> No
         await asyncio.sleep(0)  # it is on its way
         answer = json_of(await http.post("/v1/prefill", json={**HOLD, "stream": False}))
         assert answer["lease_s"] == 30.0, "a ticket that was fetched leaves its rid free"
-    assert [submit.hold for submit in link.of(Submit)] == [True, True]
+    assert [submit.route for submit in link.of(Submit)] == [SendTo("t", hold=True)] * 2
     assert link.of(Abort) == [], "leaving the answered request takes nothing back"
 
 

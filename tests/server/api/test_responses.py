@@ -9,6 +9,7 @@ import pytest
 from headrace.core.messages.frontend import RefuseTicket, RequestFailed, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
+from headrace.core.types.request import SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, ROOM, computing
 from tests.server.api.test_sdk import sdk
@@ -125,11 +126,10 @@ async def test_behind_a_router(tokenizer: Tokenizer) -> None:
         told = await asyncio.wait_for(link.wait_for(RefuseTicket), 5)
         nameless = await http.post("/v1/responses", json=body)
     first, second = link.of(Submit)
-    assert (first.ticket, first.hold, first.sampling.max_tokens) == ("room:7", False, 1)
-    assert second.hold
+    assert (first.route, first.sampling.max_tokens) == (SendTo("room:7"), 1)
+    assert second.route == SendTo(json_of(held)["kv_transfer_params"]["ticket"], hold=True)
     assert second.sampling.max_tokens > 1, "the limit is the router's, not the client's"
     assert json_of(room)["output"][0]["content"][0]["text"] == tokenizer.decode([7])
     assert "kv_transfer_params" not in json_of(room)
-    assert json_of(held)["kv_transfer_params"]["ticket"] == second.ticket
     assert (refused.status_code, told.ticket) == (400, "room:7")
     assert (nameless.status_code, json_of(nameless)["error"]["code"]) == (404, "wrong_role")

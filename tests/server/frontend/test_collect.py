@@ -22,10 +22,11 @@ from headrace.core.messages.frontend import (
 )
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
+from headrace.core.types.request import DecodeHere, FetchFrom
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying, ticket_of
 from tests.server.frontend.test_decode import ONE, Prefills, until_ready, welcoming
 
 HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
@@ -76,8 +77,7 @@ async def test_the_three_names(tokenizer: Tokenizer, fields: dict[str, Any], tic
     assert response.status_code == 200, response.text
     assert json_of(response)["choices"][0]["text"] == "hello"
     (submit,) = link.of(Submit)
-    assert (submit.entrance, submit.prefill, submit.ticket) == ("wire", ONE, ticket)
-    assert (submit.posted, submit.wait) == (True, wait)
+    assert submit.route == FetchFrom(ONE, ticket, "external" if wait else "done")
     assert prefills.posts == [], "the router has posted it"
 
 
@@ -87,7 +87,9 @@ async def test_without_a_name_the_prompt_is_posted_from_here(tokenizer: Tokenize
     async with decode(link, tokenizer, prefills) as (_, http):
         await http.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": None})
     assert len(prefills.posts) == 1
-    assert not link.of(Submit)[0].posted
+    (submit,) = link.of(Submit)
+    assert isinstance(submit.route, FetchFrom)
+    assert submit.route.posting == "local"
 
 
 @in_loop
@@ -96,7 +98,7 @@ async def test_where_nothing_is_transferred_the_prompt_is_computed_here(tokenize
     async with decode(link, tokenizer, prefills) as (_, http):
         response = await http.post("/v1/completions", json={"prompt": "hi", **ROOM, "bootstrap_host": "2.2.2.2"})
     assert response.status_code == 200
-    assert [(submit.entrance, submit.ticket) for submit in link.of(Submit)] == [("compute", None)]
+    assert [submit.route for submit in link.of(Submit)] == [DecodeHere()]
     assert prefills.posts == []
 
 
@@ -107,7 +109,7 @@ async def test_every_prompt_of_a_list_has_its_own_ticket(tokenizer: Tokenizer) -
         body = {"prompt": ["ab", "hello"], "n": 2, "kv_transfer_params": {**HELD, "tickets": list("abcd")}}
         await http.post("/v1/completions", json=body)
         await http.post("/generate", json={"text": ["ab", "hello"], **ROOM, "bootstrap_room": [1, 2]})
-    assert [submit.ticket for submit in link.of(Submit)] == ["a", "b", "c", "d", "room:1", "room:2"]
+    assert [ticket_of(submit) for submit in link.of(Submit)] == ["a", "b", "c", "d", "room:1", "room:2"]
 
 
 @in_loop
@@ -151,7 +153,7 @@ async def test_a_fallback_serves_what_could_not_be_collected(tokenizer: Tokenize
     error = ErrorInfo(code="lease_expired", message="m", status=504)
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
-        if submit.entrance == "wire":
+        if isinstance(submit.route, FetchFrom):
             return [RequestFailed(rid=submit.rid, error=error)]
         return saying(tokenizer, "hello")(link, submit)
 
@@ -159,7 +161,7 @@ async def test_a_fallback_serves_what_could_not_be_collected(tokenizer: Tokenize
     async with decode(link, tokenizer, fallback="local") as (_, http):
         answer = json_of(await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": HELD}))
     assert answer["choices"][0]["text"] == "hello"
-    assert [submit.entrance for submit in link.of(Submit)] == ["wire", "compute"]
+    assert [type(submit.route) for submit in link.of(Submit)] == [FetchFrom, DecodeHere]
 
 
 @pytest.mark.parametrize("min_tokens", [0, 2])
@@ -169,7 +171,7 @@ async def test_a_first_token_that_min_tokens_forbids_is_sampled_again(tokenizer:
     eos = tokenizer.eos_ids[0]
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
-        if submit.entrance == "wire":
+        if isinstance(submit.route, FetchFrom):
             return [Tokens(rid=submit.rid, tokens=(eos,)), finished(submit.rid, "stop")]
         return saying(tokenizer, "hello")(link, submit)
 
@@ -177,9 +179,9 @@ async def test_a_first_token_that_min_tokens_forbids_is_sampled_again(tokenizer:
     async with decode(link, tokenizer) as (_, http):
         body = {"prompt": "x", "max_tokens": 4, "min_tokens": min_tokens, "kv_transfer_params": HELD}
         answer = json_of(await http.post("/v1/completions", json=body))
-    entrances = [submit.entrance for submit in link.of(Submit)]
+    routes = [type(submit.route) for submit in link.of(Submit)]
     text = answer["choices"][0]["text"]
-    assert (entrances, text) == ((["wire", "compute"], "hello") if min_tokens else (["wire"], ""))
+    assert (routes, text) == (([FetchFrom, DecodeHere], "hello") if min_tokens else ([FetchFrom], ""))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(to
         assert again.status_code == 200
         unnamed = await http.post("/v1/completions", json={"prompt": "x"})
         assert unnamed.status_code == 503, "it is not ours to send prompts to"
-    assert [submit.prefill for submit in link.of(Submit)] == [control_server, control_server]
+    assert [submit.route for submit in link.of(Submit)] == [FetchFrom(control_server, "t", "done")] * 2
     assert len(link.of(AddPrefill)) == 1
     assert service.prefill_servers() == []
 

@@ -18,6 +18,7 @@ from headrace.core.messages.frontend import (
     Tokens,
 )
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import DecodeHere, FetchFrom, SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
 
@@ -74,6 +75,12 @@ def welcoming(link: FakeLink, *urls: str) -> None:
         link.say(PrefillState(name=url, up=True))
 
 
+def prefill_of(submit: Submit) -> str:
+    """The prefill server that a request is fetched from."""
+    assert isinstance(submit.route, FetchFrom)
+    return submit.route.prefill
+
+
 async def until_ready(http: httpx.AsyncClient) -> None:
     while (await http.get("/ready")).status_code != 200:
         await asyncio.sleep(0)
@@ -107,8 +114,8 @@ async def test_a_prompt_is_computed_there_and_continued_here(tokenizer: Tokenize
     assert answer["choices"][0]["text"] == "hello"
     (submit,) = link.of(Submit)
     ((host, asked, headers),) = prefills.posts
-    assert (submit.entrance, submit.exit, submit.prefill) == ("wire", "here", ONE)
-    assert (host, asked["ticket"], asked["rid"]) == ("p1", submit.ticket, submit.rid)
+    assert submit.route == FetchFrom(ONE, asked["ticket"])
+    assert (host, asked["rid"]) == ("p1", submit.rid)
     assert (asked["prompt_token_ids"], asked["max_tokens"], asked["temperature"]) == ([1, 2, 3], 9, 0)
     assert (asked["seed"], asked["stop"], asked["deadline_s"], asked["ignore_eos"]) == (4, ["\n\n"], 3, False)
     assert headers["authorization"] == "Bearer k"
@@ -149,7 +156,8 @@ async def test_a_prefill_server_takes_exactly_what_a_decode_server_sends(tokeniz
     for there, here in zip(received, link.of(Submit), strict=True):
         assert there.prompt == here.prompt
         assert there.sampling == here.sampling
-        assert (there.ticket, there.cache_salt, there.exit) == (here.ticket, "s", "wire")
+        assert isinstance(here.route, FetchFrom)
+        assert (there.route, there.cache_salt) == (SendTo(here.route.ticket), "s")
 
 
 @in_loop
@@ -246,7 +254,7 @@ async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer
         for number, length in enumerate((50, 20, 20, 20), 1):
             asked.append(asyncio.create_task(http.post("/v1/completions", json={"prompt": [5] * length})))
             await link.wait_for(Submit, number)
-        assert [submit.prefill for submit in link.of(Submit)] == [ONE, TWO, TWO, TWO]
+        assert [prefill_of(submit) for submit in link.of(Submit)] == [ONE, TWO, TWO, TWO]
         for submit in link.of(Submit):
             for output in saying(tokenizer, "hello")(link, submit):
                 link.say(output)
@@ -255,7 +263,7 @@ async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer
         await http.post("/v1/models")
         asked = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))]
         await link.wait_for(Submit, 5)
-        assert link.of(Submit)[4].prefill == ONE, "the load of answered prompts is gone"
+        assert prefill_of(link.of(Submit)[4]) == ONE, "the load of answered prompts is gone"
         asked[0].cancel()
 
 
@@ -315,7 +323,7 @@ async def test_local_fallback(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(), Prefills(lambda _body: httpx.Response(500, text="boom"))
 
     def script(_link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
-        here = submit.entrance == "compute"
+        here = isinstance(submit.route, DecodeHere)
         return list(saying(tokenizer, "hello")(link, submit)) if here else list(reserving(link, submit))
 
     link.script = script
@@ -328,14 +336,14 @@ async def test_local_fallback(tokenizer: Tokenizer) -> None:
         assert (await http.get("/ready")).status_code == 200, "it can serve without anybody"
         answer = await http.post("/v1/completions", json={"prompt": "x"})
         assert json_of(answer)["choices"][0]["text"] == "hello"
-        assert [submit.entrance for submit in link.of(Submit)] == ["compute"]
+        assert [submit.route for submit in link.of(Submit)] == [DecodeHere()]
         await link.wait_for(AddPrefill)
         welcoming(link, ONE)
         while service.not_ready() is None and len(link.of(Submit)) < 3:
             answer = await http.post("/v1/completions", json={"prompt": "x"})
             assert json_of(answer)["choices"][0]["text"] == "hello"
         *_, failed, local = link.of(Submit)
-        assert (failed.entrance, local.entrance, local.ticket) == ("wire", "compute", None)
+        assert (type(failed.route), type(local.route)) == (FetchFrom, DecodeHere)
         assert local.rid != failed.rid
 
 
@@ -359,4 +367,4 @@ async def test_no_fallback_once_a_token_was_given_out_or_for_the_clients_mistake
                 await asyncio.sleep(0)
             response = await http.post("/v1/completions", json={"prompt": "x"})
             assert response.status_code == (502 if status == 500 else 400)
-        assert [submit.entrance for submit in link.of(Submit)] == ["wire"]
+        assert [type(submit.route) for submit in link.of(Submit)] == [FetchFrom]
