@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.core.config import StageConfig
+from headrace.core.config import STAGE_KEY_VARIABLE, StageConfig
 from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent
@@ -25,7 +25,6 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.device import own_device
 from headrace.engine.parallel.pipeline import LinkBroken
 from headrace.engine.stage import run
-from headrace.server.config.load import STAGE_KEY_VARIABLE
 from headrace.server.stage_group.join_client import JoinClient, NotAdmitted
 from headrace.server.stage_group.rank_info import RankInfo, find_place
 from headrace.server.version import headrace_version
