@@ -106,7 +106,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "cache-dir",
             SERVER,
-            "folder for tokenizers and compiled code kept between starts (default: headrace in $XDG_CACHE_HOME or ~/.cache)",
+            "folder for tokenizers and compiled code kept between starts (default: headrace in $XDG_CACHE_HOME or "
+            "~/.cache)",
         ),
     ] = ""
     """Empty: nothing is kept."""

@@ -11,6 +11,7 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.membership import AnswerMessage, JoinRequest
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.runtime.polling import Poll
 from headrace.server.stage_group.membership import End, Membership
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class JoinClient:
         self._socket.maxmsgsize = MAX_ANSWER_BYTES
         self._socket.reconnect_ivl_max = 1000
         self._socket.connect(endpoint)
+        self._poll = Poll(zmq.Poller)
         self._clock = clock
         self._membership = Membership(join, timeout_s, clock.now())
         self._in: Codec[AnswerMessage] = Codec(AnswerMessage)
@@ -66,8 +68,7 @@ class JoinClient:
 
     def _turn(self) -> None:
         membership = self._membership
-        wait_s = membership.next_deadline() - self._clock.now()
-        self._socket.poll(max(0, int(1000 * wait_s + 0.999)))
+        self._poll.readable([self._socket], membership.next_deadline() - self._clock.now())
         now = self._clock.now()
         while (answer := self._take()) is not None:
             membership.receive(answer, now)

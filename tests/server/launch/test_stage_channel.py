@@ -82,7 +82,7 @@ def receive(channel: StageChannel, now: float, count: int) -> list[ChannelEvent]
 def hear(stage: OrderConnection) -> list[AnyOrder]:
     """What has come to a stage."""
     orders: list[AnyOrder] = []
-    while Poll(zmq.Poller).readable([stage.handle], 50):
+    while Poll(zmq.Poller).readable([stage.handle], 0.05):
         orders += map(ORDERS.decode, stage.receive())
     return orders
 
