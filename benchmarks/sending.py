@@ -11,6 +11,7 @@ from benchmarks.bare_zmq import send as send_bare_zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer, SendChunk
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.backends import NIXL, SHM, NixlAccess, PoolMemory
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
@@ -88,19 +89,13 @@ def send(job: Job) -> None:
 
 
 def _serve(sender: Sender, sessions: tuple[str, ...], job: Job) -> None:
-    poller = zmq.Poller()
-    for socket in sender.sockets():
-        poller.register(socket, zmq.POLLIN)
-    poller.register(sys.stdin, zmq.POLLIN)
+    loop = EventLoop((sender,), zmq.Poller, CLOCK)
     request = 0
     while True:
-        due = sender.next_deadline()
-        ready = dict(poller.poll(None if due is None else max(0, int(1000 * (due - CLOCK.now()) + 0.999))))
-        sender.receive(CLOCK.now())
-        due = sender.next_deadline()
-        if due is not None and due <= CLOCK.now():
-            sender.tick(CLOCK.now())
-        if sys.stdin.fileno() in ready:
+        readable = loop.wait([sys.stdin.fileno()])
+        for _ in loop.events():
+            pass  # acknowledgements
+        if sys.stdin.fileno() in readable:
             if not sys.stdin.readline():
                 return
             for _ in range(REPEATS):

@@ -43,10 +43,10 @@ from headrace.core.messages.orders import (
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEvent, StageFailed, StageHeartbeat
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
 from headrace.core.runtime.event_source import EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, OtherEndGone
 from headrace.core.runtime.order_log import OrderLog
-from headrace.core.runtime.polling import Poll
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.order_connection import OrderConnection
 from headrace.engine.telemetry.meter import Meter, Run
@@ -57,7 +57,6 @@ from headrace.transfer.data.sender import Sender
 log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credits, so a full queue is a bug
-MAX_WAIT_S = 1.0
 ITEMS_PER_PASS = 256
 
 WirePort = EventSource[StageEvent, Any]
@@ -144,7 +143,7 @@ class StageIoThread(threading.Thread):
         self._log = OrderLog()
         self._computed = 0  # seq of the newest Forward that is done
         self._held: deque[SendChunk] = deque()  # in stream order, so their Forwards are too
-        self._poll = Poll(zmq.Poller)
+        self._loop = EventLoop(self._ports, zmq.Poller, clock)
         self._running = True
 
     def run(self) -> None:
@@ -167,31 +166,16 @@ class StageIoThread(threading.Thread):
             self._outbox.reader.close()
 
     def _turn(self) -> None:
-        readable = self._wait()
+        longest_s = UNSENT_WAIT_S if self._control.unsent else MAX_WAIT_S
+        readable = self._loop.wait([self._control.handle, self._outbox.reader], longest_s=longest_s)
         if self._control.unsent:
             self._control.flush()
         if self._control.handle in readable:
             self._take_orders()
         if self._outbox.reader in readable:
             self._take_results()
-        for port in self._ports:
-            if any(socket in readable for socket in port.sockets()):
-                self._report(port.receive(self._clock.now()))
-            deadline, now = port.next_deadline(), self._clock.now()
-            if deadline is not None and deadline <= now:
-                self._report(port.tick(now))
-
-    def _wait(self) -> set[Any]:
-        sockets = [
-            self._control.handle,
-            self._outbox.reader,
-            *(socket for port in self._ports for socket in port.sockets()),
-        ]
-        now = self._clock.now()
-        waits = [deadline - now for port in self._ports if (deadline := port.next_deadline()) is not None]
-        longest = UNSENT_WAIT_S if self._control.unsent else MAX_WAIT_S
-        timeout_ms = max(0, int(1000 * min([*waits, longest]) + 0.999))
-        return self._poll.readable(sockets, timeout_ms)
+        for _, events in self._loop.events():
+            self._report(events)
 
     def _take_orders(self) -> None:
         for frame in self._control.receive():

@@ -24,13 +24,12 @@ from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
 from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.event_loop import EventLoop, is_due
 from headrace.core.runtime.event_source import EventSource
-from headrace.core.runtime.polling import Poll
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 1.0
 AnyPort = EventSource[Any, Any]  # of one kind of Event each
 
 
@@ -60,10 +59,10 @@ class SchedulerLoop:
         self._control_server = control_server
         self._control_client = control_client
         self._publisher = publisher
-        self._ports = [port for port in (front, stages, control_server, control_client, publisher) if port is not None]
+        ports = [port for port in (front, stages, control_server, control_client, publisher) if port is not None]
+        self._loop = EventLoop(ports, zmq.Poller, clock)
         self._clock = clock
         self._observe = observe
-        self._poll = Poll(zmq.Poller)
         self._stopping = False
 
     def run(self) -> None:
@@ -73,31 +72,14 @@ class SchedulerLoop:
             self.turn()
 
     def turn(self) -> None:
-        for event in self._wait_and_receive():
-            self._handle(event)
-        now = self._clock.now()
-        for port in self._ports:
-            if _due(port.next_deadline(), now):
-                for event in port.tick(now):
-                    self._handle(event)
-        if _due(self._scheduler.next_deadline(), now):
+        self._loop.wait(deadlines=[self._scheduler.next_deadline()])
+        for _, events in self._loop.events():
+            for event in events:
+                self._handle(event)
+        if is_due(self._scheduler.next_deadline(), self._clock.now()):
             self._settle(self._scheduler.tick(self._clock.now()))
         while effects := self._scheduler.plan(self._clock.now()):
             self._settle(effects)
-
-    def _wait_and_receive(self) -> list[Event]:
-        sockets = [(port, socket) for port in self._ports for socket in port.sockets()]
-        readable = self._poll.readable((socket for _, socket in sockets), self._timeout_ms())
-        now = self._clock.now()
-        ready = dict.fromkeys(port for port, socket in sockets if socket in readable)  # each once, in a stable order
-        return [event for port in ready for event in port.receive(now)]
-
-    def _timeout_ms(self) -> int:
-        deadlines = [port.next_deadline() for port in self._ports]
-        deadlines.append(self._scheduler.next_deadline())
-        now = self._clock.now()
-        waits = [deadline - now for deadline in deadlines if deadline is not None]
-        return max(0, int(1000 * min([*waits, MAX_WAIT_S]) + 0.999))
 
     def _handle(self, event: Event) -> None:
         """The clock is read for every event: to the scheduler, time never runs backwards."""
@@ -128,7 +110,3 @@ class SchedulerLoop:
         if isinstance(effect, KvEvent) and self._publisher is not None:
             return self._publisher
         raise TypeError(f"no port takes a {type(effect).__name__} in this role")
-
-
-def _due(deadline: float | None, now: float) -> bool:
-    return deadline is not None and deadline <= now

@@ -24,7 +24,7 @@ from headrace.core.messages.frontend import (
     StatsReply,
     Submit,
 )
-from headrace.core.messages.membership import Gathering
+from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import (
     EndPeer,
@@ -191,7 +191,7 @@ class Scheduler:
                     self._rendezvous.introduce()
                     self._fetch.introduce()
                     self._tracing.introduce()
-            case Gathering():
+            case JoinProgress():
                 self._stages.gathering(event)
             case StageFailed() | StageLost():
                 self._stages.failed(event.stage, event.message, now)

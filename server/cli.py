@@ -10,13 +10,17 @@ from typing import NoReturn
 
 from headrace.core.types.errors import ConfigError
 from headrace.server.config import curve_keys
-from headrace.server.config.load import add_flags, load, nearest, to_toml
+from headrace.server.config.flags import add_flags
+from headrace.server.config.load import load
 from headrace.server.config.settings import SETTINGS
+from headrace.server.config.toml_file import to_toml
+from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
 
 MISTAKE = 2  # exit status for a wrong flag, file or model
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
+SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
 STAGE = "run one pipeline stage of a server that was started with --stages external; by torchrun, srun, Kubernetes"
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
@@ -84,12 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="headrace", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"headrace {headrace_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve", help="run a server until Ctrl-C or SIGTERM, which drain it", allow_abbrev=False
-    )
-    check = commands.add_parser("check", help=CHECK, description=CHECK, allow_abbrev=False)
-    for each in (serve, check):
-        add_flags(each)
+    for command, text in (("serve", SERVE), ("check", CHECK)):
+        # The groups below list the flags; in the usage line they would fill a screen.
+        usage = f"headrace {command} [--config FILE] [flags]"
+        add_flags(commands.add_parser(command, help=text, description=text, usage=usage, allow_abbrev=False))
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     rank_info.add_flags(stage)
     curve_keys.add_flags(

@@ -1,11 +1,11 @@
-"""How stages that somebody else has started (torchrun, Slurm, Kubernetes) join a scheduler (ZMQ, msgpack).
+"""How external stages (started by torchrun, Slurm or Kubernetes) join a scheduler: ZMQ, msgpack.
 
-    stage ──JoinRequest──► scheduler ──Waiting──► until every rank has joined ──Admitted──► all of them
-                              ──Refused──► a mistake: starting again will not help
-                              ──Dismissed──► the group has ended: start again, and join the next one
+    stage ──JoinRequest──► scheduler ──JoinPending──► until every rank has joined ──JoinAccepted──► all stages
+                              ──JoinRefused──► a mistake of configuration: a restart does not help
+                              ──GroupEnded───► the group has ended: restart, and join the next one
 
-A stage repeats its JoinRequest for as long as it lives, and every JoinRequest is answered: each side knows by it that
-the other is there. Joins and orders go to the same socket of the scheduler, on connections of their own.
+A stage repeats its JoinRequest for as long as it runs, and the scheduler answers every one, so that the messages serve
+as heartbeats in both directions. Joins and orders go to the same socket of the scheduler, over separate connections.
 """
 
 import msgspec
@@ -14,62 +14,68 @@ from headrace.core.config import StageConfig
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """A stage process asks to be stage `rank` of `world_size`.
-
-    incarnation: random id of this process. key: the shared secret. session: of the group that has admitted it ("":
-    none yet). version: of the program; orders are understood within one version only. host, data_port: where this
-    stage's data socket listens; port 0 leaves it to the scheduler's configuration.
-    """
+    """A stage process asks to become stage `rank` of `world_size`."""
 
     rank: int
+    """Pipeline rank, from 0."""
     world_size: int
+    """Pipeline stages in the group."""
     incarnation: str
+    """Random id of this process."""
     version: str
+    """Of Headrace; the messages between scheduler and stages are compatible within one version only."""
     host: str
+    """Address where decode servers reach this stage's data socket."""
     data_port: int = 0
+    """0: the port is taken from the scheduler's configuration."""
     key: str = ""
+    """Shared secret (--stage-key)."""
     session: str = ""
+    """Of the group that admitted this process; empty before."""
 
 
 class JoinReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Base of what the scheduler says to a JoinRequest."""
+    """Base of the scheduler's replies to a JoinRequest."""
 
 
-class Waiting(JoinReply, frozen=True, kw_only=True):
-    """The group is not complete; message says what is missing."""
+class JoinPending(JoinReply, frozen=True, kw_only=True):
+    """Not all ranks have joined yet."""
 
     message: str
+    """Which ranks are missing."""
 
 
-class Admitted(JoinReply, frozen=True, kw_only=True):
-    """The group is complete, and this is all that the stage has to know, but for what only its own machine knows:
-    the way to the scheduler and to the other stages, which of its devices to use, how many cores there are."""
+class JoinAccepted(JoinReply, frozen=True, kw_only=True):
+    """All ranks have joined."""
 
     config: StageConfig
+    """Complete but for what only the stage's machine knows: endpoint, rendezvous, device index, threads."""
 
 
-class Refused(JoinReply, frozen=True, kw_only=True):
-    """This stage cannot take part, however often it is started."""
+class JoinRefused(JoinReply, frozen=True, kw_only=True):
+    """This stage cannot become a member, however often it is started."""
 
     code: str
+    """One of the codes below."""
     message: str
 
 
-class Dismissed(JoinReply, frozen=True, kw_only=True):
-    """The group that this stage belonged to has ended, and why."""
+class GroupEnded(JoinReply, frozen=True, kw_only=True):
+    """The group that this stage was a member of has ended."""
+
+    message: str
+    """Why."""
+
+
+class JoinProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Event inside the scheduler process: which stages have joined, as text for /ready."""
 
     message: str
 
 
-class Gathering(msgspec.Struct, frozen=True, kw_only=True):
-    """For the scheduler, inside its process: how far the stages have come together, in words for /ready."""
+AnyJoinReply = JoinPending | JoinAccepted | JoinRefused | GroupEnded
 
-    message: str
-
-
-AnswerMessage = Waiting | Admitted | Refused | Dismissed
-
-# Codes of Refused.
+# Codes of JoinRefused.
 WRONG_KEY = "wrong_key"
 WRONG_VERSION = "wrong_version"
 WRONG_WORLD_SIZE = "wrong_world_size"

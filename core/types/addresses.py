@@ -1,12 +1,10 @@
-"""Hosts and ports in text, and addresses that stand for every interface, or for none that others reach."""
+"""Hosts and ports as text: loopback and wildcard addresses, HOST:PORT, URLs."""
 
 import ipaddress
 
-WILDCARDS = ("0.0.0.0", "::", "[::]", "")
-
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches. Names other than localhost count as public."""
+    """Whether only this machine can reach the address. Host names other than localhost count as public."""
     if host == "localhost":
         return True
     try:
@@ -15,13 +13,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether a bind address stands for all interfaces: 0.0.0.0, ::, ZMQ's * or an empty text."""
+    if host in ("", "*"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def bracketed(host: str) -> str:
-    """A host as it stands before a port: IPv6 addresses in brackets."""
+    """The host as written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def host_port(host: str, port: int | str) -> str:
-    """HOST:PORT."""
+    """HOST:PORT, with IPv6 addresses in brackets."""
     return f"{bracketed(host)}:{port}"
 
 

@@ -1,17 +1,18 @@
 """The ways in which KV moves between two servers, and how a pool is described to those who write into it."""
 
-from typing import Annotated
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta, field
 
 from headrace.core.types.geometry import MAX_COMPONENTS, Word
 
-ZMQ = "zmq"  # in frames of the data connection
-SHM = "shm"  # the sending stage writes into the peer's pool, which both have mapped
-NIXL = "nixl"  # the sending stage writes into the peer's pool over the network, by NIXL
-FAKE = "fake"  # nowhere: for benchmarks of everything else
-BACKENDS = (SHM, NIXL, ZMQ, FAKE)
+Backend = Literal["shm", "nixl", "zmq", "fake"]
+ZMQ: Final = "zmq"  # payload in ZMQ frames of the data connection
+SHM: Final = "shm"  # the sending stage writes into the peer's pool, which both have mapped
+NIXL: Final = "nixl"  # the sending stage writes into the peer's pool over the network, through NIXL
+FAKE: Final = "fake"  # moves nothing; for benchmarks of everything else
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 HostToken = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -21,6 +21,7 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerEffect, PeerEvent
 from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.allow_list import is_allowed
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, Discover, Found
 from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
@@ -32,8 +33,6 @@ from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.matching import make_hello
 
 log = logging.getLogger(__name__)
-
-MAX_WAIT_S = 1.0
 
 
 class PeerFailed(Exception):
@@ -89,6 +88,7 @@ class PeerThread(threading.Thread):
             metadata_rows=METADATA_ROWS,
         )
         self._control_client.ready(hello)
+        self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock)
         self._commands: queue.SimpleQueue[AnyCommand | Found | None] = queue.SimpleQueue()  # bounded by the requests
         self._results: queue.SimpleQueue[AnyResult | Stopped] = queue.SimpleQueue()  # one for each command at most
         self._bell, self._ear = socket.socketpair()
@@ -142,27 +142,13 @@ class PeerThread(threading.Thread):
             self._context.term()
 
     def _turn(self) -> None:
-        readable = self._wait()
+        readable = self._loop.wait([self._ear.fileno()], [self._loads.next_deadline()])
         if self._ear.fileno() in readable:
             self._take_commands()
-        for port in (self._control_client, self._receiver):
-            if any(one in readable for one in port.sockets()):
-                self._note(port.receive(self._clock.now()))
-            deadline, now = port.next_deadline(), self._clock.now()
-            if deadline is not None and deadline <= now:
-                self._note(port.tick(now))
+        for _, events in self._loop.events():
+            self._note(events)
         self._loads.tick(self._clock.now())
         self._act()
-
-    def _wait(self) -> set[Any]:
-        poller = zmq.Poller()
-        poller.register(self._ear.fileno(), zmq.POLLIN)
-        for one in (*self._control_client.sockets(), *self._receiver.sockets()):
-            poller.register(one, zmq.POLLIN)
-        now = self._clock.now()
-        due = (self._control_client.next_deadline(), self._receiver.next_deadline(), self._loads.next_deadline())
-        wait_s = min([MAX_WAIT_S, *(deadline - now for deadline in due if deadline is not None)])
-        return {one for one, _ in poller.poll(max(0, int(1000 * wait_s + 0.999)))}
 
     def _take_commands(self) -> None:
         with contextlib.suppress(BlockingIOError):

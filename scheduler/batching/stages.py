@@ -1,7 +1,7 @@
 """The engine as the scheduler sees it: stages that come up, plans that come back, a watchdog for those that do not."""
 
 from headrace.core.messages.frontend import EngineState, StageDown
-from headrace.core.messages.membership import Gathering
+from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.stage_events import PlanDone, StageReady
@@ -64,7 +64,7 @@ class StageGroup:
         self.announce("draining" if state.draining else "")
         return True
 
-    def gathering(self, event: Gathering) -> None:
+    def gathering(self, event: JoinProgress) -> None:
         """StageGroup that others start are on their way; while they are not up, that is why we do not serve."""
         if not self._state.ready:
             self.announce(event.message)

@@ -2,7 +2,7 @@
 
 from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
 from headrace.core.messages.kv_events import KvEventMessage
-from headrace.core.messages.membership import Gathering
+from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder
 from headrace.core.messages.peers import (
     ControlClientEffect,
@@ -23,7 +23,7 @@ from headrace.core.messages.stage_events import AnyStageEvent
 
 ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
-Event = AnyFrontendRequest | AnyStageEvent | Gathering | ControlServerEvent | ControlClientEvent
+Event = AnyFrontendRequest | AnyStageEvent | JoinProgress | ControlServerEvent | ControlClientEvent
 Effect = AnyOrder | ControlServerEffect | ControlClientEffect | AnySchedulerReply | KvEventMessage
 
 

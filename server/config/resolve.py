@@ -13,7 +13,7 @@ from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import ranges, stage_layers
 from headrace.server.config.curve_keys import check_keys
-from headrace.server.config.load import share
+from headrace.server.config.load import copy_shared
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ def _resolve_model(config: Config, spec: ModelSpec) -> Resolved:
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
     scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
-    return share(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
+    return copy_shared(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
 
 
 def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:

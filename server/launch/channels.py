@@ -1,4 +1,4 @@
-"""The scheduler's ends of the channels to the front end and to the stages: msgpack messages."""
+"""The scheduler's event sources towards the front end and the stages: msgpack messages over sockets."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from headrace.core.messages.frontend import (
     StageLost,
     StatsReply,
 )
-from headrace.core.messages.membership import Gathering
+from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, Heartbeat, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
@@ -29,31 +29,37 @@ from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
 log = logging.getLogger(__name__)
 
-
-ChannelEvent = AnyStageEvent | Gathering
+ChannelEvent = AnyStageEvent | JoinProgress
 
 
 class StatsSource(Protocol):
-    """Anything with counters to add to a snapshot."""
+    """A part of the scheduler process that has counters."""
 
-    def statistics(self) -> Stats: ...
+    def statistics(self) -> Stats:
+        """A snapshot of its counters."""
+        ...
 
 
 class FrontChannel:
-    """Frames to and from the front end. Completes EngineState with who and where we are, StatsReply with the counters
-    of the other ports; turns the supervisor's StageLost into the event that a silent stage causes too.
-    on_stage_down: who else has to hear of it. A front end that is gone is a Shutdown."""
+    """The connection to the front end.
+
+    Adds addresses and instance to EngineState, and the counters of the other event sources to StatsReply. A StageLost
+    from the supervisor becomes a StageFailed, as for a silent stage. A closed connection becomes a Shutdown.
+    """
 
     def __init__(self, frames: FrameSocket, control_port: int, instance: str) -> None:
         self._frames = frames
-        self._retry_at: float | None = None
+        self._flush_at: float | None = None
         self._control_port = control_port
         self._instance = instance
         self.stages: tuple[StageReady, ...] = ()
+        """Every stage's StageReady, in order of their ranks, once all have reported."""
         self.on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]] = lambda _down: ()
+        """Called for every StageDown that is sent."""
         self._in: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
         self.more_stats: list[StatsSource] = []
+        """Whose counters StatsReply includes."""
 
     def sockets(self) -> Sequence[int]:
         return (self._frames.fileno(),)
@@ -82,40 +88,43 @@ class FrontChannel:
             command = msgspec.structs.replace(
                 command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
             )
-        with suppress(OtherEndGone):  # receive() tells of it
+        with suppress(OtherEndGone):  # receive() reports it
             self._frames.send(self._out.encode(command))
-        self._look_again(now)
+        self._schedule_flush(now)
         return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[AnyFrontendRequest]:
         with suppress(OtherEndGone):
             self._frames.flush()
-        self._look_again(now)
+        self._schedule_flush(now)
         return ()
 
     def next_deadline(self) -> float | None:
-        return self._retry_at
+        return self._flush_at
 
     def close(self) -> None:
         self._frames.close()
 
-    def _look_again(self, now: float) -> None:
-        self._retry_at = now + UNSENT_WAIT_S if self._frames.unsent else None
+    def _schedule_flush(self, now: float) -> None:
+        self._flush_at = now + UNSENT_WAIT_S if self._frames.unsent else None
 
 
 class StageChannel:
-    """To and from the stage processes: every order to every stage, and a heartbeat.
+    """The connections to all stages: broadcasts every order, sends heartbeats, receives events.
 
-    A stage that has said nothing for silence_s is reported as StageFailed; its compute thread may be busy for much
-    longer, since the heartbeat is answered by the stage's I/O thread. Stages are started again as a group, with the
-    next epoch in their names; once one of a group has been heard, its predecessors are not listened to any more.
+    A stage that is silent for silence_s is reported as StageFailed. The stage's I/O thread answers heartbeats, so its
+    compute thread may be busy for longer. Stages are restarted as a group, with the next epoch in their routing ids;
+    after the first StageReady of a group, messages of earlier groups are ignored.
 
-    All stages of a group get the same stream: it begins with the scheduler's BeginEpoch, for which all of them are
-    ready.
-    Orders that come before it, once a stage of the group has been heard, were decided for the group before and are
-    dropped. Every heartbeat has the stage compare what it got with what was sent.
+    All stages of a group receive the same stream of orders, which begins with BeginEpoch when all of them are ready.
+    Orders between the first StageReady and BeginEpoch were decided for the previous group and are discarded. A
+    heartbeat carries the count and digest of the stream, which the stage compares with what it received.
 
-    gate: what stages that somebody else starts have to pass first.
+    Args:
+        router: connections by routing id.
+        stages: number of pipeline stages.
+        heartbeat_s, silence_s: interval of heartbeats, and silence after which a stage has failed, in seconds.
+        join_endpoint: admits external stages; None for stages that this server starts.
     """
 
     def __init__(
@@ -123,23 +132,23 @@ class StageChannel:
         router: Router,
         stages: int,
         *,
-        beat_s: float,
+        heartbeat_s: float,
         silence_s: float,
-        gate: JoinEndpoint | None = None,
+        join_endpoint: JoinEndpoint | None = None,
     ) -> None:
         self._router = router
         self._stages = stages
-        self._gate = gate
+        self._join_endpoint = join_endpoint
         self._epoch = 0
-        self._begun = False
+        self._group_begun = False
         self._log = OrderLog()
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
-        self._heard: dict[int, float] = {}  # stages that are ready, and when each spoke last
+        self._last_heard: dict[int, float] = {}  # by rank, of stages that are ready
         self._stats: dict[int, Stats] = {}
-        self._retry_at: float | None = None
-        self._next_beat: float | None = 0.0 if gate is not None else None
+        self._flush_at: float | None = None
+        self._next_heartbeat: float | None = 0.0 if join_endpoint is not None else None
         self._in: Codec[AnyStageEvent] = Codec(AnyStageEvent)
         self._out: Codec[AnyOrder] = Codec(AnyOrder)
 
@@ -149,115 +158,119 @@ class StageChannel:
     def receive(self, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = []
         for identity, frames in self._router.receive():
-            if self._gate is not None and not self._gate.admitted(identity):
-                events.extend(self._gate.receive(identity, frames, now))
+            if self._join_endpoint is not None and not self._join_endpoint.is_member(identity):
+                events.extend(self._join_endpoint.receive(identity, frames, now))
                 continue
             event = self._in.decode(frames[0])
             if isinstance(event, StageReady) and event.epoch > self._epoch:
-                self._begin(event.epoch)
+                self._begin_group(event.epoch)
             if identity != self._identity(event.stage):
                 continue  # of a group that has ended
-            self._note(event, now)
+            self._record(event, now)
             if not isinstance(event, StageHeartbeat):
                 events.append(event)
         return events
 
     def apply(self, command: AnyOrder, now: float) -> Sequence[ChannelEvent]:
         if isinstance(command, BeginEpoch):
-            self._begun = command.epoch == self._epoch
-        if not self._begun and not isinstance(command, ShutdownStage):
+            self._group_begun = command.epoch == self._epoch
+        if not self._group_begun and not isinstance(command, ShutdownStage):
             return ()
         frame = self._out.encode(command)
         self._log.add(frame)
         failures = [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
-        self._look_again(now)
+        self._schedule_flush(now)
         return failures
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
         self._router.flush()
-        self._look_again(now)
-        due = self._next_beat
-        return self._beat(due, now) if due is not None and due <= now else ()
+        self._schedule_flush(now)
+        due = self._next_heartbeat
+        return self._heartbeat(due, now) if due is not None and due <= now else ()
 
-    def _beat(self, due: float, now: float) -> Sequence[ChannelEvent]:
-        events: list[ChannelEvent] = [*self._gate.tick(self._ready, now)] if self._gate is not None else []
-        slept = now - due  # in that time nobody could be heard
-        self._heard = {stage: min(now, heard + slept) for stage, heard in self._heard.items()}
+    def _heartbeat(self, due: float, now: float) -> Sequence[ChannelEvent]:
+        events: list[ChannelEvent] = (
+            [*self._join_endpoint.tick(self._ready, now)] if self._join_endpoint is not None else []
+        )
+        slept = now - due  # this process was suspended and could not receive
+        self._last_heard = {stage: min(now, heard + slept) for stage, heard in self._last_heard.items()}
         frame = self._out.encode(Heartbeat(seq=0, orders=self._log.count, digest=self._log.digest))
-        for stage, heard in list(self._heard.items()):
+        for stage, heard in list(self._last_heard.items()):
             if now - heard > self._silence_s:
                 events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
             else:
                 events.extend(self._send(stage, frame, None))
-        self._next_beat = now + self._beat_s if self._heard or self._gate is not None else None
+        self._next_heartbeat = now + self._heartbeat_s if self._last_heard or self._join_endpoint is not None else None
         return events
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._next_beat, self._retry_at) if at is not None), default=None)
+        return min((at for at in (self._next_heartbeat, self._flush_at) if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
-        """What the stages said of themselves, in order, once all of them have; else nothing."""
+        """Every stage's StageReady, in order of their ranks; empty until all stages are ready."""
         return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
 
     def statistics(self) -> Stats:
-        """The stages' counters as of their last heartbeat, and how many orders they should have had by now."""
+        """The stages' counters as of their latest heartbeats, and the number of orders sent to each."""
         own = [Stats((Sample("orders_total", self._log.count),))]
-        gate = [Stats(samples=self._gate.statistics())] if self._gate is not None else []
-        return join([*own, *gate, *self._stats.values()])
+        joins = [Stats(samples=self._join_endpoint.statistics())] if self._join_endpoint is not None else []
+        return join([*own, *joins, *self._stats.values()])
 
     def stage_down(self, down: StageDown) -> Sequence[ChannelEvent]:
-        """The group is of no use any more. Stages that are not ours to kill are told to end."""
-        if self._gate is None:
+        """A stage has failed: external stages of the group are told to exit, since no supervisor here kills them."""
+        if self._join_endpoint is None:
             return ()
-        self._begin(self._epoch)
-        return self._gate.dismiss(f"stage {down.stage} failed: {down.message}")
+        self._begin_group(self._epoch)
+        return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
 
     def close(self) -> None:
         self._router.close()
 
-    def _look_again(self, now: float) -> None:
-        self._retry_at = now + UNSENT_WAIT_S if self._router.unsent else None
+    def _schedule_flush(self, now: float) -> None:
+        self._flush_at = now + UNSENT_WAIT_S if self._router.unsent else None
 
-    def _begin(self, epoch: int) -> None:
-        """A new group of stages is coming up."""
+    def _begin_group(self, epoch: int) -> None:
+        """Forget the previous group: a new one is starting."""
         self._epoch = epoch
-        self._begun = False
+        self._group_begun = False
         self._log = OrderLog()
         self._ready.clear()
-        self._heard.clear()
+        self._last_heard.clear()
         self._stats.clear()
 
-    def _note(self, event: AnyStageEvent, now: float) -> None:
+    def _record(self, event: AnyStageEvent, now: float) -> None:
         if isinstance(event, StageReady):
             self._ready[event.stage] = event
         if isinstance(event, StageFailed):
-            self._heard.pop(event.stage, None)
-        elif isinstance(event, StageReady) or event.stage in self._heard:
-            self._heard[event.stage] = now
-            if self._next_beat is None:
-                self._next_beat = now + self._beat_s
+            self._last_heard.pop(event.stage, None)
+        elif isinstance(event, StageReady) or event.stage in self._last_heard:
+            self._last_heard[event.stage] = now
+            if self._next_heartbeat is None:
+                self._next_heartbeat = now + self._heartbeat_s
         if isinstance(event, StageHeartbeat):
             self._stats[event.stage] = event.stats
 
     def _send(self, stage: int, frame: bytes, command: AnyOrder | None) -> Sequence[AnyStageEvent]:
-        if stage not in self._heard:
+        if stage not in self._last_heard:
             return ()
         try:
             self._router.send(self._identity(stage), frame)
         except OtherEndGone as error:
-            # A child that is gone is silent, too; its supervisor will say so first, and say how it ended. Nobody
-            # else watches a stage of another machine.
-            if isinstance(command, ShutdownStage) or self._gate is None:
+            # The supervisor reports a local stage that has exited, with its exit status. External stages have no
+            # supervisor here.
+            if isinstance(command, ShutdownStage) or self._join_endpoint is None:
                 return ()
             return (self._lost(stage, f"stage {stage} does not take orders: {error}"),)
         return ()
 
     def _identity(self, stage: int) -> bytes:
-        return stage_identity(stage, self._epoch, self._gate.session if self._gate is not None else "")
+        return stage_identity(
+            stage, self._epoch, self._join_endpoint.session if self._join_endpoint is not None else ""
+        )
 
     def _lost(self, stage: int, message: str) -> StageFailed:
         log.error("%s", message)
-        del self._heard[stage]
+        del self._last_heard[stage]
         self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)
 

@@ -39,30 +39,34 @@ log = logging.getLogger(__name__)
 
 
 class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
-    """For stages that somebody else starts: the key they have to show, and what all of them are to be told."""
+    """What the scheduler needs to admit external stages."""
 
     key: str
+    """That they must show; empty: none."""
     template: StageConfig
+    """What all of them have in common."""
 
 
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler process is told at its start. front: descriptor of its end of the channel to the front end.
-    stage_endpoint: what it binds, a local socket but for external stages."""
+    """Everything the scheduler process is told when it starts, as JSON on standard input."""
 
     role: Role
     http_port: int
     front: int
+    """File descriptor of its end of the connection to the front end."""
     stage_endpoint: str
+    """Where stages connect: unix:// for local ones, tcp:// for external ones."""
     scheduler: SchedulerConfig
     transfer: TransferConfig
     external: ExternalStages | None = None
+    """None: the server starts its stages itself."""
     kv_events: KvEventsConfig = KvEventsConfig()
     allow_prefill: tuple[str, ...] = ()
     log_level: str = "info"
 
 
 def run(config: SchedulerProcessConfig) -> None:
-    """Turn the loop until the front end sends Shutdown."""
+    """Run the scheduler's loop until the front end sends Shutdown. Raises ConfigError for an address in use."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
@@ -76,7 +80,7 @@ def run(config: SchedulerProcessConfig) -> None:
     front.more_stats = [source for source in (stages, control_server, control_client, publisher) if source is not None]
 
     def introduce(event: Event) -> None:
-        """Once every stage has told its geometry, peers may know who we are."""
+        """Once every stage is ready, peers may connect: the hello needs the stages' geometries."""
         if isinstance(event, StageReady) and (ready := stages.all_ready()):
             front.stages = ready
             if control_server is not None:
@@ -105,17 +109,17 @@ def run(config: SchedulerProcessConfig) -> None:
 
 
 def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> StageChannel:
-    """With a gate before it where stages come from elsewhere."""
+    """The channel to local stages over Unix sockets, or to external ones over TCP with a join endpoint."""
     silence_s = config.transfer.peer_timeout_s
     external = config.external
-    gate: JoinEndpoint | None = None
+    join_endpoint: JoinEndpoint | None = None
     router: Router
     if external is None:
         router = FrameRouter(config.stage_endpoint.removeprefix(UNIX))
     else:
         socket = order_socket(context, config.stage_endpoint, silence_s)
         router = ZmqRouter(socket)
-        roster = StageRegistry(
+        registry = StageRegistry(
             external.template,
             key=external.key,
             version=headrace_version(),
@@ -123,12 +127,18 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
             control_host=config.transfer.host if config.role == "prefill" else None,
             new_session=partial(secrets.token_hex, 16),
         )
-        gate = JoinEndpoint(socket, roster, config.scheduler.start_timeout_s)
-    return StageChannel(router, config.scheduler.stages, beat_s=silence_s / 3, silence_s=silence_s, gate=gate)
+        join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
+    return StageChannel(
+        router,
+        config.scheduler.stages,
+        heartbeat_s=silence_s / 3,
+        silence_s=silence_s,
+        join_endpoint=join_endpoint,
+    )
 
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
-    """What the control endpoint tells decode peers."""
+    """What the control endpoint offers to decode peers."""
     return BackendOffer(
         instance=instance,
         fingerprint=stages[0].fingerprint,
@@ -143,7 +153,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
 
 
 def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Hello:
-    """What the control client tells prefill servers' control endpoints."""
+    """What the control client sends to the control endpoints of prefill servers."""
     return make_hello(
         config.transfer,
         instance=instance,
@@ -160,11 +170,12 @@ def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
 
 
 def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> tuple[str, ...]:
-    """What works at every stage, in the configured order."""
+    """Transfer backends that work at every stage, in the configured order."""
     return tuple(name for name in config.transfer.backends if all(name in stage.backends for stage in stages))
 
 
 def main() -> int:
+    """Entry point of the child process. Returns the exit status."""
     die_with_parent(int(sys.argv[1]))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")

@@ -1,4 +1,5 @@
-"""Carries a Membership's words: in the main thread until the stage is admitted, then in one of its own."""
+"""Client of the join endpoint: runs a Membership over a socket, in the main thread until the stage is admitted, then
+in a thread of its own."""
 
 import logging
 import os
@@ -8,81 +9,91 @@ from typing import NoReturn
 import zmq
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.membership import AnswerMessage, JoinRequest
+from headrace.core.messages.membership import AnyJoinReply, JoinRequest
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec, DecodeError
-from headrace.server.stage_group.membership import End, Membership
+from headrace.core.runtime.polling import Poll
+from headrace.server.stage_group.membership import EXIT_FAILURE, Membership, MembershipEnd
 
 log = logging.getLogger(__name__)
 
-MAX_ANSWER_BYTES = 1 << 20
+MAX_REPLY_BYTES = 1 << 20
+RECONNECT_MS = 1000  # longest pause of libzmq between attempts to connect
 
 
-class NotAdmitted(Exception):
-    """The stage did not get into a group; end says why, and how the process has to end."""
+class MembershipOver(Exception):
+    """The stage was not admitted, or its group has ended."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: MembershipEnd) -> None:
         super().__init__(end.message)
         self.end = end
 
 
 class JoinClient:
-    """One connection to the scheduler's order socket, besides that of the orders."""
+    """A connection to the scheduler's order socket for JoinRequests only; orders have their own.
 
-    def __init__(self, endpoint: str, join: JoinRequest, timeout_s: float, clock: Clock) -> None:
+    Args:
+        endpoint: tcp://HOST:PORT of the scheduler.
+        request: the JoinRequest of this process.
+        timeout_s: longest time until it is admitted, in seconds.
+    """
+
+    def __init__(self, endpoint: str, request: JoinRequest, timeout_s: float, clock: Clock) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = True
-        self._socket.maxmsgsize = MAX_ANSWER_BYTES
-        self._socket.reconnect_ivl_max = 1000
+        self._socket.maxmsgsize = MAX_REPLY_BYTES
+        self._socket.reconnect_ivl_max = RECONNECT_MS
         self._socket.connect(endpoint)
+        self._poll = Poll(zmq.Poller)
         self._clock = clock
-        self._membership = Membership(join, timeout_s, clock.now())
-        self._in: Codec[AnswerMessage] = Codec(AnswerMessage)
+        self._membership = Membership(request, timeout_s, clock.now())
+        self._in: Codec[AnyJoinReply] = Codec(AnyJoinReply)
         self._out: Codec[JoinRequest] = Codec(JoinRequest)
 
     def join(self) -> StageConfig:
-        """Wait until the group is complete. Raises NotAdmitted."""
+        """Block until every rank has joined. Raises MembershipOver."""
         while (config := self._membership.config) is None:
             self._turn()
         return config
 
-    def keep(self) -> None:
-        """Stay a member from now on, in a thread. When that ends the whole process does: the main thread may be
-        anywhere, in a load or in a collective with stages that are gone, and has nothing to save."""
-        threading.Thread(target=self._keep, name="membership", daemon=True).start()
+    def start_heartbeat(self) -> None:
+        """Keep up the membership in a thread from now on; when it ends, the process exits.
 
-    def _keep(self) -> NoReturn:
+        The main thread may be loading the model, or in a collective with stages that are gone, and has nothing to save.
+        """
+        threading.Thread(target=self._heartbeat, name="membership", daemon=True).start()
+
+    def _heartbeat(self) -> NoReturn:
         try:
             while True:
                 self._turn()
-        except NotAdmitted as error:
+        except MembershipOver as error:
             log.error("%s", error)
             os._exit(error.end.status)
         except Exception:
             log.exception("the membership thread has failed")
-            os._exit(1)
+            os._exit(EXIT_FAILURE)
 
     def _turn(self) -> None:
         membership = self._membership
-        wait_s = membership.next_deadline() - self._clock.now()
-        self._socket.poll(max(0, int(1000 * wait_s + 0.999)))
+        self._poll.readable([self._socket], membership.next_deadline() - self._clock.now())
         now = self._clock.now()
-        while (answer := self._take()) is not None:
-            membership.receive(answer, now)
-        if (join := membership.tick(now)) is not None:
-            self._socket.send(self._out.encode(join))
-        if news := membership.news():
-            log.info("%s", news)
+        while (reply := self._receive()) is not None:
+            membership.receive(reply, now)
+        if (request := membership.tick(now)) is not None:
+            self._socket.send(self._out.encode(request))
+        if line := membership.pop_log_line():
+            log.info("%s", line)
         if membership.end is not None:
-            raise NotAdmitted(membership.end)
+            raise MembershipOver(membership.end)
 
-    def _take(self) -> AnswerMessage | None:
+    def _receive(self) -> AnyJoinReply | None:
         try:
             return self._in.decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
         except DecodeError as error:
-            log.warning("the scheduler's answer cannot be read; is it of another version? (%s)", error)
+            log.warning("cannot decode the scheduler's reply; does it run another version? (%s)", error)
             return None

@@ -1,7 +1,7 @@
-"""Where stages that somebody else has started join: the outward half of the scheduler's order socket.
+"""Endpoint where external stages join: the part of the scheduler's order socket that any process may send to.
 
-Joins come on connections that libzmq has named, orders and events pass on those that bear a name which only a member
-of the group can know (server/stage_group/registry.py). Whatever else comes to the socket is dropped and counted.
+JoinRequests come over connections that libzmq has named. Orders and events pass over connections whose routing id only
+a member of the group can know (server/stage_group/registry.py). Everything else is dropped and counted.
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Container
 
 import zmq
 
-from headrace.core.messages.membership import AnswerMessage, Gathering, JoinRequest, Refused
+from headrace.core.messages.membership import AnyJoinReply, JoinProgress, JoinRefused, JoinRequest
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.log_throttle import LogThrottle, printable
@@ -18,93 +18,101 @@ from headrace.server.stage_group.registry import Reply, StageRegistry
 
 log = logging.getLogger(__name__)
 
-GateEvent = StageFailed | Gathering
+JoinEvent = StageFailed | JoinProgress
 
 
 class JoinEndpoint:
-    """Carries a roster's words over the order socket, which it shares with the StageChannel. start_timeout_s: longest
-    time that a group may take to load."""
+    """Sends and receives for a StageRegistry over the order socket, which it shares with the StageChannel.
 
-    def __init__(self, socket: "zmq.Socket[bytes]", roster: StageRegistry, start_timeout_s: float) -> None:
+    Args:
+        socket: the ROUTER from order_socket().
+        registry: decides who is admitted.
+        start_timeout_s: longest time that an admitted group may take to load, in seconds.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", registry: StageRegistry, start_timeout_s: float) -> None:
         self._socket = socket
-        self._roster = roster
+        self._registry = registry
         self._start_timeout_s = start_timeout_s
-        self._admitted = 0.0  # when the group was
-        self._members = roster.identities()
-        self._told = ""
-        self._quiet = LogThrottle()
+        self._admitted_at = 0.0
+        self._members = registry.identities()
+        self._reported_status = ""
+        self._log_throttle = LogThrottle()
         self._counters = Counters()
         self._in: Codec[JoinRequest] = Codec(JoinRequest)
-        self._out: Codec[AnswerMessage] = Codec(AnswerMessage)
+        self._out: Codec[AnyJoinReply] = Codec(AnyJoinReply)
 
     @property
     def session(self) -> str:
-        """Secret of the group that was admitted last; "" while there is none."""
-        return self._roster.session
+        """Secret of the admitted group; empty while there is none."""
+        return self._registry.session
 
-    def admitted(self, route: bytes) -> bool:
-        """Whether a connection is that of a member of the group."""
+    def is_member(self, route: bytes) -> bool:
+        """Whether a connection belongs to a stage of the admitted group."""
         return route in self._members
 
-    def receive(self, route: bytes, frames: list[bytes], now: float) -> list[GateEvent]:
-        """Take in what a stranger sent: a JoinRequest, or nothing that matters."""
+    def receive(self, route: bytes, frames: list[bytes], now: float) -> list[JoinEvent]:
+        """Handle a message from a connection that is not a member's: a JoinRequest, or garbage."""
         try:
             if len(frames) != 1:
                 raise DecodeError("one frame was expected")
-            join = self._in.decode(frames[0])
+            request = self._in.decode(frames[0])
         except DecodeError:
             self._counters.add("malformed_frames_total", labels=("stages",))
             return []
-        before = self._roster.session
-        replies = self._roster.receive(route, join)
-        if self._roster.session != before:
-            self._admitted = now
-        answer = replies[0][1]
-        if isinstance(answer, Refused):
-            self._counters.add("refusals_total", labels=("stages", answer.code))
-            about = f"refused a stage at {printable(join.host[:300])}: {answer.message}"
-            if self._quiet.due(about, now):
-                log.warning("%s", about)
-        self._say(replies)
-        return self._news()
+        before = self._registry.session
+        replies = self._registry.join(route, request)
+        if self._registry.session != before:
+            self._admitted_at = now
+        reply = replies[0][1]
+        if isinstance(reply, JoinRefused):
+            self._counters.add("refusals_total", labels=("stages", reply.code))
+            text = f"refused a stage at {printable(request.host[:300])}: {reply.message}"
+            if self._log_throttle.due(text, now):
+                log.warning("%s", text)
+        self._send(replies)
+        return self._progress()
 
-    def tick(self, ready: Container[int], now: float) -> list[GateEvent]:
-        """Say to every member where things stand, and find out by it whether it is still there. ready: the stages that
-        have loaded."""
-        lost = self._say(self._roster.answers())
-        failures = [event for route in lost for event in self._roster.lose(route)]
-        if self._roster.session and now - self._admitted > self._start_timeout_s and not failures:
+    def tick(self, ready: Container[int], now: float) -> list[JoinEvent]:
+        """Send every member its current reply, as a heartbeat, and report members that cannot be reached.
+
+        ready: ranks that have loaded; the others fail once start_timeout_s has passed.
+        """
+        lost = self._send(self._registry.replies())
+        failures = [event for route in lost for event in self._registry.connection_lost(route)]
+        if self._registry.session and now - self._admitted_at > self._start_timeout_s and not failures:
             text = f"it took more than {self._start_timeout_s:g} s to load"
             loading = [stage for stage in self._members.values() if stage not in ready]
             failures = [StageFailed(stage=stage, message=text) for stage in loading[:1]]
-        return [*failures, *self._news()]
+        return [*failures, *self._progress()]
 
-    def dismiss(self, reason: str) -> list[GateEvent]:
-        """The group has ended: its stages have to, too."""
-        self._say(self._roster.dismiss(reason))
-        self._told = ""  # the scheduler has just given another reason for not being ready
-        return self._news()
+    def end_group(self, reason: str) -> list[JoinEvent]:
+        """End the group: its stages are told to exit."""
+        self._send(self._registry.end_group(reason))
+        self._reported_status = ""  # the scheduler's reason for not being ready is now the failure; report again
+        return self._progress()
 
     def statistics(self) -> tuple[Sample, ...]:
+        """Counters of malformed and refused joins."""
         return self._counters.snapshot()
 
-    def _say(self, replies: list[Reply]) -> list[bytes]:
-        """Send; returns the connections that are gone."""
+    def _send(self, replies: list[Reply]) -> list[bytes]:
+        """Returns the connections that cannot be reached."""
         lost: list[bytes] = []
-        for route, answer in replies:
+        for route, reply in replies:
             try:
-                self._socket.send_multipart((route, self._out.encode(answer)), zmq.NOBLOCK)
+                self._socket.send_multipart((route, self._out.encode(reply)), zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 lost.append(route)
         return lost
 
-    def _news(self) -> list[GateEvent]:
-        """What has become different since the last time."""
-        self._members = self._roster.identities()
-        status = self._roster.status()
-        if status == self._told:
+    def _progress(self) -> list[JoinEvent]:
+        """A JoinProgress if the status has changed since the last one."""
+        self._members = self._registry.identities()
+        status = self._registry.status()
+        if status == self._reported_status:
             return []
-        self._told = status
-        return [Gathering(message=status)]
+        self._reported_status = status
+        return [JoinProgress(message=status)]

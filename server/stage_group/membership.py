@@ -1,95 +1,107 @@
-"""A stage's membership in a group that it has to join first: the stage's side of core/messages/membership.py. Pure.
+"""Membership of an external stage in its group: the stage's side of core/messages/membership.py. Pure.
 
-    JOINING ──Admitted──► MEMBER ──Dismissed, or a silent scheduler──► ended
-       └── Refused, or nobody admits it in time ─────────────────────► ended
+    JOINING ──JoinAccepted──► MEMBER ──GroupEnded, or scheduler silent──► ended
+       └── JoinRefused, or not admitted within the timeout ─────────────► ended
 
-The JoinRequest is repeated in both states: what is said again and again cannot be lost, and either side knows by it
-that the other is there.
+The JoinRequest is repeated in both states, so a lost one does no harm, and it serves as a heartbeat.
 """
 
 import msgspec
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.membership import Admitted, AnswerMessage, Dismissed, JoinRequest, Refused, Waiting
+from headrace.core.messages.membership import (
+    AnyJoinReply,
+    GroupEnded,
+    JoinAccepted,
+    JoinPending,
+    JoinRefused,
+    JoinRequest,
+)
 
-JOIN_EVERY_S = 0.5  # while joining; a member is as frequent as its server's other heartbeats
-REMIND_EVERY_S = 30.0
-PATIENCE = 3  # of a member with a silent scheduler, in peer timeouts: its restart costs a load of the model
-MISTAKE, FAILURE = 2, 1  # exit statuses: starting it again will not help, or will
+JOIN_INTERVAL_S = 0.5  # while joining; a member sends at the interval of its server's other heartbeats
+LOG_INTERVAL_S = 30.0
+SILENT_TIMEOUTS = 3  # peer timeouts until a member gives up a silent scheduler: its restart loads the model again
+EXIT_FAILURE, EXIT_MISTAKE = 1, 2  # exit statuses: a restart may help, or cannot
 
 
-class End(msgspec.Struct, frozen=True):
-    """Why the process has to end, and with which exit status."""
+class MembershipEnd(msgspec.Struct, frozen=True):
+    """Why the stage process has to exit."""
 
     status: int
+    """Exit status."""
     message: str
 
 
 class Membership:
-    """What to say to the scheduler and when, and what came of it.
+    """Decides what the stage sends to the scheduler and when, and what follows from the replies.
 
-    config is set while a member, end when it is over. timeout_s: how long it may take until it is admitted.
+    Args:
+        request: the JoinRequest of this process.
+        timeout_s: longest time until it is admitted, in seconds.
     """
 
-    def __init__(self, join: JoinRequest, timeout_s: float, now: float) -> None:
+    def __init__(self, request: JoinRequest, timeout_s: float, now: float) -> None:
         self.config: StageConfig | None = None
-        self.end: End | None = None
-        self._join = join
+        """Set while the stage is a member."""
+        self.end: MembershipEnd | None = None
+        """Set once the membership is over."""
+        self._request = request
         self._timeout_s = timeout_s
-        self._started = now
-        self._heard = now
+        self._started_at = now
+        self._last_heard = now
         self._next_join = now
-        self._next_reminder = now + REMIND_EVERY_S
+        self._next_log = now + LOG_INTERVAL_S
         self._status = "no answer from the scheduler yet"
-        self._news = ""
+        self._log_line = ""
 
-    def receive(self, answer: AnswerMessage, now: float) -> None:
-        """Handle what the scheduler said."""
-        self._heard = now
-        match answer:
-            case Waiting() if self.config is None:
-                if answer.message != self._status:
-                    self._status = self._news = answer.message
-            case Admitted() if self.config is None:
-                self.config = answer.config
-                self._join = msgspec.structs.replace(self._join, session=answer.config.session)
+    def receive(self, reply: AnyJoinReply, now: float) -> None:
+        """Handle a reply of the scheduler."""
+        self._last_heard = now
+        match reply:
+            case JoinPending() if self.config is None:
+                if reply.message != self._status:
+                    self._status = self._log_line = reply.message
+            case JoinAccepted() if self.config is None:
+                self.config = reply.config
+                self._request = msgspec.structs.replace(self._request, session=reply.config.session)
                 self._next_join = now
-            case Refused():
-                self.end = End(MISTAKE, f"the scheduler refused this stage: {answer.message}")
-            case Dismissed():
-                self.end = End(FAILURE, f"the group of stages has ended: {answer.message}")
+            case JoinRefused():
+                self.end = MembershipEnd(EXIT_MISTAKE, f"the scheduler refused this stage: {reply.message}")
+            case GroupEnded():
+                self.end = MembershipEnd(EXIT_FAILURE, f"the group of stages has ended: {reply.message}")
             case _:
-                pass  # another word on what is settled
+                pass  # late or repeated
 
     def tick(self, now: float) -> JoinRequest | None:
-        """What is due to be said. Read before: a side must not call the other silent while words of it wait."""
+        """Returns the JoinRequest if it is due. Call receive() first: an unread reply is no silence."""
         if self._deadline() <= now and self.end is None:
-            self.end = End(FAILURE, self._lateness())
+            self.end = MembershipEnd(EXIT_FAILURE, self._timeout_message())
         if self.end is not None or now < self._next_join:
             return None
-        if self.config is None and now >= self._next_reminder:
-            self._next_reminder = now + REMIND_EVERY_S
-            self._news = f"still joining after {now - self._started:.0f} s: {self._status}"
-        self._next_join = now + self._interval()
-        return self._join
+        if self.config is None and now >= self._next_log:
+            self._next_log = now + LOG_INTERVAL_S
+            self._log_line = f"still joining after {now - self._started_at:.0f} s: {self._status}"
+        self._next_join = now + self._join_interval()
+        return self._request
 
     def next_deadline(self) -> float:
+        """When tick() is to be called."""
         return min(self._next_join, self._deadline())
 
-    def news(self) -> str:
-        """A line for whoever watches, or "" when there is nothing new."""
-        news, self._news = self._news, ""
-        return news
+    def pop_log_line(self) -> str:
+        """A line to log about the join, once; empty when nothing has changed."""
+        line, self._log_line = self._log_line, ""
+        return line
 
-    def _interval(self) -> float:
-        return JOIN_EVERY_S if self.config is None else self.config.transfer.peer_timeout_s / 3
+    def _join_interval(self) -> float:
+        return JOIN_INTERVAL_S if self.config is None else self.config.transfer.peer_timeout_s / 3
 
     def _deadline(self) -> float:
         if self.config is None:
-            return self._started + self._timeout_s
-        return self._heard + PATIENCE * self.config.transfer.peer_timeout_s
+            return self._started_at + self._timeout_s
+        return self._last_heard + SILENT_TIMEOUTS * self.config.transfer.peer_timeout_s
 
-    def _lateness(self) -> str:
+    def _timeout_message(self) -> str:
         if self.config is None:
             return f"not admitted within {self._timeout_s:g} s: {self._status}"
-        return f"the scheduler has been silent for {PATIENCE * self.config.transfer.peer_timeout_s:g} s"
+        return f"the scheduler has been silent for {SILENT_TIMEOUTS * self.config.transfer.peer_timeout_s:g} s"

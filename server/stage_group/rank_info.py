@@ -1,4 +1,5 @@
-"""A stage's place among its peers: from flags, or from what torchrun, Slurm and LeaderWorkerSets tell processes."""
+"""Rank and rendezvous of an external stage: from flags, or from the environment variables of torchrun, Slurm and
+Kubernetes LeaderWorkerSets."""
 
 import argparse
 from collections.abc import Mapping
@@ -6,66 +7,78 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import TransferConfig
+from headrace.core.config import STAGE_KEY_VARIABLE, TransferConfig
 from headrace.core.types.addresses import host_port
 from headrace.core.types.errors import ConfigError
 
-MASTER_PORT = 29500  # where torch's own launchers put it
-
-
+MASTER_PORT = 29500  # default of torchrun
 JOIN_TIMEOUT_S = 600.0
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "scheduler": {"required": True, "metavar": "tcp://HOST:PORT", "help": "where headrace serve says to join"},
-    "rank": {"type": int, "metavar": "N", "help": "which stage this is (default: as the launcher says)"},
-    "world-size": {"type": int, "metavar": "N", "help": "number of stages (default: as the launcher says)"},
-    "local-rank": {"type": int, "metavar": "N", "help": "which one of this machine's (default: as the launcher says)"},
-    "master": {"metavar": "HOST:PORT", "help": "where the stages meet, at stage 0 (default: as the launcher says)"},
+    "scheduler": {
+        "required": True,
+        "metavar": "tcp://HOST:PORT",
+        "help": "address that headrace serve prints for stages to join",
+    },
+    "rank": {"type": int, "metavar": "N", "help": "pipeline rank of this stage, from 0 (default: set by the launcher)"},
+    "world-size": {"type": int, "metavar": "N", "help": "number of stages (default: set by the launcher)"},
+    "local-rank": {
+        "type": int,
+        "metavar": "N",
+        "help": "rank among the stages of this machine (default: set by the launcher)",
+    },
+    "master": {
+        "metavar": "HOST:PORT",
+        "help": "rendezvous of the stages, an address of stage 0 (default: set by the launcher)",
+    },
     "transfer-host": {
         "default": TransferConfig().host,
         "metavar": "ADDRESS",
-        "help": "address of this machine where decode servers reach this stage (default: %(default)s)",
+        "help": "address where decode servers reach this stage (default: %(default)s)",
     },
     "data-port": {
         "type": int,
         "default": 0,
         "metavar": "N",
-        "help": "port there, plus the local rank; 0: as headrace serve says, or a free one (default: 0)",
+        "help": "data port, plus the local rank; 0: derived from the server's --data-port, or a free one (default: 0)",
     },
-    "stage-key": {"metavar": "TEXT", "help": "key of the scheduler; also HEADRACE_STAGE_KEY"},
+    "stage-key": {"metavar": "TEXT", "help": f"the server's --stage-key; also {STAGE_KEY_VARIABLE}"},
     "join-timeout": {
         "type": float,
         "default": JOIN_TIMEOUT_S,
         "metavar": "SECONDS",
-        "help": "how long to wait for the scheduler and the other stages (default: %(default)g)",
+        "help": "longest wait for the scheduler and the other stages (default: %(default)g)",
     },
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `headrace stage`. All that stages have in common is configured at the scheduler."""
+    """Add the flags of `headrace stage`. Everything that stages have in common is configured at the server."""
     for name, options in FLAGS.items():
         parser.add_argument(f"--{name}", **options)
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """rank of world_size, and local_rank of local_world_size on this machine. rendezvous: HOST:PORT where the stages
-    meet. rendezvous_hosted: a launcher's agent listens there, else rank 0 does. launched: by an agent that is this
-    process's parent and whose end has to be its own."""
+    """Rank of this stage, and where the stages of the group meet."""
 
     rank: int
+    """Pipeline rank, from 0."""
     world_size: int
     local_rank: int = 0
+    """Rank among the stages of this machine."""
     local_world_size: int = 1
     rendezvous: str = ""
+    """HOST:PORT of the torch.distributed store."""
     rendezvous_hosted: bool = False
-    launched: bool = False
+    """Whether torchrun's agent hosts the store; else rank 0 does."""
+    under_torchrun: bool = False
+    """Whether the parent process is torchrun's agent, with which this process has to end."""
 
 
-def find_place(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RankInfo:
-    """Flags rank, world_size, local_rank and master (HOST:PORT; None: not given) go before the environment.
+def read_rank_info(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RankInfo:
+    """Flags rank, world_size, local_rank and master (HOST:PORT; None: not given) take precedence over the environment.
 
-    Raises ConfigError when they do not tell the place.
+    Raises ConfigError when rank, world size or rendezvous are missing or malformed.
     """
     found = _environment(environ)
     found |= {name: flags[name] for name in ("rank", "world_size", "local_rank") if flags[name] is not None}
@@ -73,14 +86,14 @@ def find_place(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RankInfo
         found |= {"rendezvous": _host_and_port(flags["master"]), "rendezvous_hosted": False}
     if "rank" not in found or "world_size" not in found:
         raise ConfigError(
-            "which stage this is was not told: start it with torchrun, srun or in a LeaderWorkerSet, "
+            "rank and world size of this stage are unknown: start it with torchrun, srun or in a LeaderWorkerSet, "
             "or add --rank N --world-size N"
         )
     return _checked(RankInfo(**found))
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of RankInfo. torchrun goes first: it may run under one of the others."""
+    """Fields of RankInfo. torchrun takes precedence: it may run under one of the others."""
     if "RANK" in environ:
         return {
             "rank": _number(environ, "RANK"),
@@ -89,15 +102,15 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             "local_world_size": _number(environ, "LOCAL_WORLD_SIZE", 1),
             "rendezvous": _master(environ, "MASTER_ADDR"),
             "rendezvous_hosted": environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            "launched": "TORCHELASTIC_RUN_ID" in environ,
+            "under_torchrun": "TORCHELASTIC_RUN_ID" in environ,
         }
-    if "LWS_WORKER_INDEX" in environ:  # one stage in each pod; stage 0 is in the leader's
+    if "LWS_WORKER_INDEX" in environ:  # one stage per pod; stage 0 is in the leader's
         return {
             "rank": _number(environ, "LWS_WORKER_INDEX"),
             "world_size": _number(environ, "LWS_GROUP_SIZE"),
             "rendezvous": _master(environ, "LWS_LEADER_ADDRESS"),
         }
-    if "SLURM_PROCID" in environ:  # each task has cores of its own, so none are to be shared with its neighbours
+    if "SLURM_PROCID" in environ:  # each task has its own cores: local_world_size stays 1
         return {
             "rank": _number(environ, "SLURM_PROCID"),
             "world_size": _number(environ, "SLURM_NTASKS"),
@@ -132,12 +145,12 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         raise ConfigError(f"the environment variable {name} should be a whole number and is {text!r}") from None
 
 
-def _checked(place: RankInfo) -> RankInfo:
-    if not 0 <= place.rank < place.world_size:
-        raise ConfigError(f"rank {place.rank} does not exist among {place.world_size} stages: they count from 0")
-    if place.world_size > 1 and not place.rendezvous:
+def _checked(info: RankInfo) -> RankInfo:
+    if not 0 <= info.rank < info.world_size:
+        raise ConfigError(f"rank {info.rank} does not exist among {info.world_size} stages: they count from 0")
+    if info.world_size > 1 and not info.rendezvous:
         raise ConfigError(
-            "where the stages meet was not told: add --master HOST:PORT, an address of the machine of stage 0 "
+            "the stages' rendezvous is unknown: add --master HOST:PORT, an address of the machine of stage 0 "
             "(or set MASTER_ADDR and MASTER_PORT)"
         )
-    return place
+    return info

@@ -1,15 +1,14 @@
-"""Which stages have joined: all of the scheduler's side of core/messages/membership.py but its socket. Pure.
+"""Registry of external stages: the scheduler's side of core/messages/membership.py, without its socket. Pure.
 
-               every rank has joined                   one of them leaves, or is given up
-    GATHERING ──────────────────────► ADMITTED (session) ──────────────────────────────► GATHERING
-        │ Waiting                         │ Admitted                        │ Dismissed
+               every rank has joined                     end_group(): a stage failed
+    JOINING ────────────────────────► ADMITTED (session) ───────────────────────────► JOINING
+        │ JoinPending                     │ JoinAccepted           │ GroupEnded
 
-Every start of the group has an epoch and a secret of its own. A process takes part in one start only: when the group
-ends, all its stages end with it, and join again as new processes.
+Every start of the group has its own epoch and secret. A process takes part in one start only: when the group ends,
+all its stages exit, and join again as new processes.
 """
 
 import hmac
-import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,33 +21,39 @@ from headrace.core.messages.membership import (
     WRONG_RANK,
     WRONG_VERSION,
     WRONG_WORLD_SIZE,
-    Admitted,
-    AnswerMessage,
-    Dismissed,
+    AnyJoinReply,
+    GroupEnded,
+    JoinAccepted,
+    JoinPending,
+    JoinRefused,
     JoinRequest,
-    Refused,
-    Waiting,
 )
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
-from headrace.core.types.addresses import is_loopback
+from headrace.core.types.addresses import is_loopback, is_wildcard
 
-Reply = tuple[bytes, AnswerMessage]
+Reply = tuple[bytes, AnyJoinReply]  # ZMQ routing id, message
 
 
 @dataclass(slots=True)
 class RegisteredStage:
-    """A process that has joined, and the connection on which it was heard last."""
+    """A process that has joined."""
 
-    join: JoinRequest
+    request: JoinRequest
     route: bytes
+    """ZMQ routing id of its latest JoinRequest."""
 
 
 class StageRegistry:
-    """Gathers one process per rank, and tells each of them its whole configuration.
+    """Admits one process per rank, and gives each its complete configuration.
 
-    template: what all stages have in common. endpoint: where they join, for messages. control_host: where the control
-    endpoint listens, if decode servers fetch from the stages. new_session makes unguessable secrets.
+    Args:
+        template: what all stages have in common.
+        key: that stages must show; empty: none.
+        version: of this server.
+        endpoint: where stages join, for messages.
+        control_host: where the control endpoint listens, if decode servers fetch from the stages.
+        new_session: makes unguessable secrets.
     """
 
     def __init__(
@@ -67,40 +72,44 @@ class StageRegistry:
         self._endpoint = endpoint
         self._control_host = control_host
         self._new_session = new_session
-        self._members: dict[int, RegisteredStage] = {}
-        self._ended = ""  # why the last group has
+        self._members: dict[int, RegisteredStage] = {}  # by rank
+        self._end_reason = ""  # of the latest group
         self.epoch = 0
+        """Counts the groups that were complete."""
         self.session = ""
+        """Secret of the group; empty while ranks are missing."""
 
-    def receive(self, route: bytes, join: JoinRequest) -> list[Reply]:
-        """Handle a JoinRequest of the connection route. The first reply is its answer."""
-        refusal = self._objection(join)
+    def join(self, route: bytes, request: JoinRequest) -> list[Reply]:
+        """Handle a JoinRequest. The first reply answers it, others go to the members it completes."""
+        refusal = self._refusal(request)
         if refusal is not None:
             return [(route, refusal)]
-        member = self._members.get(join.rank)
-        ours = member is not None and member.join.incarnation == join.incarnation
-        if join.session and (join.session != self.session or not ours):
-            if ours:  # it has been told of an earlier group after it joined this one
-                del self._members[join.rank]
-            return [(route, Dismissed(message=self._ended or "this scheduler has started after the group"))]
-        if member is not None and not ours:
-            text = f"another stage {join.rank}, at {member.join.host}, has joined; this one waits for it to leave"
-            return [(route, Waiting(message=text))]
-        self._members[join.rank] = RegisteredStage(join, route)
+        member = self._members.get(request.rank)
+        same_process = member is not None and member.request.incarnation == request.incarnation
+        if request.session and (request.session != self.session or not same_process):
+            if same_process:  # the reply of an earlier group reached it after it had joined this one
+                del self._members[request.rank]
+            return [(route, GroupEnded(message=self._end_reason or "this scheduler has started after the group"))]
+        if member is not None and not same_process:
+            text = (
+                f"another process at {member.request.host} has joined as rank {request.rank}; waiting until it leaves"
+            )
+            return [(route, JoinPending(message=text))]
+        self._members[request.rank] = RegisteredStage(request, route)
         if self.session:
-            return [(route, self._answer(join))]
+            return [(route, self._reply(request))]
         if len(self._members) == self._template.stages:
             self.epoch += 1
             self.session = self._new_session()
-        own = (route, self._answer(join))
-        return [own, *(reply for reply in self.answers() if reply[0] != route)] if self.session else [own]
+        own = (route, self._reply(request))
+        return [own, *(reply for reply in self.replies() if reply[0] != route)] if self.session else [own]
 
-    def answers(self) -> list[Reply]:
-        """What to say to every member now, unasked. Who cannot be reached is to be reported to lose()."""
-        return [(member.route, self._answer(member.join)) for member in self._members.values()]
+    def replies(self) -> list[Reply]:
+        """The current reply to every member. Report connections that cannot be reached to connection_lost()."""
+        return [(member.route, self._reply(member.request)) for member in self._members.values()]
 
-    def lose(self, route: bytes) -> list[StageFailed]:
-        """A connection is gone. With it goes its process, and the group if that was a part of one."""
+    def connection_lost(self, route: bytes) -> list[StageFailed]:
+        """Remove the member of a lost connection. If it was part of an admitted group, the group has failed."""
         rank = next((rank for rank, member in self._members.items() if member.route == route), None)
         if rank is None:
             return []
@@ -109,78 +118,73 @@ class StageRegistry:
             return []
         return [StageFailed(stage=rank, message="its process has ended, or its machine cannot be reached")]
 
-    def dismiss(self, reason: str) -> list[Reply]:
-        """The group, if there is one, has ended: wait for the next one."""
+    def end_group(self, reason: str) -> list[Reply]:
+        """End the group, if one is admitted, and begin to wait for the next one."""
         if not self.session:
             return []
-        replies: list[Reply] = [(member.route, Dismissed(message=reason)) for member in self._members.values()]
+        replies: list[Reply] = [(member.route, GroupEnded(message=reason)) for member in self._members.values()]
         self._members.clear()
         self.session = ""
-        self._ended = reason
+        self._end_reason = reason
         return replies
 
     def status(self) -> str:
-        """How far the stages have come together."""
+        """Which ranks have joined, as text for /ready and logs."""
         if self.session:
             return f"all {self._template.stages} stages have joined and are loading"
         text = f"{self._missing()} to join at {self._endpoint}"
-        return f"{self._ended}; {text}" if self._ended else text
+        return f"{self._end_reason}; {text}" if self._end_reason else text
 
     def identities(self) -> dict[bytes, int]:
-        """The names under which the stages of the group send their events; empty while there is none."""
+        """ZMQ routing ids under which the stages of the group send events, with their ranks; empty without a group."""
         ranks = self._members if self.session else ()
         return {stage_identity(rank, self.epoch, self.session): rank for rank in ranks}
 
-    def _answer(self, join: JoinRequest) -> AnswerMessage:
-        return Admitted(config=self._configuration(join)) if self.session else Waiting(message=self._missing())
+    def _reply(self, request: JoinRequest) -> AnyJoinReply:
+        return JoinAccepted(config=self._config(request)) if self.session else JoinPending(message=self._missing())
 
     def _missing(self) -> str:
         missing = [str(rank) for rank in range(self._template.stages) if rank not in self._members]
         names = ", ".join(missing[:-1]) + " and " + missing[-1] if len(missing) > 1 else missing[0]
         return f"waiting for stage{'s' if len(missing) > 1 else ''} {names} of {self._template.stages}"
 
-    def _configuration(self, join: JoinRequest) -> StageConfig:
+    def _config(self, request: JoinRequest) -> StageConfig:
         transfer = self._template.transfer
         first = transfer.data_port
-        port = join.data_port or (first + join.rank if first else 0)
+        port = request.data_port or (first + request.rank if first else 0)
         return msgspec.structs.replace(
             self._template,
-            stage=join.rank,
+            stage=request.rank,
             epoch=self.epoch,
             session=self.session,
-            transfer=msgspec.structs.replace(transfer, host=join.host, data_port=port),
+            transfer=msgspec.structs.replace(transfer, host=request.host, data_port=port),
         )
 
-    def _objection(self, join: JoinRequest) -> Refused | None:
-        """Why a process cannot become a stage here, however often it is started."""
+    def _refusal(self, request: JoinRequest) -> JoinRefused | None:
+        """Why a process can never become a stage of this server; None if it can."""
         stages = self._template.stages
-        if self._key and not hmac.compare_digest(join.key.encode(), self._key.encode()):
+        if self._key and not hmac.compare_digest(request.key.encode(), self._key.encode()):
             text = "the stage's key is not the server's: set HEADRACE_STAGE_KEY to the same value for both"
-            return Refused(code=WRONG_KEY, message=text)
-        if join.version != self._version:
-            text = f"the stage runs version {join.version} and the server {self._version}: use one for both"
-            return Refused(code=WRONG_VERSION, message=text)
-        if join.world_size != stages:
-            text = f"the stage is one of {join.world_size} and the server was started with --pp {stages}"
-            return Refused(code=WRONG_WORLD_SIZE, message=text)
-        if not 0 <= join.rank < stages:
-            return Refused(code=WRONG_RANK, message=f"rank {join.rank} does not exist: there are 0 to {stages - 1}")
-        if self._control_host is not None and (why := unreachable(join.host, self._control_host)):
-            return Refused(code=UNREACHABLE_HOST, message=f"{why}: write --transfer-host with the machine's address")
+            return JoinRefused(code=WRONG_KEY, message=text)
+        if request.version != self._version:
+            text = f"the stage runs version {request.version} and the server {self._version}: use one for both"
+            return JoinRefused(code=WRONG_VERSION, message=text)
+        if request.world_size != stages:
+            text = f"the stage's world size is {request.world_size} and the server was started with --pp {stages}"
+            return JoinRefused(code=WRONG_WORLD_SIZE, message=text)
+        if not 0 <= request.rank < stages:
+            text = f"rank {request.rank} does not exist: there are 0 to {stages - 1}"
+            return JoinRefused(code=WRONG_RANK, message=text)
+        if self._control_host is not None and (why := unreachable(request.host, self._control_host)):
+            text = f"{why}: write --transfer-host with the machine's address"
+            return JoinRefused(code=UNREACHABLE_HOST, message=text)
         return None
 
 
 def unreachable(host: str, control_host: str) -> str:
-    """Why decode servers that reach the control endpoint could not reach a stage's data socket; "" when they could."""
-    if _is_wildcard(host):
+    """Why decode servers that reach the control endpoint cannot reach a stage's data socket; empty when they can."""
+    if is_wildcard(host):
         return f"decode servers cannot connect to {host}"
     if is_loopback(host) and not is_loopback(control_host):
         return f"decode servers on other machines cannot connect to {host}"
     return ""
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return host == "*"

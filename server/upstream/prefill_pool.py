@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
+from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, canonical, require_allowed
@@ -206,8 +207,9 @@ class PrefillPool:
         return PrefillCall(self._http, server.url, body, load, self._fetches)
 
     async def _keep(self, server: PrefillServer) -> None:
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
+            pause_s = backoff.next_delay()
             server.changed.clear()
             try:
                 found = await self._discover(server)
@@ -217,10 +219,10 @@ class PrefillPool:
             else:
                 self._dial(server, found)
                 if await self._came_up(server, DISCOVERY_TIMEOUT_S + pause_s):
-                    pause_s = FIRST_PAUSE_S
+                    backoff.reset()
                     await self._until_down(server)
+                    pause_s = backoff.next_delay()
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _dial(self, server: PrefillServer, found: Discovery) -> None:
         """Have the scheduler talk to the control endpoint that was found, unless it does already."""

@@ -12,7 +12,8 @@ import pytest
 
 from headrace.core.config import Config
 from headrace.core.types.errors import ConfigError
-from headrace.server.config.load import add_flags, load
+from headrace.server.config.flags import add_flags
+from headrace.server.config.load import load
 from tests.deployment.files import COMPOSE, ROOT, load_yaml
 
 SERVERS = ("prefill", "decode")

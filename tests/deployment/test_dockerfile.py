@@ -6,7 +6,8 @@ import json
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.server.config.load import add_flags, load
+from headrace.server.config.flags import add_flags
+from headrace.server.config.load import load
 from tests.deployment.files import ROOT
 
 Instruction = tuple[str, str]

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from headrace.core.messages.membership import AnswerMessage, JoinRequest, Waiting
+from headrace.core.messages.membership import AnyJoinReply, JoinPending, JoinRequest
 from headrace.core.runtime.codec import Codec
 from tests.transfer.examples import EXAMPLES
 
 JOIN: Codec[JoinRequest] = Codec(JoinRequest)
-JOIN_ANSWER: Codec[AnswerMessage] = Codec(AnswerMessage)
+JOIN_REPLY: Codec[AnyJoinReply] = Codec(AnyJoinReply)
 VALID: tuple[bytes, ...] = (
     *(example.encoded[0] for example in EXAMPLES),
     JOIN.encode(JoinRequest(rank=0, world_size=1, incarnation="i", version="v", host="127.0.0.1", key="k")),
-    JOIN_ANSWER.encode(Waiting(message="m")),
+    JOIN_REPLY.encode(JoinPending(message="m")),
 )
 NESTED = b"\x82\xa4type\xa4Ping\xa1x" + b"\x91" * 100_000 + b"\xc0"  # deeper than any parser's stack
 NO_TEXT = b"\x82\xa4type\xa7Goodbye\xa6reason\xa2\xff\xfe"

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples import minimal_peer
-from headrace.core.messages.membership import AnswerMessage as JoinAnswer
-from headrace.core.messages.membership import JoinRequest
+from headrace.core.messages.membership import AnyJoinReply, JoinRequest
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.server.api.request.body import parse_body
@@ -24,8 +23,8 @@ from tests.fuzz.mutations import CLAIMS, NESTED, NO_TEXT, VALID, Mutator, spoilt
 from tests.transfer.examples import ANSWER, CONTROL, PEER, ROW, STAGE
 
 JOINS: Codec[JoinRequest] = Codec(JoinRequest)
-JOIN_ANSWERS: Codec[JoinAnswer] = Codec(JoinAnswer)
-CODECS: tuple[Codec[Any], ...] = (PEER, CONTROL, ANSWER, STAGE, JOINS, JOIN_ANSWERS)
+JOIN_REPLIES: Codec[AnyJoinReply] = Codec(AnyJoinReply)
+CODECS: tuple[Codec[Any], ...] = (PEER, CONTROL, ANSWER, STAGE, JOINS, JOIN_REPLIES)
 EFFORTS = [pytest.param(150, id="short"), pytest.param(5_000, id="long", marks=pytest.mark.full)]
 
 

@@ -10,6 +10,7 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.runtime.event_source import EventSource
 from headrace.core.types.backends import FAKE, SHM, ZMQ, PoolMemory
 from headrace.core.types.geometry import KV, Geometry
@@ -44,7 +45,8 @@ class Loop:
     """Polls ports and keeps the events of each, in order."""
 
     def __init__(self, *ports: AnyPort) -> None:
-        self.ports = list(ports)
+        self.ports = ports
+        self._loop = EventLoop(ports, zmq.Poller, CLOCK)
         self.events: dict[AnyPort, list[Any]] = {port: [] for port in ports}
         self.raw: list[Any] = []  # sockets that the test itself reads; they wake the loop and are closed with it
 
@@ -52,21 +54,9 @@ class Loop:
         self.events[port] += port.apply(command, CLOCK.now())
 
     def turn(self, wait_s: float = 0.05) -> None:
-        poller = zmq.Poller()
-        for port in self.ports:
-            for socket in port.sockets():
-                poller.register(socket, zmq.POLLIN)
-        for socket in self.raw:
-            poller.register(socket, zmq.POLLIN)
-        now = CLOCK.now()
-        waits = [deadline - now for port in self.ports if (deadline := port.next_deadline()) is not None]
-        poller.poll(max(0, int(1000 * min([*waits, wait_s]) + 0.999)))
-        now = CLOCK.now()
-        for port in self.ports:
-            self.events[port] += port.receive(now)
-            deadline = port.next_deadline()
-            if deadline is not None and deadline <= now:
-                self.events[port] += port.tick(now)
+        self._loop.wait(self.raw, longest_s=wait_s)
+        for port, events in self._loop.events():
+            self.events[port] += events
 
     def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """Turn until the condition holds; AssertionError after the timeout."""

@@ -41,6 +41,7 @@ from headrace.core.messages.stage_events import (
     SendFailed,
     SessionClosed,
 )
+from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.backends import NIXL
 from headrace.core.types.geometry import Geometry
 from tests.transfer.harness import CLOCK, Loop, random_store
@@ -158,14 +159,11 @@ def serve(port: Any, tell: Callable[[Any], None]) -> None:
     """Until standard input ends."""
     decoder = msgspec.json.Decoder(Order)
     given = b""
+    loop = EventLoop((port,), zmq.Poller, CLOCK)
     while True:
-        poller = zmq.Poller()
-        for socket in [*port.sockets(), sys.stdin]:
-            poller.register(socket, zmq.POLLIN)
-        due = port.next_deadline()
-        ready = dict(poller.poll(None if due is None else max(0, 1000 * (due - CLOCK.now()))))
-        events = [*port.receive(CLOCK.now()), *port.tick(CLOCK.now())]
-        if sys.stdin.fileno() in ready:
+        readable = loop.wait([sys.stdin.fileno()])
+        events = [event for _, found in loop.events() for event in found]
+        if sys.stdin.fileno() in readable:
             data = os.read(sys.stdin.fileno(), 1 << 16)
             if not data:
                 return

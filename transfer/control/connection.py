@@ -18,6 +18,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import printable
 from headrace.core.stats import Counters
 from headrace.core.types.addresses import url
@@ -88,7 +89,7 @@ class ControlConnection:
         self._may_dial = may_dial
         self._hello = hello
         self._config = config
-        self._retry_s = FIRST_RETRY_S
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
         self._next_try = 0.0
         self._heard = 0.0
         self._next_ping = 0.0
@@ -172,7 +173,7 @@ class ControlConnection:
                 return self._down(reason, now, wait_s=LAST_RETRY_S, unfit=True)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None
-        self._retry_s = FIRST_RETRY_S
+        self._backoff.reset()
         self._next_ping = now + welcome.heartbeat_s
         up = PrefillUp(
             name=self.name,
@@ -209,8 +210,8 @@ class ControlConnection:
         self._reason = reason
         self._outdated = False
         self.state = "down"
-        self._next_try = now + (self._retry_s if wait_s is None else wait_s)
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        delay_s = self._backoff.next_delay()
+        self._next_try = now + (delay_s if wait_s is None else wait_s)
         return Step([], events)
 
     def _forget_session(self, reason: str) -> list[PeerEvent]:

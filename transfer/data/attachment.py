@@ -1,5 +1,6 @@
 """The timing of one data connection: attach, try again when refused, ping while attached. Pure."""
 
+from headrace.core.runtime.backoff import Backoff
 from headrace.transfer.protocol.messages import Attach, Attached, Ping, Pong, Refuse
 
 FIRST_RETRY_S = 0.02
@@ -15,7 +16,7 @@ class Attachment:
         self._attach = attach
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
-        self._retry_s = FIRST_RETRY_S
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
         self._next = now
         self._heard = now
         self._pings = 0
@@ -29,15 +30,14 @@ class Attachment:
             self._pings += 1
             return Ping(number=self._pings)
         self.attached = False
-        self._next = now + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._next = self._backoff.next(now)
         return self._attach
 
     def receive(self, message: Attached | Refuse | Pong, now: float) -> None:
         self._heard = now
         if isinstance(message, Attached):
             self.attached = True
-            self._retry_s = FIRST_RETRY_S
+            self._backoff.reset()
             self._next = now + self._heartbeat_s
         elif isinstance(message, Refuse) and self.attached and message.code == "no_session":
             self.attached = False

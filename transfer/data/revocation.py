@@ -5,6 +5,7 @@ It cannot wake us when it lets go, so the right is asked back at growing interva
 
 from dataclasses import dataclass
 
+from headrace.core.runtime.backoff import Backoff
 from headrace.transfer.backends.base import RegisteredPool
 
 FIRST_RETRY_S = 0.002
@@ -25,7 +26,7 @@ class Revocations:
 
     def __init__(self) -> None:
         self._ended: list[_Ended] = []
-        self._retry_s = FIRST_RETRY_S
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
         self._next: float | None = None
 
     def __len__(self) -> int:
@@ -34,14 +35,13 @@ class Revocations:
     def begin(self, session: str, exposure: RegisteredPool, stages: list[int], now: float) -> list[str]:
         """Take back the rights of these stages. Returns what tick() returns."""
         self._ended.append(_Ended(session, exposure, stages))
-        self._retry_s = FIRST_RETRY_S
+        self._backoff.reset()
         return self._ask(now)
 
     def tick(self, now: float) -> list[str]:
         """Ask again, if it is time. Returns the sessions through which nobody can write any more."""
         if self._next is None or self._next > now:
             return []
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         return self._ask(now)
 
     def next_deadline(self) -> float | None:
@@ -52,5 +52,5 @@ class Revocations:
             one.stages = [stage for stage in one.stages if not one.exposure.revoke(one.session, stage)]
         over = [one.session for one in self._ended if not one.stages]
         self._ended = [one for one in self._ended if one.stages]
-        self._next = now + self._retry_s if self._ended else None
+        self._next = self._backoff.next(now) if self._ended else None
         return over

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.messages.frontend import Tokens
-from headrace.core.types.addresses import WILDCARDS
+from headrace.core.types.addresses import is_wildcard
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.server.api.request.schema import SamplingBody
 from headrace.server.api.response.choices import Choice
@@ -51,7 +51,7 @@ def lift_limits(body: SamplingBody, names: HandoffParams) -> None:
 def reachable_host(control_host: str, asked: str) -> str:
     """Where peers find a control endpoint that is bound to control_host. asked: the host under which a client has
     reached us, which is the answer where that is all addresses."""
-    return asked if control_host in WILDCARDS else control_host
+    return asked if is_wildcard(control_host) else control_host
 
 
 def held_params(

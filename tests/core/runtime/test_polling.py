@@ -22,12 +22,12 @@ def test_only_what_is_asked_for_and_can_be_read() -> None:
         both = [one.fileno(), other.fileno()]
         assert poll.readable(both, 0) == set()
         to_one.send(b"x")
-        assert poll.readable(both, 1000) == {one.fileno()}
+        assert poll.readable(both, 1.0) == {one.fileno()}
         to_other.send(b"x")
         before = made
-        assert poll.readable(both, 1000) == set(both)
+        assert poll.readable(both, 1.0) == set(both)
         assert made == before, "the sockets were the same"
-        assert poll.readable(both[:1], 1000) == {one.fileno()}
+        assert poll.readable(both[:1], 1.0) == {one.fileno()}
 
 
 def test_zmq_sockets_beside_descriptors() -> None:
@@ -38,6 +38,6 @@ def test_zmq_sockets_beside_descriptors() -> None:
         with context.socket(zmq.PAIR) as to_other:
             to_other.connect("inproc://other")
             to_other.send(b"x")
-            assert poll.readable([one.fileno(), other], 1000) == {other}
+            assert poll.readable([one.fileno(), other], 1.0) == {other}
             to_one.send(b"x")
-            assert poll.readable([one.fileno(), other], 1000) == {one.fileno(), other}
+            assert poll.readable([one.fileno(), other], 1.0) == {one.fileno(), other}

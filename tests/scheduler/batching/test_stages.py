@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from headrace.core.messages.frontend import EngineState, RequestFailed, StageDown
-from headrace.core.messages.membership import Gathering
+from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AdmitPeer, BeginEpoch, Forward, OpenSession, Order, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageReady
@@ -118,10 +118,10 @@ def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
 
 def test_stages_that_come_together_elsewhere_say_why_nothing_is_served() -> None:
     bench = Bench(up=False)
-    bench.do(Gathering(message="waiting for stage 0"))
+    bench.do(JoinProgress(message="waiting for stage 0"))
     assert bench.last(EngineState) == EngineState(ready=False, reason="waiting for stage 0")
     bench.up()
-    assert bench.do(Gathering(message="loading")) == [], "of no interest while all are up"
+    assert bench.do(JoinProgress(message="loading")) == [], "of no interest while all are up"
     assert bench.last(EngineState).ready
 
 

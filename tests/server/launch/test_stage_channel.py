@@ -1,4 +1,4 @@
-"""The scheduler's end of the connections to stages: stages of different starts are never mixed up."""
+"""StageChannel: orders, heartbeats and events of stages, and restarts of the group."""
 
 import time
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ EVENTS: Codec[AnyStageEvent] = Codec(AnyStageEvent)
 ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
 
 
-class Ways:
-    """A scheduler's router and connections to it, of one kind or the other."""
+class Ends:
+    """A router and the connections of stages to it, over Unix sockets or ZMQ."""
 
     def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
         self._context = context
@@ -50,19 +50,19 @@ class Ways:
 
 
 @pytest.fixture(params=["unix", "zmq"])
-def ways(request: pytest.FixtureRequest) -> Iterator[Ways]:
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     with zmq.Context() as context, TemporaryDirectory() as folder:
-        made = Ways(Path(folder), context, request.param)
+        made = Ends(Path(folder), context, request.param)
         yield made
         made.close()
 
 
-def say(stage: OrderConnection, message: AnyStageEvent) -> None:
+def send(stage: OrderConnection, message: AnyStageEvent) -> None:
     stage.send(EVENTS.encode(message))
 
 
 def receive(channel: StageChannel, now: float, count: int) -> list[ChannelEvent]:
-    """So many events, which have been sent."""
+    """At least this many events, which have been sent."""
     events: list[ChannelEvent] = []
     deadline = time.monotonic() + 5
     while len(events) < count and time.monotonic() < deadline:
@@ -70,10 +70,10 @@ def receive(channel: StageChannel, now: float, count: int) -> list[ChannelEvent]
     return [*events, *channel.receive(now)]
 
 
-def hear(stage: OrderConnection) -> list[AnyOrder]:
-    """What has come to a stage."""
+def received(stage: OrderConnection) -> list[AnyOrder]:
+    """The orders that a stage has received."""
     orders: list[AnyOrder] = []
-    while Poll(zmq.Poller).readable([stage.handle], 50):
+    while Poll(zmq.Poller).readable([stage.handle], 0.05):
         orders += map(ORDERS.decode, stage.receive())
     return orders
 
@@ -84,85 +84,85 @@ def ready(stage: int, epoch: int) -> StageReady:
     )
 
 
-def test_a_new_group_is_heard_and_the_old_one_is_not(ways: Ways) -> None:
-    channel = StageChannel(ways.router, 2, beat_s=1, silence_s=3)
-    old = [ways.stage(stage, 0) for stage in (0, 1)]
+def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
+    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
-        say(socket, ready(stage, 0))
+        send(socket, ready(stage, 0))
     assert len(receive(channel, 0.0, 2)) == 2
     assert len(channel.all_ready()) == 2
-    new = [ways.stage(stage, 1) for stage in (0, 1)]
-    say(new[0], ready(0, 1))
-    say(old[1], PlanDone(stage=1, seq=5, duration_s=1.0))
+    new = [ends.stage(stage, 1) for stage in (0, 1)]
+    send(new[0], ready(0, 1))
+    send(old[1], PlanDone(stage=1, seq=5, duration_s=1.0))
     assert receive(channel, 1.0, 1) == [ready(0, 1)]
-    assert channel.all_ready() == (), "the old group's stage 1 does not make it complete"
-    say(new[1], ready(1, 1))
+    assert channel.all_ready() == (), "stage 1 of the previous group does not count"
+    send(new[1], ready(1, 1))
     receive(channel, 1.0, 1)
     assert channel.all_ready() == (ready(0, 1), ready(1, 1))
     channel.apply(BeginEpoch(seq=1, epoch=1), 1.0)
-    assert [hear(socket) for socket in new] == [[BeginEpoch(seq=1, epoch=1)]] * 2
-    assert [hear(socket) for socket in old] == [[]] * 2
+    assert [received(socket) for socket in new] == [[BeginEpoch(seq=1, epoch=1)]] * 2
+    assert [received(socket) for socket in old] == [[]] * 2
 
 
-def test_a_silent_stage_is_named(ways: Ways) -> None:
-    channel = StageChannel(ways.router, 2, beat_s=1, silence_s=3)
-    stages = [ways.stage(stage, 0) for stage in (0, 1)]
+def test_a_silent_stage_fails(ends: Ends) -> None:
+    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    stages = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(stages):
-        say(socket, ready(stage, 0))
+        send(socket, ready(stage, 0))
     receive(channel, 0.0, 2)
-    say(stages[0], PlanDone(stage=0, seq=1, duration_s=1.0))
+    send(stages[0], PlanDone(stage=0, seq=1, duration_s=1.0))
     receive(channel, 2.0, 1)
     events = [event for second in (1, 2, 3, 4) for event in channel.tick(float(second))]
     assert [event.stage for event in events] == [1]
 
 
-def test_who_slept_itself_calls_nobody_silent(ways: Ways) -> None:
-    """A machine that was suspended, a process that was stopped."""
-    channel = StageChannel(ways.router, 1, beat_s=1, silence_s=3)
-    socket = ways.stage(0, 0)
-    say(socket, ready(0, 0))
+def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(ends: Ends) -> None:
+    """The machine was suspended, or the scheduler process stopped."""
+    channel = StageChannel(ends.router, 1, heartbeat_s=1, silence_s=3)
+    socket = ends.stage(0, 0)
+    send(socket, ready(0, 0))
     receive(channel, 0.0, 1)
     assert not channel.tick(1.0)
     assert not channel.tick(60.0)
-    assert [len(channel.tick(second)) for second in (61.0, 62.0)] == [0, 1], "silence counts while it is awake"
+    assert [len(channel.tick(second)) for second in (61.0, 62.0)] == [0, 1], "silence counts while the scheduler runs"
 
 
-def test_a_stream_begins_when_all_stages_of_the_group_are_ready(ways: Ways) -> None:
-    """Whatever the scheduler decided before it had heard of them all was meant for others, and goes to none."""
-    channel = StageChannel(ways.router, 2, beat_s=1, silence_s=3)
-    old = [ways.stage(stage, 0) for stage in (0, 1)]
+def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> None:
+    """Orders decided before BeginEpoch were meant for the previous group and are discarded."""
+    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
-        say(socket, ready(stage, 0))
+        send(socket, ready(stage, 0))
     receive(channel, 0.0, 2)
     channel.apply(BeginEpoch(seq=1, epoch=0), 0.0)
-    new = [ways.stage(stage, 1) for stage in (0, 1)]
-    say(new[0], ready(0, 1))
+    new = [ends.stage(stage, 1) for stage in (0, 1)]
+    send(new[0], ready(0, 1))
     receive(channel, 1.0, 1)
     channel.apply(ReleaseRequest(seq=2, request=1), 1.0)
-    say(new[1], ready(1, 1))
+    send(new[1], ready(1, 1))
     receive(channel, 1.0, 1)
     channel.apply(ReleaseRequest(seq=3, request=2), 1.0)
     channel.apply(BeginEpoch(seq=4, epoch=1), 1.0)
     stream = [BeginEpoch(seq=4, epoch=1), DropPeer(seq=5, session="s")]
     channel.apply(stream[1], 1.0)
-    assert [hear(socket) for socket in new] == [stream] * 2
-    assert [hear(socket) for socket in old] == [[BeginEpoch(seq=1, epoch=0)]] * 2
+    assert [received(socket) for socket in new] == [stream] * 2
+    assert [received(socket) for socket in old] == [[BeginEpoch(seq=1, epoch=0)]] * 2
 
 
-def test_a_heartbeat_tells_what_the_stream_was(ways: Ways) -> None:
-    channel = StageChannel(ways.router, 2, beat_s=1, silence_s=3)
-    stages = [ways.stage(stage, 0) for stage in (0, 1)]
-    say(stages[0], ready(0, 0))
+def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
+    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    stages = [ends.stage(stage, 0) for stage in (0, 1)]
+    send(stages[0], ready(0, 0))
     receive(channel, 0.0, 1)
     channel.tick(1.0)
-    say(stages[1], ready(1, 0))
+    send(stages[1], ready(1, 0))
     receive(channel, 1.0, 1)
     log = OrderLog()
-    [first] = hear(stages[0])
+    [first] = received(stages[0])
     assert first == Heartbeat(seq=0, orders=0, digest=log.digest)
     for now, order in ((2.0, BeginEpoch(seq=1, epoch=0)), (3.0, ReleaseRequest(seq=2, request=7))):
         channel.apply(order, now)
         channel.tick(now)
         log.add(ORDERS.encode(order))
         for socket in stages:
-            assert hear(socket) == [order, Heartbeat(seq=0, orders=log.count, digest=log.digest)]
+            assert received(socket) == [order, Heartbeat(seq=0, orders=log.count, digest=log.digest)]

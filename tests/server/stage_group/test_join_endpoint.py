@@ -1,4 +1,4 @@
-"""Joins over the order socket: strangers are told where things stand, and only members are listened to."""
+"""The join endpoint: external stages join over the order socket, and events count from members only."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ import zmq
 
 from headrace.core.messages.frontend import StageDown
 from headrace.core.messages.membership import (
-    Admitted,
-    AnswerMessage,
-    Dismissed,
-    Gathering,
+    AnyJoinReply,
+    GroupEnded,
+    JoinAccepted,
+    JoinPending,
+    JoinProgress,
+    JoinRefused,
     JoinRequest,
-    Refused,
-    Waiting,
 )
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, stage_identity
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed, StageHeartbeat, StageReady
@@ -24,27 +24,27 @@ from headrace.core.types.geometry import Geometry
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
-from tests.server.stage_group.test_registry import join, roster
+from tests.server.stage_group.test_registry import join, make_registry
 
 Socket = zmq.Socket[bytes]
 GEOMETRY = Geometry("float32", 1, 1, 2, 16)
 JOINS: Codec[JoinRequest] = Codec(JoinRequest)
-ANSWERS: Codec[AnswerMessage] = Codec(AnswerMessage)
+REPLIES: Codec[AnyJoinReply] = Codec(AnyJoinReply)
 ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
 EVENTS: Codec[AnyStageEvent] = Codec(AnyStageEvent)
 SILENCE_S = 0.6
 
 
 class Bench:
-    """A scheduler's channel with a gate, on a real TCP socket; time for its decisions is by hand."""
+    """A stage channel with a join endpoint on a real TCP socket, and a clock set by the test."""
 
     def __init__(self, context: "zmq.Context[Socket]", start_timeout_s: float = 60.0) -> None:
         self.context = context
         socket = order_socket(context, "tcp://127.0.0.1:*", SILENCE_S)
         self.endpoint = f"tcp://127.0.0.1:{bound_port(socket)}"
         self.poller = socket
-        gate = JoinEndpoint(socket, roster(key="k"), start_timeout_s)
-        self.channel = StageChannel(ZmqRouter(socket), 2, beat_s=1.0, silence_s=3.0, gate=gate)
+        endpoint = JoinEndpoint(socket, make_registry(key="k"), start_timeout_s)
+        self.channel = StageChannel(ZmqRouter(socket), 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
         self.sockets: list[Socket] = []
 
     def dial(self, identity: bytes | None = None) -> Socket:
@@ -61,21 +61,21 @@ class Bench:
         assert self.poller.poll(5000)
         return self.channel.receive(now)
 
-    def say(
+    def join(
         self, socket: Socket, message: JoinRequest, now: float = 0.0
-    ) -> tuple[AnswerMessage, Sequence[ChannelEvent]]:
+    ) -> tuple[AnyJoinReply, Sequence[ChannelEvent]]:
         socket.send(JOINS.encode(message))
         events = self.receive(now)
-        return ANSWERS.decode(socket.recv()), events
+        return REPLIES.decode(socket.recv()), events
 
     def complete(self, now: float = 0.0) -> tuple[list[Socket], str]:
-        """Two members, and their group's secret."""
+        """Two admitted stages, and the session of their group."""
         members = [self.dial(), self.dial()]
-        self.say(members[0], join(0, key="k"), now)
-        answer, _ = self.say(members[1], join(1, key="k"), now)
-        assert isinstance(answer, Admitted)
-        assert isinstance(ANSWERS.decode(members[0].recv()), Admitted)
-        return members, answer.config.session
+        self.join(members[0], join(0, key="k"), now)
+        reply, _ = self.join(members[1], join(1, key="k"), now)
+        assert isinstance(reply, JoinAccepted)
+        assert isinstance(REPLIES.decode(members[0].recv()), JoinAccepted)
+        return members, reply.config.session
 
 
 @pytest.fixture
@@ -99,21 +99,21 @@ def ready(stage: int, epoch: int = 1) -> StageReady:
     )
 
 
-def test_the_way_in_and_what_the_scheduler_hears_of_it(bench: Bench) -> None:
-    told = bench.channel.tick(0.0)
-    assert told == [Gathering(message="waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
+def test_stages_join_and_the_scheduler_hears_of_the_progress(bench: Bench) -> None:
+    events = bench.channel.tick(0.0)
+    assert events == [JoinProgress(message="waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
     first, second = bench.dial(), bench.dial()
-    answer, events = bench.say(first, join(0))
-    assert isinstance(answer, Refused)
+    reply, events = bench.join(first, join(0))
+    assert isinstance(reply, JoinRefused)
     assert events == []
-    answer, events = bench.say(first, join(0, key="k"))
-    assert isinstance(answer, Waiting)
-    assert events == [Gathering(message="waiting for stage 1 of 2 to join at tcp://here:1")]
-    answer, events = bench.say(second, join(1, key="k"))
-    assert isinstance(answer, Admitted)
-    assert isinstance(ANSWERS.decode(first.recv()), Admitted), "told without asking again"
-    assert events == [Gathering(message="all 2 stages have joined and are loading")]
-    session = answer.config.session
+    reply, events = bench.join(first, join(0, key="k"))
+    assert isinstance(reply, JoinPending)
+    assert events == [JoinProgress(message="waiting for stage 1 of 2 to join at tcp://here:1")]
+    reply, events = bench.join(second, join(1, key="k"))
+    assert isinstance(reply, JoinAccepted)
+    assert isinstance(REPLIES.decode(first.recv()), JoinAccepted), "sent without another JoinRequest"
+    assert events == [JoinProgress(message="all 2 stages have joined and are loading")]
+    session = reply.config.session
     orders = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
     for stage, socket in enumerate(orders):
         socket.send(EVENTS.encode(ready(stage)))
@@ -123,10 +123,10 @@ def test_the_way_in_and_what_the_scheduler_hears_of_it(bench: Bench) -> None:
     assert [ORDERS.decode(socket.recv()) for socket in orders] == [BeginEpoch(seq=7, epoch=1)] * 2
 
 
-def test_garbage_and_impostors_change_nothing(bench: Bench) -> None:
+def test_garbage_and_forged_routing_ids_change_nothing(bench: Bench) -> None:
     _, session = bench.complete()
-    true = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
-    for stage, socket in enumerate(true):
+    members = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
+    for stage, socket in enumerate(members):
         socket.send(EVENTS.encode(ready(stage)))
         bench.receive()
     random.seed(5)
@@ -145,7 +145,7 @@ def test_garbage_and_impostors_change_nothing(bench: Bench) -> None:
     assert samples["malformed_frames_total", ("stages",)] == 5 * len(names)
 
 
-def test_a_member_whose_process_ends_is_reported_at_the_next_beat(bench: Bench) -> None:
+def test_a_member_whose_process_exits_is_reported_at_a_heartbeat(bench: Bench) -> None:
     members, _ = bench.complete()
     assert bench.channel.tick(1.0) == []
     members[1].close()
@@ -157,15 +157,17 @@ def test_a_member_whose_process_ends_is_reported_at_the_next_beat(bench: Bench) 
         events = bench.channel.tick(now)
     assert [event.stage for event in events if isinstance(event, StageFailed)] == [1]
     members[0].recv()
-    told = bench.channel.stage_down(StageDown(stage=1, message="gone", epoch=1))
-    assert told == [Gathering(message="stage 1 failed: gone; waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
-    answers = []
-    while not answers or not isinstance(answers[-1], Dismissed):
-        answers.append(ANSWERS.decode(members[0].recv()))
-    assert answers[-1].message == "stage 1 failed: gone"
+    events = bench.channel.stage_down(StageDown(stage=1, message="gone", epoch=1))
+    assert events == [
+        JoinProgress(message="stage 1 failed: gone; waiting for stages 0 and 1 of 2 to join at tcp://here:1")
+    ]
+    replies = []
+    while not replies or not isinstance(replies[-1], GroupEnded):
+        replies.append(REPLIES.decode(members[0].recv()))
+    assert replies[-1].message == "stage 1 failed: gone"
 
 
-def test_stages_that_take_too_long_to_load_are_given_up(context: "zmq.Context[Socket]") -> None:
+def test_a_stage_that_takes_too_long_to_load_fails(context: "zmq.Context[Socket]") -> None:
     bench = Bench(context, start_timeout_s=10.0)
     _, session = bench.complete(now=100.0)
     loaded = bench.dial(stage_identity(0, 1, session))

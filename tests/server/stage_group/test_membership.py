@@ -1,9 +1,16 @@
-"""A stage's membership, with time by hand."""
+"""Membership of an external stage, with a virtual clock."""
 
 from msgspec.structs import replace
 
 from headrace.core.config import EngineConfig, ModelConfig, StageConfig, TransferConfig
-from headrace.core.messages.membership import Admitted, AnswerMessage, Dismissed, JoinRequest, Refused, Waiting
+from headrace.core.messages.membership import (
+    AnyJoinReply,
+    GroupEnded,
+    JoinAccepted,
+    JoinPending,
+    JoinRefused,
+    JoinRequest,
+)
 from headrace.core.runtime.clock import VirtualClock
 from headrace.server.stage_group.membership import Membership
 
@@ -15,16 +22,16 @@ CONFIG = StageConfig(
 
 
 class Stage:
-    """A membership whose deadlines are kept."""
+    """A membership that is ticked at its deadlines."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.clock = VirtualClock(100.0)
         self.membership = Membership(JOIN, timeout_s, self.clock.now())
-        self.said: list[tuple[float, JoinRequest]] = []
-        self.news: list[str] = []
+        self.sent: list[tuple[float, JoinRequest]] = []
+        self.log: list[str] = []
 
-    def hear(self, answer: AnswerMessage) -> None:
-        self.membership.receive(answer, self.clock.now())
+    def receive(self, reply: AnyJoinReply) -> None:
+        self.membership.receive(reply, self.clock.now())
         self._tick()
 
     def wait(self, seconds: float) -> None:
@@ -37,55 +44,55 @@ class Stage:
 
     def _tick(self) -> None:
         if (message := self.membership.tick(self.clock.now())) is not None:
-            self.said.append((self.clock.now(), message))
-        if news := self.membership.news():
-            self.news.append(news)
+            self.sent.append((self.clock.now(), message))
+        if line := self.membership.pop_log_line():
+            self.log.append(line)
 
 
-def test_it_goes_on_asking_and_gives_up_in_time() -> None:
+def test_joins_repeatedly_until_the_timeout() -> None:
     stage = Stage(timeout_s=60.0)
     stage.wait(59.0)
     assert stage.membership.end is None
-    assert {message for _, message in stage.said} == {JOIN}
-    assert 100 < len(stage.said) < 130
-    stage.hear(Waiting(message="waiting for stage 0 of 2"))
-    stage.hear(Waiting(message="waiting for stage 0 of 2"))
-    assert stage.news == ["still joining after 30 s: no answer from the scheduler yet", "waiting for stage 0 of 2"]
+    assert {message for _, message in stage.sent} == {JOIN}
+    assert 100 < len(stage.sent) < 130
+    stage.receive(JoinPending(message="waiting for stage 0 of 2"))
+    stage.receive(JoinPending(message="waiting for stage 0 of 2"))
+    assert stage.log == ["still joining after 30 s: no answer from the scheduler yet", "waiting for stage 0 of 2"]
     stage.wait(2.0)
     assert stage.membership.end is not None
     assert stage.membership.end.status == 1
     assert "not admitted within 60 s: waiting for stage 0 of 2" in stage.membership.end.message
 
 
-def test_a_member_stays_one_while_the_scheduler_answers() -> None:
+def test_stays_a_member_while_the_scheduler_replies() -> None:
     stage = Stage()
-    stage.hear(Admitted(config=CONFIG))
+    stage.receive(JoinAccepted(config=CONFIG))
     assert stage.membership.config == CONFIG
-    stage.hear(Waiting(message="a late word"))
-    stage.hear(Admitted(config=replace(CONFIG, session="another")))
+    stage.receive(JoinPending(message="a late reply"))
+    stage.receive(JoinAccepted(config=replace(CONFIG, session="another")))
     assert stage.membership.config == CONFIG, "a process takes part in one group"
     for _ in range(100):
         stage.wait(5.0)
-        stage.hear(Admitted(config=CONFIG))
+        stage.receive(JoinAccepted(config=CONFIG))
     assert stage.membership.end is None
-    assert {message.session for time, message in stage.said if time > 100.5} == {"secret"}
-    assert stage.news == []
+    assert {message.session for time, message in stage.sent if time > 100.5} == {"secret"}
+    assert stage.log == []
     stage.wait(8.9)
     assert stage.membership.end is None
     stage.wait(0.2)
     assert stage.membership.end is not None
     assert (stage.membership.end.status, stage.membership.end.message) == (1, "the scheduler has been silent for 9 s")
-    said = len(stage.said)
+    sent = len(stage.sent)
     stage.wait(60.0)
-    assert len(stage.said) == said, "it has nothing more to say"
+    assert len(stage.sent) == sent, "no more JoinRequests are sent"
 
 
-def test_refused_and_dismissed_are_the_end_at_once() -> None:
-    for answer, status in ((Refused(code="wrong_key", message="no"), 2), (Dismissed(message="no"), 1)):
+def test_refusal_and_end_of_the_group_end_the_membership_at_once() -> None:
+    for reply, status in ((JoinRefused(code="wrong_key", message="no"), 2), (GroupEnded(message="no"), 1)):
         joining, member = Stage(), Stage()
-        member.hear(Admitted(config=CONFIG))
+        member.receive(JoinAccepted(config=CONFIG))
         for stage in (joining, member):
-            stage.hear(answer)
+            stage.receive(reply)
             assert stage.membership.end is not None
             assert stage.membership.end.status == status
             assert stage.membership.end.message.endswith(": no")

@@ -1,4 +1,4 @@
-"""A stage's place: from flags, torchrun, Slurm and LeaderWorkerSets."""
+"""Rank and rendezvous of a stage: from flags, torchrun, Slurm and LeaderWorkerSets."""
 
 import argparse
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.server.stage_group.rank_info import RankInfo, add_flags, find_place
+from headrace.server.stage_group.rank_info import RankInfo, add_flags, read_rank_info
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-0",
@@ -23,13 +23,13 @@ def flags(*given: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "info"),
     [
         (
             TORCHRUN,
             RankInfo(
                 rank=3, world_size=4, local_rank=1, local_world_size=2, rendezvous="node-0:29411",
-                rendezvous_hosted=True, launched=True,
+                rendezvous_hosted=True, under_torchrun=True,
             ),
         ),
         (
@@ -38,22 +38,22 @@ def flags(*given: str) -> dict[str, Any]:
         ),
         (SLURM, RankInfo(rank=2, world_size=4, rendezvous="node-0:29500")),
         (LEADER_WORKER_SET, RankInfo(rank=1, world_size=2, rendezvous="prefill-0.prefill.ns:29500")),
-        (SLURM | LEADER_WORKER_SET | TORCHRUN, find_place(flags(), TORCHRUN)),
+        (SLURM | LEADER_WORKER_SET | TORCHRUN, read_rank_info(flags(), TORCHRUN)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo(rank=0, world_size=1)),
     ],
 )  # fmt: skip
-def test_launchers(environ: dict[str, str], place: RankInfo) -> None:
-    assert find_place(flags(), environ) == place
+def test_environment_of_launchers(environ: dict[str, str], info: RankInfo) -> None:
+    assert read_rank_info(flags(), environ) == info
 
 
-def test_flags_go_before_the_environment() -> None:
+def test_flags_take_precedence_over_the_environment() -> None:
     given = flags("--rank", "1", "--world-size", "2", "--local-rank", "0", "--master", "10.0.0.1:99")
     expected = RankInfo(rank=1, world_size=2, rendezvous="10.0.0.1:99")
     for environ in ({}, SLURM, LEADER_WORKER_SET):
-        assert find_place(given, environ) == expected
-    torchrun = find_place(given, TORCHRUN)
+        assert read_rank_info(given, environ) == expected
+    torchrun = read_rank_info(given, TORCHRUN)
     assert (torchrun.rank, torchrun.rendezvous, torchrun.rendezvous_hosted) == (1, "10.0.0.1:99", False)
-    assert torchrun.launched, "whatever its place, it ends with the agent"
+    assert torchrun.under_torchrun, "it ends with torchrun's agent, wherever its rank comes from"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_flags_go_before_the_environment() -> None:
         (["--master", "10.0.0.1:0"], TORCHRUN, "HOST:PORT"),
     ],
 )
-def test_what_is_missing_is_named(given: list[str], environ: dict[str, str], message: str) -> None:
+def test_errors_name_what_is_missing_or_malformed(given: list[str], environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_place(flags(*given), environ)
+        read_rank_info(flags(*given), environ)

@@ -1,0 +1,27 @@
+"""Configuration slices: frozen structs whose annotations declare every user setting once."""
+
+from headrace.core.config.config import Config
+from headrace.core.config.flag import Flag
+from headrace.core.config.model import Compile, Dtype, EngineConfig, ModelConfig
+from headrace.core.config.scheduler import Policy, SchedulerConfig
+from headrace.core.config.server import Role, ServerConfig
+from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
+from headrace.core.config.transfer import KvEventsConfig, TransferConfig
+
+__all__ = [
+    "STAGE_KEY_VARIABLE",
+    "Compile",
+    "Config",
+    "Dtype",
+    "EngineConfig",
+    "Flag",
+    "GroupConfig",
+    "KvEventsConfig",
+    "ModelConfig",
+    "Policy",
+    "Role",
+    "SchedulerConfig",
+    "ServerConfig",
+    "StageConfig",
+    "TransferConfig",
+]

@@ -1,0 +1,49 @@
+"""Configuration of the model and of the engine that runs it."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.core.config.flag import KV_CACHE, MODEL, STAGES, Flag
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "on", "off"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model is served, and in what form."""
+
+    model: Annotated[str, Flag("model", MODEL, "smollm2, a Hugging Face folder, a .gguf file or a hub id")] = "smollm2"
+    dtype: Annotated[Dtype, Flag("dtype", MODEL, "data type of weights and KV cache")] = "auto"
+    """Resolved, never "auto", when a stage gets it."""
+    device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
+    """Resolved, never "auto", when a stage gets it."""
+    max_model_len: Annotated[
+        int,
+        Flag(
+            "max-model-len", MODEL, "prompt and generated tokens of one request together; 0: the model's limit", low=0
+        ),
+    ] = 0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stage computes, and the size of its KV pool."""
+
+    page_size: Annotated[int, Flag("page-size", KV_CACHE, "tokens per KV page, a power of two", low=1, high=4096)] = 16
+    kv_pages: Annotated[int, Flag("kv-pages", KV_CACHE, "pages in the KV pool; 0: as many as memory allows", low=0)] = 0
+    threads: Annotated[
+        int, Flag("threads", MODEL, "CPU threads of one stage; 0: all cores divided by the stages", low=0)
+    ] = 0
+    pp_layers: Annotated[
+        tuple[int, ...],
+        Flag("pp-layers", STAGES, "layers of each stage, such as 8,8,7,7 (default: so that stages take equal time)"),
+    ] = ()
+    """Resolved, never empty, when a stage gets it."""
+    compile: Annotated[
+        Compile,
+        Flag(
+            "compile",
+            MODEL,
+            "torch.compile for norms, rotary embedding and activation; auto: on CUDA where Triton is installed",
+        ),
+    ] = "auto"

@@ -1,0 +1,109 @@
+"""Configuration of the scheduler: batching, queues, deadlines, and prompts whose KV is held for a later fetch."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
+
+Chunking = Literal["fixed", "dynamic"]
+Policy = Literal["fcfs"]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and deadlines of the scheduler. A deadline measures the silence of a peer or stage, never queueing."""
+
+    page_size: int = 16
+    """Copy of EngineConfig.page_size."""
+    kv_pages: int = 0
+    """Copy of EngineConfig.kv_pages."""
+    max_model_len: int = 0
+    """Copy of ModelConfig.max_model_len."""
+    vocab_size: int = 0
+    """Of the model."""
+    stages: Annotated[int, Flag("pp", STAGES, "pipeline-parallel stages, one process each", low=1)] = 1
+    pipeline_depth: Annotated[
+        int,
+        Flag(
+            "pipeline-depth",
+            STAGES,
+            "forward passes in flight beyond one per stage; 0: the next is planned when one is done",
+            low=0,
+            high=16,
+        ),
+    ] = 1
+    chunk_tokens: Annotated[int, Flag("chunk-tokens", SCHEDULING, "token budget of one forward pass", low=1)] = 512
+    chunking: Annotated[
+        Chunking,
+        Flag(
+            "chunking",
+            SCHEDULING,
+            "fixed: chunks of equal length; dynamic: shorter as the prefix grows, so that each takes equal time",
+        ),
+    ] = "fixed"
+    max_running: Annotated[int, Flag("max-running", SCHEDULING, "requests in one forward pass", low=1)] = 64
+    metadata_rows: int = 256
+    """Requests that may hold a metadata row at once; others wait for one."""
+    max_queued_tokens: Annotated[
+        int,
+        Flag("max-queued-tokens", SCHEDULING, "prompt tokens that may wait; above it requests get 429", low=1),
+    ] = 262144
+    max_queued_requests: Annotated[
+        int,
+        Flag("max-queued-requests", SCHEDULING, "requests that may be open; above it requests get 429", low=1),
+    ] = 4096
+    prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
+    kv_events: bool = False
+    """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
+    policy: Annotated[Policy, Flag("policy", SCHEDULING, "order in which waiting prompts are computed")] = "fcfs"
+    bootstrap_timeout_s: Annotated[
+        float,
+        Flag("bootstrap-timeout", HANDOFF, "seconds a request waits for its decode peer to reserve pages", low=0.001),
+    ] = 30.0
+    transfer_timeout_s: Annotated[
+        float,
+        Flag(
+            "transfer-timeout",
+            HANDOFF,
+            "seconds without an acknowledgement or a chunk after which a handoff fails",
+            low=0.001,
+        ),
+    ] = 10.0
+    stage_timeout_s: Annotated[float, Flag("stage-timeout", STAGES, "seconds one forward pass may take", low=0.001)] = (
+        120.0
+    )
+    start_timeout_s: Annotated[
+        float,
+        Flag("start-timeout", STAGES, "seconds the stages may take to load, after which they are started again", low=1),
+    ] = 600.0
+    hold_lease_s: Annotated[
+        float,
+        Flag(
+            "hold-lease",
+            HANDOFF,
+            "seconds a computed prompt's KV is held for a peer that neither fetches it nor renews the lease",
+            low=0.001,
+        ),
+    ] = 30.0
+    hold_limit_s: Annotated[
+        float,
+        Flag("hold-limit", HANDOFF, "seconds a computed prompt's KV is held in all, renewals included", low=0.001),
+    ] = 600.0
+    hold_percent: Annotated[
+        int,
+        Flag(
+            "hold-percent",
+            HANDOFF,
+            "percent of the KV pool that prompts held for a later fetch may take; beyond it they get 429",
+            low=0,
+            high=100,
+        ),
+    ] = 50
+    optimistic_start: Annotated[
+        bool,
+        Flag(
+            "optimistic-start",
+            HANDOFF,
+            "compute prompts before their peer has reserved pages, within the share of --hold-percent",
+        ),
+    ] = False

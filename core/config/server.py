@@ -1,0 +1,114 @@
+"""Configuration of the front end: role, HTTP server, keys, and the prefill servers of a decode server."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.core.config.flag import HANDOFF, HTTP, MODEL, SECURITY, SERVER, TELEMETRY, Flag, port_flag
+
+Role = Literal["prefill", "decode", "colocated"]
+Fallback = Literal["none", "local"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The front end process."""
+
+    role: Annotated[
+        Role,
+        Flag(
+            "role",
+            SERVER,
+            "prefill computes prompts and hands their KV cache to decode servers; decode fetches it and generates; "
+            "colocated does both itself",
+        ),
+    ] = "colocated"
+    host: Annotated[str, Flag("host", HTTP, "address the HTTP server binds to")] = "127.0.0.1"
+    port: Annotated[int, port_flag("port", HTTP, "HTTP port; 0: a free one")] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "api-key",
+            SECURITY,
+            "key that clients must send as 'Authorization: Bearer KEY'",
+            secret=True,
+            variable="HEADRACE_API_KEY",
+        ),
+    ] = ()
+    insecure: Annotated[bool, Flag("insecure", SECURITY, "allow a bind beyond loopback without API keys")] = False
+    prefill: Annotated[
+        tuple[str, ...],
+        Flag("prefill", HANDOFF, "URL of a prefill server (role decode; give it once per server)"),
+    ] = ()
+    allow_prefill: Annotated[
+        tuple[str, ...],
+        Flag(
+            "allow-prefill",
+            HANDOFF,
+            "prefill servers that requests may name beside those of --prefill (role decode): HOST, HOST:PORT or a "
+            "network",
+        ),
+    ] = ()
+    """Parsed by core/types/allow_list.py."""
+    curve_server_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "curve-server-key",
+            SECURITY,
+            "public key file of the prefill servers, or HOST=FILE, HOST:PORT=FILE of some of them (role decode)",
+        ),
+    ] = ()
+    prefill_api_key: Annotated[
+        str,
+        Flag(
+            "prefill-api-key",
+            SECURITY,
+            "API key to send to the prefill servers",
+            secret=True,
+            variable="HEADRACE_PREFILL_API_KEY",
+        ),
+    ] = ""
+    bootstrap_port: Annotated[
+        int,
+        port_flag(
+            "bootstrap-port",
+            HANDOFF,
+            "role prefill: a second port that tells routers where the control endpoint is (0: only --port); role "
+            "decode: the port to ask where a router names none (0: 8998)",
+        ),
+    ] = 0
+    fallback: Annotated[
+        Fallback,
+        Flag(
+            "fallback",
+            HANDOFF,
+            "when no prefill server can compute a prompt (role decode): none answers 503, local computes it here",
+        ),
+    ] = "none"
+    max_body_bytes: Annotated[
+        int,
+        Flag(
+            "max-body-bytes",
+            HTTP,
+            'largest HTTP body, such as "16MiB"; above it requests get 413',
+            low=1024,
+            unit="bytes",
+        ),
+    ] = 16 << 20
+    drain_timeout_s: Annotated[
+        float, Flag("drain-timeout", SERVER, "seconds that open requests may take to finish after SIGTERM", low=0)
+    ] = 30.0
+    served_model_name: Annotated[
+        str, Flag("served-model-name", MODEL, "name of the model in the API (default: the value of --model)")
+    ] = ""
+    cache_dir: Annotated[
+        str,
+        Flag(
+            "cache-dir",
+            SERVER,
+            "folder for tokenizers and compiled code kept between starts (default: headrace in $XDG_CACHE_HOME or "
+            "~/.cache)",
+        ),
+    ] = ""
+    """Empty: nothing is kept."""
+    log_level: Annotated[LogLevel, Flag("log-level", TELEMETRY, "least severe messages that are logged")] = "info"

@@ -1,0 +1,61 @@
+"""Configuration of the pipeline stages: who starts them, and what each stage process is told."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
+from headrace.core.config.model import EngineConfig, ModelConfig
+from headrace.core.config.server import Role
+from headrace.core.config.transfer import TransferConfig
+
+STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
+
+
+class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the group of stages is started, and where external stages join it."""
+
+    start: Annotated[
+        Literal["local", "external"],
+        Flag(
+            "stages",
+            STAGES,
+            "local: this server starts its stages; external: torchrun, srun or Kubernetes starts them (headrace stage) "
+            "and they join",
+        ),
+    ] = "local"
+    host: Annotated[str, Flag("stage-host", STAGES, "address where external stages join")] = "127.0.0.1"
+    port: Annotated[int, port_flag("stage-port", STAGES, "port where external stages join; 0: a free one")] = 0
+    key: Annotated[
+        str,
+        Flag("stage-key", SECURITY, "key that external stages must show", secret=True, variable=STAGE_KEY_VARIABLE),
+    ] = ""
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a stage process is told when it starts."""
+
+    stage: int
+    """Pipeline rank, from 0."""
+    endpoint: str
+    """The scheduler's order socket."""
+    model: ModelConfig
+    engine: EngineConfig
+    transfer: TransferConfig
+    log_level: str = "info"
+    stages: int = 1
+    """Pipeline stages in the group."""
+    epoch: int = 0
+    """Counts the starts of the group, so that messages of an earlier group are not taken for those of this one."""
+    session: str = ""
+    """Secret of this start of the group; "" for stages that are the server's own processes."""
+    rendezvous: str = ""
+    """HOST:PORT of the torch.distributed store."""
+    rendezvous_hosted: bool = False
+    """Whether torchrun's agent hosts the store; else stage 0 does."""
+    stage_timeout_s: float = 120.0
+    """Longest wait for another stage, in seconds."""
+    measure_tokens: int = 0
+    """Chunk length around which the stage's speed is measured before it is ready; 0: not at all."""
+    role: Role = "colocated"
+    """Of the server."""

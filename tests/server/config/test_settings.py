@@ -1,0 +1,136 @@
+"""Settings derived from the configuration slices: the list of flags, their groups in the help, and what has no flag."""
+
+import argparse
+from typing import get_args
+
+import msgspec
+
+from headrace.core.config import Config, Policy
+from headrace.scheduler.state.policy import POLICIES
+from headrace.server.config.flags import add_flags
+from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
+
+# Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
+NOT_SETTINGS = {
+    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
+    "transfer": {"max_frame_bytes"},
+}
+
+# Flags, what they take, bounds, and the default of the field. A line that changes here changes what users write.
+FLAGS = """\
+--allow-prefill TEXT =
+--api-key TEXT =
+--bootstrap-port N [0..65535] = 0
+--bootstrap-timeout SECONDS [0.001..] = 30.0
+--cache-dir TEXT =
+--checksum-shm/--no-checksum-shm SWITCH = False
+--checksum/--no-checksum SWITCH = True
+--chunk-tokens N [1..] = 512
+--chunking {fixed,dynamic} = fixed
+--compile {auto,on,off} = auto
+--control-port N [0..65535] = 0
+--curve-allowed TEXT =
+--curve-key TEXT =
+--curve-server-key TEXT =
+--data-port N [0..65535] = 0
+--device TEXT = auto
+--drain-timeout SECONDS [0..] = 30.0
+--dtype {auto,float32,bfloat16,float16} = auto
+--fallback {none,local} = none
+--hold-lease SECONDS [0.001..] = 30.0
+--hold-limit SECONDS [0.001..] = 600.0
+--hold-percent N [0..100] = 50
+--host TEXT = 127.0.0.1
+--insecure/--no-insecure SWITCH = False
+--kv-events-buffer N [1..1e+06] = 10000
+--kv-events-host TEXT = 127.0.0.1
+--kv-events-port N [0..65535] = 0
+--kv-events-replay-port N [0..65535] = 0
+--kv-events-topic TEXT =
+--kv-pages N [0..] = 0
+--log-level {debug,info,warning,error} = info
+--max-body-bytes BYTES [1024..] = 16777216
+--max-model-len N [0..] = 0
+--max-peers N [1..] = 64
+--max-queued-requests N [1..] = 4096
+--max-queued-tokens N [1..] = 262144
+--max-running N [1..] = 64
+--max-tickets-per-peer N [1..] = 1024
+--model TEXT = smollm2
+--optimistic-start/--no-optimistic-start SWITCH = False
+--page-size N [1..4096] = 16
+--peer-timeout SECONDS [0.05..] = 3.0
+--pipeline-depth N [0..16] = 1
+--policy {fcfs} = fcfs
+--port N [0..65535] = 8000
+--pp N [1..] = 1
+--pp-layers N,N,... =
+--prefill TEXT =
+--prefill-api-key TEXT =
+--prefix-cache/--no-prefix-cache SWITCH = True
+--role {prefill,decode,colocated} = colocated
+--served-model-name TEXT =
+--stage-host TEXT = 127.0.0.1
+--stage-key TEXT =
+--stage-port N [0..65535] = 0
+--stage-timeout SECONDS [0.001..] = 120.0
+--stages {local,external} = local
+--start-timeout SECONDS [1..] = 600.0
+--threads N [0..] = 0
+--transfer-backends NAME,NAME,... = shm,zmq
+--transfer-host TEXT = 127.0.0.1
+--transfer-timeout SECONDS [0.001..] = 10.0
+--window-bytes BYTES [65536..] = 67108864
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace serve", allow_abbrev=False)
+    add_flags(parser)
+    return parser
+
+
+def described(action: argparse.Action) -> str:
+    """A line of FLAGS."""
+    setting, options = BY_KEY[action.dest], "/".join(action.option_strings)
+    low, high = (f"{bound:g}" if bound is not None else "" for bound in (setting.flag.low, setting.flag.high))
+    bounds = f" [{low}..{high}]" if low else ""
+    value = setting.value(Config())
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{options} {action.metavar or 'SWITCH'}{bounds} = {shown}".rstrip()
+
+
+def test_flags_and_defaults_are_those_of_the_golden_list() -> None:
+    actions = [action for action in parser()._actions if action.dest not in ("help", "config")]
+    assert sorted(map(described, actions)) == FLAGS.splitlines()
+
+
+def test_every_field_is_a_setting_unless_listed() -> None:
+    for field in msgspec.structs.fields(Config):
+        names = {each.name for each in msgspec.structs.fields(field.type)}
+        found = {setting.field for setting in SETTINGS if setting.slice == field.name}
+        assert found == names - NOT_SETTINGS.get(field.name, set()), field.name
+    assert len(BY_KEY) == len(SETTINGS), "two settings have the same key"
+
+
+def test_choices_come_from_the_types() -> None:
+    assert BY_KEY["chunking"].choices == ("fixed", "dynamic")
+    assert (BY_KEY["transfer-backends"].kind, BY_KEY["transfer-backends"].choices[0]) == ("choices", "shm")
+    assert (BY_KEY["window-bytes"].kind, BY_KEY["max-peers"].kind) == ("size", "integer")
+
+
+def test_the_policies_that_can_be_chosen_are_those_of_the_scheduler() -> None:
+    assert set(get_args(Policy)) == set(POLICIES)
+
+
+def test_help_lists_the_flags_in_groups_with_defaults() -> None:
+    text = parser().format_help()
+    sections = {group: text.index(f"\n{group}:\n") for group in GROUPS}
+    assert list(sections.values()) == sorted(sections.values())
+    handoff = text[sections["KV handoff"] : sections["pipeline stages"]]
+    assert "--hold-lease SECONDS" in handoff
+    for default in ("shm,zmq", "64MiB", "30", "on"):
+        assert f"(default: {default})" in " ".join(handoff.split())
+    security = " ".join(text[sections["security"] : sections["scheduling"]].split())
+    assert "also HEADRACE_API_KEY" in security
+    assert "(default: off)" in security
