@@ -58,7 +58,7 @@ class PrefillServer:
         self.users = 0
         self.up = False
         self.reason = "not reached yet"
-        self.outstubg_tokens = 0
+        self.outstanding_tokens = 0
         self.dialled: Discovery | None = None
         self.changed = asyncio.Event()
 
@@ -140,7 +140,7 @@ class PrefillPool:
         up = [server for server in self._servers.values() if server.up]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
-        return min(up, key=lambda server: server.outstubg_tokens)
+        return min(up, key=lambda server: server.outstanding_tokens)
 
     def find(self, address: Address) -> PrefillServer | None:
         """The server that a request means, if it is one that is dialled already."""
@@ -201,7 +201,7 @@ class PrefillPool:
         """The HTTP half of a ticket; counts as load of the server until it is answered or closed."""
 
         def load(change: int) -> None:
-            server.outstubg_tokens += change * tokens
+            server.outstanding_tokens += change * tokens
 
         return PrefillCall(self._http, server.url, body, load, self._fetches)
 
