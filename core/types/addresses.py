@@ -5,6 +5,11 @@ import ipaddress
 WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
+def is_wildcard(host: str) -> bool:
+    """True for addresses that stand for every interface of this machine, which no other machine can connect to."""
+    return host in WILDCARDS
+
+
 def is_loopback(host: str) -> bool:
     """True for addresses that only this machine reaches. Names other than localhost count as public."""
     if host == "localhost":

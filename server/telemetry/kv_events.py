@@ -18,7 +18,7 @@ import zmq
 from headrace.core.config import KvEventsConfig
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, KvEventMessage
 from headrace.core.stats import Counters, Stats
-from headrace.core.types.addresses import WILDCARDS, url
+from headrace.core.types.addresses import is_wildcard, url
 from headrace.core.types.errors import ConfigError
 
 Socket = zmq.Socket[bytes]
@@ -156,7 +156,7 @@ class KvEventPublisher:
 
 def endpoint(host: str, port: int) -> str:
     """How others write the address; every interface of this machine is `*`, as vLLM has it."""
-    return url("tcp", "*" if host in WILDCARDS else host, port)
+    return url("tcp", "*" if is_wildcard(host) else host, port)
 
 
 def _router(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:

@@ -10,7 +10,7 @@ from headrace.server.tokenizer.tokenizer import Tokenizer
 THREADS = 2
 
 
-class TokenService:
+class AsyncTokenizer:
     """The tokenizer's slow calls as coroutines."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
