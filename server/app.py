@@ -1,49 +1,63 @@
-"""The HTTP application: routes, error form, keys, accounts."""
+"""The ASGI applications of a server: routes, error responses, API keys, request metrics."""
 
-from fastapi import FastAPI
+from collections.abc import Sequence
 
-from headrace.core.config import ServerConfig
-from headrace.server.api.native.prefill import handoff_routes, native_routes
-from headrace.server.api.openai.routes import openai_routes
-from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes
+from fastapi import APIRouter, FastAPI
+
+from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
+from headrace.server.api.openai.openai_routes import openai_routes
+from headrace.server.api.operations.debug_trace import debug_routes
+from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
-from headrace.server.api.operations.trace import debug_routes
-from headrace.server.api.response.errors import install_handlers
-from headrace.server.api.response.middleware import Accounts, ApiKeys
-from headrace.server.api.sglang.generate import generate_routes
+from headrace.server.api.response.completion_endpoint import CompletionEndpoint
+from headrace.server.api.response.error_response import install_handlers
+from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
+from headrace.server.api.sglang.generate_route import generate_routes
 from headrace.server.frontend.service import Service
 
 
-def create_app(service: Service, config: ServerConfig) -> FastAPI:
-    """The ASGI application over a service, which the caller starts and stops."""
-    app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None)
+def create_app(service: Service) -> FastAPI:
+    """All routes of a server. The caller starts and stops the service."""
+    model, completions, control = service.model, service.completions, service.control
+    config, server = service.config, service.config.server
+    endpoint = CompletionEndpoint(model, completions, control, server)
+    routers = [  # matched in this order: those of prompts first
+        prefill_routes(model, completions, server),
+        openai_routes(model, endpoint),
+        generate_routes(model, endpoint),
+        _operation_routes(service),
+        debug_routes(service.tracer, model, server.role),
+        discovery_routes(model, control, config),
+        load_routes(service.readiness, completions, service.stats, config),
+        tokenizer_routes(model, server),
+        bootstrap_routes(control),
+        handoff_routes(model, control, server),
+    ]
+    return _app("Headrace", routers, service)
+
+
+def create_bootstrap_app(service: Service) -> FastAPI:
+    """Routes of a prefill server's bootstrap port: where its control endpoint is."""
+    model, control = service.model, service.control
+    routers = [
+        _operation_routes(service),
+        bootstrap_routes(control),
+        handoff_routes(model, control, service.config.server),
+    ]
+    return _app("Headrace bootstrap", routers, service)
+
+
+def _operation_routes(service: Service) -> APIRouter:
+    config = service.config
+    return operation_routes(service.readiness, service.stats, config.kv_events, config.engine.page_size)
+
+
+def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
-    for routes in (  # looked through in this order: those of prompts first
-        native_routes(service, config),
-        openai_routes(service, config),
-        generate_routes(service, config),
-        operation_routes(service),
-        debug_routes(service),
-        discovery_routes(service, config),
-        tokenizer_routes(service, config),
-        bootstrap_routes(service),
-        handoff_routes(service, config),
-    ):
-        app.include_router(routes)
-    return _guarded(app, service, config)
-
-
-def create_bootstrap_app(service: Service, config: ServerConfig) -> FastAPI:
-    """What a prefill server answers on its bootstrap port: where its control endpoint is."""
-    app = FastAPI(title="Headrace bootstrap", docs_url=None, redoc_url=None, openapi_url=None)
-    install_handlers(app)
-    for routes in (operation_routes(service), bootstrap_routes(service), handoff_routes(service, config)):
-        app.include_router(routes)
-    return _guarded(app, service, config)
-
-
-def _guarded(app: FastAPI, service: Service, config: ServerConfig) -> FastAPI:
-    app.add_middleware(ApiKeys, keys=config.api_keys)
-    app.add_middleware(Accounts, metrics=service.metrics, clock=service.clock)
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(ApiKeys, keys=service.config.server.api_keys)
+    app.add_middleware(RequestMetrics, metrics=service.metrics, clock=service.clock)
     return app

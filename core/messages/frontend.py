@@ -122,16 +122,35 @@ class SchedulerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class EngineState(SchedulerReply, frozen=True, kw_only=True):
-    """Sent on every change. ready: every stage has loaded and warmed up, and no drain was asked for. data: where the
-    stages' data sockets listen. kv_pages: of the smallest pool."""
+    """Whether the stages would serve a request. Sent on every change."""
 
     ready: bool
+    """Every stage has loaded and warmed up, and no drain was requested."""
     reason: str = ""
-    control_port: int = 0
-    data: tuple[str, ...] = ()
-    kv_pages: int = 0
-    instance: str = ""
-    fingerprint: str = ""
+    """Why not, in words; "" while it is not known."""
+
+
+class StagePools(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stages reported once all of them were ready."""
+
+    fingerprint: str
+    """Of the model (see headrace.engine.model.fingerprint); the same on every stage."""
+    kv_pages: int
+    """Pages of the smallest KV pool."""
+    data_endpoints: tuple[str, ...]
+    """tcp://HOST:PORT of the data socket of each stage, in stage order."""
+
+
+class ServerInfo(SchedulerReply, frozen=True, kw_only=True):
+    """Identity and addresses of this server. Sent when the scheduler process starts, and whenever a group of stages has
+    become ready, before the EngineState that says so."""
+
+    instance: str
+    """Random id of this run of the server, 32 hexadecimal digits."""
+    control_port: int
+    """TCP port of the control endpoint; 0 in roles without one."""
+    stages: StagePools | None = None
+    """None until all stages were ready for the first time."""
 
 
 class StageDown(SchedulerReply, frozen=True, kw_only=True):
@@ -246,6 +265,7 @@ AnyFrontendRequest = (
 )
 AnySchedulerReply = (
     EngineState
+    | ServerInfo
     | StageDown
     | PrefillState
     | Reserved

@@ -9,6 +9,7 @@ import xxhash
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.config import ModelSpec, RopeSpec
 
 STUB = "stub"
@@ -90,17 +91,10 @@ def parse_stub(model: str) -> StubModel:
 
 def stub_tokenizer(model: str) -> Tokenizer:
     """A tokenizer in which every byte of a text is a token."""
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_level_alphabet())}
     words = {f"Ġw{token}": token for token in range(END + 1, parse_stub(model).vocab)}
     made = Tokenizer(models.BPE(vocab={**vocab, "<end>": END, **words}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken("<end>", special=True)])
     return made
-
-
-def _byte_characters() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte (Radford et al. 2019, GPT-2's encoder)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

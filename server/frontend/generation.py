@@ -1,14 +1,14 @@
-"""From a tokenized job to text: computed here, or fetched from a prefill server and decoded here.
+"""From a tokenized request to text: the prompt is computed here, or its KV is fetched from a prefill server.
 
-computed:  Submit ─────────────────────────────────────────────► Tokens ... RequestFinished
-fetched:   Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► Tokens ... RequestFinished
-                                              └─ refused or failed: Abort with its error ─► Failed
-collected: Submit(ticket), the prompt being posted by somebody else ─► Tokens ... RequestFinished
+local:     Submit ─────────────────────────────────────────────► Tokens ... RequestFinished
+remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► Tokens ... RequestFinished
+                                              └─ refused or failed: Abort with its error ─► RequestFailed
+posted:    Submit(ticket), a router has sent the prompt there ───► Tokens ... RequestFinished
 """
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,116 +22,76 @@ from headrace.core.types.request import (
     Discard,
     FetchFrom,
     FinishReason,
-    HandoffStats,
     PromptPosting,
     SamplingParams,
     SendTo,
     Timing,
-    TokenLogprob,
-    Usage,
 )
+from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.scheduler_client import Call, SchedulerClient
+from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.detokenizer import TextStream
-from headrace.server.tokenizer.service import TokenService
 from headrace.server.upstream.handoff_params import KvSource
+from headrace.server.upstream.prefill_call import PrefillProgress, PrefillResponse, client_error
 from headrace.server.upstream.prefill_pool import PrefillPool
-from headrace.server.upstream.prefill_request import FetchProgress, PrefillAnswer, passed_on
 
 log = logging.getLogger(__name__)
 
-RETRYABLE = (429, 502, 503, 504)
+RETRYABLE = (429, 502, 503, 504)  # statuses of a prefill server after which computing the prompt here can help
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue, validated. sampling is as the client gave it: stops and EOS are not merged in. origin:
-    where its KV comes from, if somebody else has it computed."""
-
-    rid: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    priority: int = 0
-    deadline_s: float | None = None
-    cache_salt: str = ""
-    progress: bool = False
-    ticket: str | None = None
-    hold: bool = False
-    origin: KvSource | None = None
+class FirstTokenForbidden(Exception):
+    """The prefill server, which did not know the client's min_tokens, sampled a first token that ends the text."""
 
 
-class Delta(msgspec.Struct, frozen=True):
-    """More of the text. text may be empty while a character or a possible stop string is held back; tokens and
-    logprobs (empty unless asked for) are what came since the last delta, without the token that ends the text."""
+class GenerationRunner:
+    """Runs requests from their submission to the scheduler until their end.
 
-    text: str
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended. finish_reason None: handed over after its first token, decoding goes on elsewhere.
-    lease_s: how long its KV is held for a peer, 0 if it is not; None unless the job asked for that."""
-
-    finish_reason: FinishReason | None
-    usage: Usage
-    timing: Timing
-    handoff: HandoffStats = HandoffStats()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    lease_s: float | None = None
-
-
-class FirstTokenUnfit(Exception):
-    """The prefill server did not know that this token must not come first."""
-
-
-Emit = Callable[[Progress | Delta], Awaitable[None]]
-
-
-async def ignore(_event: Progress | Delta) -> None:
-    """The Emit of a job that nobody watches."""
-
-
-class Generation:
-    """Runs jobs. pool is None unless this is a decode server; local lets it compute prompts itself when it must."""
+    prefills: None unless this is a decode server. local: compute prompts here if no prefill server can.
+    """
 
     def __init__(
-        self, client: SchedulerClient, tokens: TokenService, pool: PrefillPool | None = None, *, local: bool = False
+        self, client: SchedulerClient, model: ServedModel, prefills: PrefillPool | None = None, *, local: bool = False
     ) -> None:
         self._client = client
-        self._tokens = tokens
-        self._pool = pool
+        self._model = model
+        self._prefills = prefills
         self._local = local
 
-    async def complete(self, job: Job, emit: Emit) -> GenerationResult:
-        """Continue the prompt to its end here. Raises HeadraceError; cancelling it cancels the request."""
-        if self._pool is None or (job.origin is not None and job.origin.address is None):
-            return await self._run(job, emit)
+    async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
+        """Continue the prompt to its end on this server. Raises HeadraceError; cancelling it cancels the request."""
+        pool, source = self._prefills, request.kv_source
+        if pool is None or (source is not None and source.address is None):
+            return await self._compute_here(request, emit)
         begun = False
 
-        async def watch(event: Progress | Delta) -> None:
+        async def watch(event: Progress | GenerationDelta) -> None:
             nonlocal begun
-            begun = begun or isinstance(event, Delta)
+            begun = begun or isinstance(event, GenerationDelta)
             await emit(event)
 
         try:
-            if job.origin is not None:
-                return await self._collect(job, watch, self._pool, job.origin)
-            return await self._fetch(job, watch, self._pool)
-        except FirstTokenUnfit:
-            log.info("%s: the first token would end the text before min_tokens; sampling it again", job.rid)
+            if source is not None:
+                return await self._fetch_posted(request, watch, pool, source)
+            return await self._prefill_remotely(request, watch, pool)
+        except FirstTokenForbidden:
+            log.info("%s: the first token would end the text before min_tokens; sampling it again", request.rid)
         except HeadraceError as error:
             if begun or not self._local or error.info.status not in RETRYABLE:
                 raise
-            log.warning("%s: computing the prompt here, since %s", job.rid, error.info.message)
-        again = msgspec.structs.replace(job, rid=f"{job.rid}-local")
-        return await self._run(again, emit)
+            log.warning("%s: computing the prompt here, since %s", request.rid, error.info.message)
+        again = msgspec.structs.replace(request, rid=f"{request.rid}-local")
+        return await self._compute_here(again, emit)
 
-    async def prefill(self, job: Job, emit: Emit) -> tuple[Tokens, GenerationResult]:
-        """Compute the prompt and hand it over under the job's ticket (no ticket: drop its KV). Returns the first
-        token with how it ended, or that its KV is held for a peer."""
+    async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
+        """Compute the prompt and send its KV under the request's ticket, or drop it if there is no ticket.
+
+        Returns the first token, and the result: finish_reason if the request ended with that token, lease_s if the KV
+        is held for a peer. Raises HeadraceError; cancelling it cancels the request.
+        """
         first: Tokens | None = None
-        async with self._client.open(await self._submit(job, _outgoing_route(job))) as call:
+        submit = await self._submit(request, _outgoing_route(request))
+        async with self._client.open(submit) as call:
             while True:
                 event = await call.next()
                 if isinstance(event, Tokens) and first is None:
@@ -144,83 +104,90 @@ class Generation:
                 elif isinstance(event, RequestFinished):
                     break
         if first is None or not first.tokens:
-            message = f"request {job.rid} ended without a first token"
+            message = f"request {request.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
         if isinstance(event, Held):
             return first, _held(event)
-        result = _result(event, _reason(event.reason), event.usage.completion_tokens)
-        return first, msgspec.structs.replace(result, lease_s=0.0 if job.hold else None)
+        result = _result(event, _finish_reason(event.reason), event.usage.completion_tokens)
+        return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
-    async def _fetch(self, job: Job, emit: Emit, pool: PrefillPool) -> GenerationResult:
-        server = pool.choose()
+    async def _prefill_remotely(self, request: GenerationRequest, emit: Emit, pool: PrefillPool) -> GenerationResult:
+        """Reserve pages here, have a prefill server compute the prompt, and continue from its KV."""
+        server = pool.least_loaded()
         ticket = secrets.token_hex(16)
-        submit = await self._submit(job, FetchFrom(server.url, ticket))
+        submit = await self._submit(request, FetchFrom(server.url, ticket))
         async with (
             self._client.open(submit) as call,
-            pool.fetch(server, len(job.prompt), _prefill_body(job, ticket)) as fetch,
+            pool.prefill_call(server, len(request.prompt), _prefill_body(request, ticket)) as prefill,
         ):
 
-            def progress(news: FetchProgress) -> None:
-                call.deliver(Progress(rid=call.rid, phase=news.phase, done=news.done, total=news.total))
+            def on_progress(progress: PrefillProgress) -> None:
+                call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
-            result = await self._follow(call, job, emit, lambda: fetch.start(progress, call.abort))
-            return _with_answer(result, await fetch.answer())
+            result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
+            return _with_prefill_response(result, await prefill.response())
 
-    async def _collect(self, job: Job, emit: Emit, pool: PrefillPool, origin: KvSource) -> GenerationResult:
-        """Take the KV of a prompt that somebody else has posted, and go on from there. Raises FirstTokenUnfit for a
-        first token that min_tokens forbids; all but the last of the prompt's pages are in the prefix cache then."""
-        assert origin.address is not None, "there is nothing to collect"
+    async def _fetch_posted(
+        self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource
+    ) -> GenerationResult:
+        """Fetch the KV of a prompt that a router has sent to a prefill server, and continue from it.
+
+        Raises FirstTokenForbidden if min_tokens forbids the first token; all but the last page of the prompt are in the
+        prefix cache then.
+        """
+        assert source.address is not None, "there is nothing to fetch"
         forbidden: frozenset[int] = frozenset()
-        if origin.held and job.sampling.min_tokens:
-            forbidden = frozenset((await self._merge_stops(job)).stop_token_ids)
-        async with pool.visit(origin.address) as server:
-            posting: PromptPosting = "external" if origin.wait else "done"
-            submit = await self._submit(job, FetchFrom(server.url, origin.ticket, posting))
+        if source.held and request.sampling.min_tokens:
+            forbidden = frozenset((await self._merge_stops(request)).stop_token_ids)
+        async with pool.connected(source.address) as server:
+            posting: PromptPosting = "external" if source.wait else "done"
+            submit = await self._submit(request, FetchFrom(server.url, source.ticket, posting))
             try:
                 async with self._client.open(submit) as call:
-                    return await self._follow(call, job, emit, lambda: None, forbidden)
+                    return await self._follow(call, request, emit, lambda: None, forbidden)
             except HeadraceError as error:
-                raise HeadraceError(passed_on(error.info)) from error
+                raise HeadraceError(client_error(error.info)) from error
 
-    async def _run(self, job: Job, emit: Emit) -> GenerationResult:
-        async with self._client.open(await self._submit(job, DecodeHere())) as call:
-            return await self._follow(call, job, emit, lambda: None)
+    async def _compute_here(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
+        async with self._client.open(await self._submit(request, DecodeHere())) as call:
+            return await self._follow(call, request, emit, lambda: None)
 
-    async def _submit(self, job: Job, route: AnyRoute) -> Submit:
+    async def _submit(self, request: GenerationRequest, route: AnyRoute) -> Submit:
         return Submit(
-            rid=job.rid,
-            prompt=packed.pack(job.prompt),
-            sampling=await self._merge_stops(job),
+            rid=request.rid,
+            prompt=packed.pack(request.prompt),
+            sampling=await self._merge_stops(request),
             route=route,
-            priority=job.priority,
-            deadline_s=job.deadline_s,
-            cache_salt=job.cache_salt,
-            progress=job.progress,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            cache_salt=request.cache_salt,
+            progress=request.progress,
         )
 
-    async def _merge_stops(self, job: Job) -> SamplingParams:
-        """Sampling with every token id that ends the text by itself: the client's, EOS, and the tokens that contain
-        a stop string (so that a prompt whose first token ends it is never handed over). With min_tokens set, the
-        last kind is left to the text, since the engine would keep such tokens from being sampled at all."""
-        ids = dict.fromkeys((*job.sampling.stop_token_ids, *self._eos(job)))
-        if job.stop and job.sampling.min_tokens == 0:
-            ids |= dict.fromkeys(await self._tokens.stop_ids(job.stop))
-        return msgspec.structs.replace(job.sampling, stop_token_ids=tuple(ids))
+    async def _merge_stops(self, request: GenerationRequest) -> SamplingParams:
+        """Adds every token id that ends the text by itself to stop_token_ids: EOS, and tokens that contain a stop
+        string, so that a prompt whose first token ends it is not sent to a peer. With min_tokens set the latter are
+        left to the text, since the engine would never sample such a token before min_tokens."""
+        ids = dict.fromkeys((*request.sampling.stop_token_ids, *self._eos(request)))
+        if request.stop and request.sampling.min_tokens == 0:
+            ids |= dict.fromkeys(await self._model.tokens.stop_ids(request.stop))
+        return msgspec.structs.replace(request.sampling, stop_token_ids=tuple(ids))
 
-    def _eos(self, job: Job) -> tuple[int, ...]:
-        return () if job.ignore_eos else self._tokens.tokenizer.eos_ids
+    def _eos(self, request: GenerationRequest) -> tuple[int, ...]:
+        return () if request.ignore_eos else self._model.tokenizer.eos_ids
 
     async def _follow(
         self,
         call: Call,
-        job: Job,
+        request: GenerationRequest,
         emit: Emit,
         on_reserved: Callable[[], None],
         forbidden: frozenset[int] = frozenset(),
     ) -> GenerationResult:
-        """Take a call's events to its end. forbidden: what the first token must not be."""
-        ends = frozenset((*job.sampling.stop_token_ids, *self._eos(job)))
-        text = TextStream(self._tokens.tokenizer, job.prompt, job.stop, ends, job.sampling.min_tokens)
+        """Emit a call's events until it ends. on_reserved: called when pages are reserved here. forbidden: token ids
+        that the first token must not be."""
+        ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
+        text = TextStream(self._model.tokenizer, request.prompt, request.stop, ends, request.sampling.min_tokens)
         stopped, seen = False, 0
         while True:
             event = await call.next()
@@ -230,7 +197,7 @@ class Generation:
                 case Progress():
                     await emit(event)
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
-                    raise FirstTokenUnfit
+                    raise FirstTokenForbidden
                 case Tokens() if not stopped:
                     delta = _delta(text, ends, event)
                     await emit(delta)
@@ -240,17 +207,17 @@ class Generation:
                     seen = text.tokens
                 case RequestFinished():
                     if not stopped and (rest := text.flush()):
-                        await emit(Delta(rest))
-                    return _result(event, "stop" if stopped else _reason(event.reason) or "stop", text.tokens)
+                        await emit(GenerationDelta(rest))
+                    return _result(event, "stop" if stopped else _finish_reason(event.reason) or "stop", text.tokens)
 
 
-def _outgoing_route(job: Job) -> AnyRoute:
+def _outgoing_route(request: GenerationRequest) -> AnyRoute:
     """Where the KV of a prompt that is only computed here goes."""
-    return SendTo(job.ticket, job.hold) if job.ticket else Discard()
+    return SendTo(request.ticket, request.hold) if request.ticket else Discard()
 
 
-def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> Delta:
-    """Push tokens until one ends the text."""
+def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> GenerationDelta:
+    """The text of new tokens, up to the one that ends it."""
     pieces: list[str] = []
     shown = 0
     for token in event.tokens:
@@ -258,10 +225,10 @@ def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> Delta:
         shown += not (text.stopped and token in ends)
         if text.stopped:
             break
-    return Delta("".join(pieces), event.tokens[:shown], event.logprobs[:shown])
+    return GenerationDelta("".join(pieces), event.tokens[:shown], event.logprobs[:shown])
 
 
-def _reason(reason: str) -> FinishReason | None:
+def _finish_reason(reason: str) -> FinishReason | None:
     return "stop" if reason == "stop" else "length" if reason == "length" else None
 
 
@@ -285,27 +252,27 @@ def _held(event: Held) -> GenerationResult:
     )
 
 
-def _prefill_body(job: Job, ticket: str) -> dict[str, Any]:
-    """The request to the prefill server, which merges stops as we do: it has the same tokenizer."""
-    sampling = {key: value for key, value in msgspec.to_builtins(job.sampling).items() if value is not None}
+def _prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
+    """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
+    sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
     return {
         **sampling,
-        "rid": job.rid,
+        "rid": request.rid,
         "ticket": ticket,
-        "prompt_token_ids": job.prompt,
-        "stop": job.stop,
-        "ignore_eos": job.ignore_eos,
-        "priority": job.priority,
-        "cache_salt": job.cache_salt,
-        "stream": job.progress,
-    } | ({} if job.deadline_s is None else {"deadline_s": job.deadline_s})
+        "prompt_token_ids": request.prompt,
+        "stop": request.stop,
+        "ignore_eos": request.ignore_eos,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "stream": request.progress,
+    } | ({} if request.deadline_s is None else {"deadline_s": request.deadline_s})
 
 
-def _with_answer(result: GenerationResult, answer: PrefillAnswer | None) -> GenerationResult:
-    """Put the prefill server's times (and logprobs of the prompt) beside our own time of decoding."""
-    if answer is None:
+def _with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:
+    """Adds the prefill server's times and prompt logprobs to the result."""
+    if response is None:
         return result
-    seconds = {name: value / 1000 for name, value in answer.timing_ms.items()}
+    seconds = {name: value / 1000 for name, value in response.timing_ms.items()}
     timing = Timing(
         bootstrap_s=seconds.get("bootstrap", 0.0),
         queue_s=seconds.get("queue", 0.0),
@@ -313,6 +280,6 @@ def _with_answer(result: GenerationResult, answer: PrefillAnswer | None) -> Gene
         transfer_s=seconds.get("transfer", 0.0),
         decode_s=result.timing.decode_s,
     )
-    entries = answer.prompt_logprobs or ()
+    entries = response.prompt_logprobs or ()
     logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
     return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs)

@@ -24,6 +24,7 @@ from headrace.core.messages.frontend import (
     RequestFailed,
     RequestFinished,
     Reserved,
+    ServerInfo,
     StageDown,
     StageTraced,
     StatsReply,
@@ -100,9 +101,22 @@ class Call:
 class SchedulerClient:
     """Sends intake messages in order and hands outputs to those who wait for them. Lives in one event loop."""
 
-    def __init__(self, link: SchedulerLink, clock: Clock) -> None:
+    def __init__(
+        self,
+        link: SchedulerLink,
+        clock: Clock,
+        *,
+        on_prefill: Callable[[PrefillState], None] = lambda _state: None,
+        on_stages_ready: Callable[[], None] = lambda: None,
+        on_stage_down: Callable[[StageDown], None] = lambda _down: None,
+        on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None,
+    ) -> None:
         self._link = link
         self._clock = clock
+        self._on_prefill = on_prefill
+        self._on_stages_ready = on_stages_ready
+        self._on_stage_down = on_stage_down
+        self._on_trace = on_trace
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
         self._held: set[str] = set()  # rids answered and held for a peer
@@ -112,12 +126,9 @@ class SchedulerClient:
         self._probing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._drained = False
-        self.engine: EngineState | None = None
+        self.engine: EngineState | None = None  # as last reported; None before the first report
+        self.server_info: ServerInfo | None = None
         self.stats = Stats()
-        self.on_prefill: Callable[[PrefillState], None] = lambda _state: None
-        self.on_stages_ready: Callable[[], None] = lambda: None
-        self.on_stage_down: Callable[[StageDown], None] = lambda _down: None
-        self.on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None
 
     def start(self) -> None:
         self._heard = self._clock.now()
@@ -242,14 +253,16 @@ class SchedulerClient:
             case EngineState():
                 self.engine = message
                 if message.ready:
-                    self.on_stages_ready()
+                    self._on_stages_ready()
                 self._notify()
+            case ServerInfo():
+                self.server_info = message
             case StageDown():
-                self.on_stage_down(message)
+                self._on_stage_down(message)
             case Traced() | StageTraced():
-                self.on_trace(message)
+                self._on_trace(message)
             case PrefillState():
-                self.on_prefill(message)
+                self._on_prefill(message)
                 self._notify()
             case Drained():
                 self._drained = True

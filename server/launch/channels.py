@@ -10,10 +10,11 @@ import msgspec
 from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     AnySchedulerReply,
-    EngineState,
+    ServerInfo,
     Shutdown,
     StageDown,
     StageLost,
+    StagePools,
     StatsReply,
 )
 from headrace.core.messages.membership import JoinProgress
@@ -41,25 +42,39 @@ class StatsSource(Protocol):
 
 
 class FrontChannel:
-    """The connection to the front end.
+    """Frames to and from the front end: an event source of the scheduler's loop.
 
-    Adds addresses and instance to EngineState, and the counters of the other event sources to StatsReply. A StageLost
-    from the supervisor becomes a StageFailed, as for a silent stage. A closed connection becomes a Shutdown.
+    Adds ServerInfo, which the scheduler does not know, to what the scheduler says; completes StatsReply with the
+    counters of the other ports; turns the supervisor's StageLost into the StageFailed that a silent stage causes too.
+    A front end that is gone is a Shutdown.
     """
 
-    def __init__(self, frames: FrameSocket, control_port: int, instance: str) -> None:
+    def __init__(
+        self,
+        frames: FrameSocket,
+        *,
+        instance: str,
+        control_port: int,
+        on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]],
+        stats_sources: Sequence[StatsSource],
+    ) -> None:
         self._frames = frames
+        self._info = ServerInfo(instance=instance, control_port=control_port)
+        self._on_stage_down = on_stage_down
+        self._stats_sources = stats_sources
         self._flush_at: float | None = None
-        self._control_port = control_port
-        self._instance = instance
-        self.stages: tuple[StageReady, ...] = ()
-        """Every stage's StageReady, in order of their ranks, once all have reported."""
-        self.on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]] = lambda _down: ()
-        """Called for every StageDown that is sent."""
         self._in: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
-        self.more_stats: list[StatsSource] = []
-        """Whose counters StatsReply includes."""
+        self._send(self._info)
+
+    def stages_ready(self, stages: Sequence[StageReady]) -> None:
+        """Tell the front end what the stages of a group reported; stages: all of them, in stage order."""
+        pools = StagePools(
+            fingerprint=stages[0].fingerprint,
+            kv_pages=min(stage.kv_pages for stage in stages),
+            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in stages),
+        )
+        self._send(msgspec.structs.replace(self._info, stages=pools))
 
     def sockets(self) -> Sequence[int]:
         return (self._frames.fileno(),)
@@ -75,23 +90,12 @@ class FrontChannel:
         ]
 
     def apply(self, command: AnySchedulerReply, now: float) -> Sequence[ChannelEvent]:
-        if isinstance(command, EngineState):
-            command = msgspec.structs.replace(
-                command,
-                control_port=self._control_port,
-                data=tuple(_address(stage) for stage in self.stages),
-                kv_pages=min((stage.kv_pages for stage in self.stages), default=0),
-                instance=self._instance,
-                fingerprint=self.stages[0].fingerprint if self.stages else "",
-            )
-        elif isinstance(command, StatsReply):
-            command = msgspec.structs.replace(
-                command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
-            )
-        with suppress(OtherEndGone):  # receive() reports it
-            self._frames.send(self._out.encode(command))
+        if isinstance(command, StatsReply):
+            stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
+            command = msgspec.structs.replace(command, stats=stats)
+        self._send(command)
         self._schedule_flush(now)
-        return self.on_stage_down(command) if isinstance(command, StageDown) else ()
+        return self._on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[AnyFrontendRequest]:
         with suppress(OtherEndGone):
@@ -104,6 +108,10 @@ class FrontChannel:
 
     def close(self) -> None:
         self._frames.close()
+
+    def _send(self, message: AnySchedulerReply) -> None:
+        with suppress(OtherEndGone):  # receive() reports it
+            self._frames.send(self._out.encode(message))
 
     def _schedule_flush(self, now: float) -> None:
         self._flush_at = now + UNSENT_WAIT_S if self._frames.unsent else None
@@ -273,7 +281,3 @@ class StageChannel:
         del self._last_heard[stage]
         self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)
-
-
-def _address(stage: StageReady) -> str:
-    return url("tcp", stage.data_host, stage.data_port)

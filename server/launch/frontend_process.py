@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
 from headrace.core.config import Config
+from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.frames import FrameSocket
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
@@ -28,13 +29,22 @@ class HttpServer(uvicorn.Server):
 class FrontEnd:
     """What listens to clients, on one port or two, and talks to the scheduler."""
 
-    def __init__(self, config: Config, scheduler: FrameSocket) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheduler: FrameSocket,
+        *,
+        on_stages_ready: Callable[[], None],
+        on_stage_down: Callable[[StageDown], None],
+    ) -> None:
         self._config = config
-        self.service = Service(SocketLink(scheduler), config)
+        self.service = Service(
+            SocketLink(scheduler), config, on_stages_ready=on_stages_ready, on_stage_down=on_stage_down
+        )
         server = config.server
-        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service, server), server.port))]
+        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port))]
         if server.role == "prefill" and server.bootstrap_port:
-            app = create_bootstrap_app(self.service, server)
+            app = create_bootstrap_app(self.service)
             self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port)))
 
     async def serve(self) -> None:
@@ -53,15 +63,15 @@ class FrontEnd:
         """Print how far the stages have come, whenever that changes: for stages with logs on machines of their own."""
         told = ""
         while True:
-            told = await self.service.next_engine_news(told)
+            told = await self.service.readiness.next_engine_news(told)
             print(told, flush=True)
 
     def announce(self, seconds: float) -> None:
         """Print what listens where."""
-        config, engine = self._config, self.service.engine
-        assert engine is not None
+        config = self._config
+        info, stages = self.service.control.require_stages()
         lines = [
-            f"Headrace {headrace_version()}: {config.server.role} server for {self.service.model_name} "
+            f"Headrace {headrace_version()}: {config.server.role} server for {self.service.model.name} "
             f"({config.model.dtype}, {config.model.device})",
             f"  http   http://{config.server.host}:{config.server.port}",
         ]
@@ -69,13 +79,13 @@ class FrontEnd:
             lines.append(
                 f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the control endpoint is)"
             )
-        if engine.control_port:
-            lines.append(f"  control endpoint   tcp://{config.transfer.host}:{engine.control_port}")
-            lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(engine.data)]
+        if info.control_port:
+            lines.append(f"  control endpoint   tcp://{config.transfer.host}:{info.control_port}")
+            lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(stages.data_endpoints)]
         if config.kv_events.port:
             lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
-        tokens = engine.kv_pages * config.engine.page_size
-        lines.append(f"  kv     {engine.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+        tokens = stages.kv_pages * config.engine.page_size
+        lines.append(f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
         lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
         print("\n".join(lines), flush=True)

@@ -74,15 +74,19 @@ def run(config: SchedulerProcessConfig) -> None:
     control_client = ControlClient(config.transfer, context, may_dial) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     frames = FrameSocket(socket.socket(fileno=config.front))
-    front = FrontChannel(frames, control_server.port if control_server else 0, instance)
     stages = _stage_channel(config, context)
-    front.on_stage_down = stages.stage_down
-    front.more_stats = [source for source in (stages, control_server, control_client, publisher) if source is not None]
+    front = FrontChannel(
+        frames,
+        instance=instance,
+        control_port=control_server.port if control_server else 0,
+        on_stage_down=stages.stage_down,
+        stats_sources=[source for source in (stages, control_server, control_client, publisher) if source is not None],
+    )
 
     def introduce(event: Event) -> None:
         """Once every stage is ready, peers may connect: the hello needs the stages' geometries."""
         if isinstance(event, StageReady) and (ready := stages.all_ready()):
-            front.stages = ready
+            front.stages_ready(ready)
             if control_server is not None:
                 control_server.ready(_offer(config, instance, ready))
             if control_client is not None:

@@ -67,9 +67,10 @@ async def _serve(config: Config, folder: Path) -> int:
         FrontEnd,  # most of what this process loads, while the children load theirs
     )
 
-    front = FrontEnd(config, FrameSocket(ours))
+    front = FrontEnd(
+        config, FrameSocket(ours), on_stages_ready=supervisor.stages_ready, on_stage_down=supervisor.stage_down
+    )
     service = front.service
-    service.watch_stages(supervisor.stages_ready, supervisor.stage_down)
     supervisor.watch(service.stage_lost)
     http = asyncio.ensure_future(front.serve())
     try:
@@ -77,7 +78,7 @@ async def _serve(config: Config, folder: Path) -> int:
         freeze_loaded()
         news = [front.tell_engine_news()] if external else []
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
-        await _first_of(over, service.wait_ready())
+        await _first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
             front.announce(time.monotonic() - started)
             await over

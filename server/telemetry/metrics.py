@@ -15,26 +15,28 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class FrontMetrics:
-    """What the front end itself counts. Owned by the event loop."""
+    """Counters and histograms of the front end. Used by the event loop only."""
 
     def __init__(self) -> None:
         self._counters = Counters()
         self._histograms = Histograms()
         self._build: tuple[str, ...] = ("", "", "")
 
-    def build(self, version: str, role: str, model: str) -> None:
+    def set_build(self, version: str, role: str, model: str) -> None:
+        """Set the labels of build_info."""
         self._build = (version, role, model)
 
-    def answered(self, route: str, status: int, duration_s: float) -> None:
-        """One HTTP request. route is the template of its path, so that there are few."""
+    def observe_request(self, route: str, status: int, duration_s: float) -> None:
+        """Count one HTTP request. route: template of its path, so that there are few label values."""
         self._counters.add("http_requests_total", labels=(route, str(status)))
         self._histograms.observe("http_request_duration_seconds", duration_s, (route,))
 
-    def first_token(self, duration_s: float) -> None:
-        """From a request's arrival to its first token."""
+    def observe_first_token(self, duration_s: float) -> None:
+        """Count the time from a request's arrival to its first token."""
         self._histograms.observe("time_to_first_token_seconds", duration_s)
 
     def statistics(self) -> Stats:
+        """A snapshot."""
         build = Sample("build_info", 1.0, self._build)
         return Stats((*self._counters.snapshot(), build), self._histograms.snapshot())
 

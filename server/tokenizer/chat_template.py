@@ -1,5 +1,7 @@
-"""A model's template for conversations, rendered as transformers renders it, which is the environment that models'
-templates are written for (and the oracle of the tests). Templates come with models: they run in Jinja's sandbox."""
+"""Chat templates of models, rendered as transformers renders them, which is the environment that they are written for.
+
+Templates come with models, so they run in Jinja's sandbox. The tests compare with transformers.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,16 +18,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """tokens: what the template may call by name, such as bos_token."""
+    """A model's Jinja template for conversations. tokens: special tokens by the names that templates use, such as
+    bos_token."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._source = source
         self._tokens = tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation, ending where the assistant is to speak.
+        """The text of a conversation up to where the assistant's answer begins.
 
-        Raises what templates raise: jinja2.TemplateError, and Python's errors about values they do not expect.
+        Raises jinja2.TemplateError, and TypeError, KeyError, ValueError or AttributeError for values that the template
+        does not expect.
         """
         return self._compiled.render(
             messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._tokens
@@ -42,7 +46,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the assistant said, which matters to training only."""
+    """The {% generation %} tag, which marks the assistant's text for training; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
@@ -62,7 +66,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """The tojson filter. Jinja's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

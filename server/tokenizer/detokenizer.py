@@ -1,4 +1,4 @@
-"""From a stream of tokens to a stream of text: whole characters only, and nothing of a stop string. Pure."""
+"""Incremental detokenization: whole characters only, and no part of a stop string. No I/O."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,15 +7,19 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenDecoder(Protocol):
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+    """The part of a Tokenizer that is needed here."""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        ...
 
 
 class Detokenizer:
-    """Turns tokens into text as they come.
+    """Decodes tokens one by one. prompt: token ids before the first one.
 
-    Decodes a window of the last tokens and gives out what was not given before, since a token's text can depend on
-    those before it (leading spaces, characters of several tokens). A character that may still be incomplete is held
-    back: UTF-8 decoding shows it as one U+FFFD at the end of the text.
+    Decodes a window of the last tokens and returns the text that is new, since a token's text can depend on those
+    before it (leading spaces, characters of several tokens). A character that may be incomplete is held back: UTF-8
+    decoding shows it as one U+FFFD at the end of the text.
     """
 
     WINDOW = 24  # tokens after which the window is cut
@@ -27,7 +31,7 @@ class Detokenizer:
         self._given = self._stable_length(self._text())
 
     def push(self, token: int) -> str:
-        """The text that this token completes; may be empty."""
+        """The text that this token adds; may be empty."""
         self._ids.append(token)
         text = self._text()
         end = max(self._given, self._stable_length(text))
@@ -38,7 +42,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back. Call it when no token follows."""
         text = self._text()
         new, self._given = text[self._given :], len(text)
         return new
@@ -52,9 +56,9 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that comes in parts, whatever the parts.
+    """Finds the first stop string in a text that comes in parts; where it is split does not matter.
 
-    First means the one that is complete first; of those that end at the same character, the longest.
+    The first one is the one that ends first; of those that end at the same character, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -62,7 +66,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be given out, and whether a stop string was found. After True, push nothing more."""
+        """Text that is safe to return, and whether a stop string was found. After that nothing must be pushed."""
         if not self._stops:
             return text, False
         buffer = self._held + text
@@ -75,7 +79,7 @@ class StopMatcher:
         return buffer[: len(buffer) - hold], False
 
     def flush(self) -> str:
-        """What was held back as the possible beginning of a stop string, when no text follows."""
+        """The text that was held back as a possible beginning of a stop string. Call it when no text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -86,10 +90,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """One request's tokens on their way to text.
+    """Text of one request's tokens, up to the token or stop string that ends it.
 
-    end_ids: tokens that end the text and do not belong to it (EOS, the client's stop_token_ids). Neither they nor
-    stop strings count before min_tokens tokens.
+    end_ids: token ids that end the text and are not part of it (EOS, the client's stop_token_ids). Neither they nor
+    stop strings end it before min_tokens tokens.
     """
 
     def __init__(
@@ -105,10 +109,12 @@ class TextStream:
         self._end_ids = end_ids
         self._min_tokens = min_tokens
         self.tokens = 0
+        """Tokens pushed."""
         self.stopped = False
+        """Whether a token or a stop string has ended the text."""
 
     def push(self, token: int) -> str:
-        """The text this token makes sure of. Sets stopped when the token ends the text; then push nothing more."""
+        """The text that is certain now. Sets stopped if the token ends the text; nothing must be pushed after that."""
         self.tokens += 1
         counts = self.tokens >= self._min_tokens
         if counts and token in self._end_ids:
@@ -121,6 +127,6 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back. Call it when no token follows."""
         text, found = self._matcher.push(self._detokenizer.flush())
         return text if found else text + self._matcher.flush()

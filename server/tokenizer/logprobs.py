@@ -1,6 +1,6 @@
-"""Log probabilities as responses show them: in the native API and in OpenAI's two forms."""
+"""Log probabilities in responses: the native API, and OpenAI's completions and chat completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -9,8 +9,8 @@ from headrace.core.types.request import TokenLogprob
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
 
-class Alternative(msgspec.Struct, frozen=True):
-    """A likely token at a position."""
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the most likely tokens of a position."""
 
     id: int
     text: str
@@ -18,29 +18,32 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class LogprobEntry(msgspec.Struct, frozen=True):
-    """One position in the native API."""
+    """One token in the native API."""
 
     id: int
     text: str
     logprob: float
-    top_logprobs: list[Alternative]
+    top_logprobs: list[TopLogprob]
 
     def plain(self) -> TokenLogprob:
-        """Without the texts."""
+        """Drops the texts."""
         tops = self.top_logprobs
         return TokenLogprob(self.id, self.logprob, tuple(t.id for t in tops), tuple(t.logprob for t in tops))
 
 
+def top_logprobs(value: TokenLogprob) -> Iterator[tuple[int, float]]:
+    """Token ids and logprobs of the most likely tokens."""
+    return zip(value.top_ids, value.top_logprobs, strict=True)
+
+
 def native_entry(tokenizer: Tokenizer, value: TokenLogprob) -> LogprobEntry:
-    tops = [
-        Alternative(token, tokenizer.piece(token), logprob)
-        for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
-    ]
+    """One token's logprobs in the native API."""
+    tops = [TopLogprob(token, tokenizer.piece(token), logprob) for token, logprob in top_logprobs(value)]
     return LogprobEntry(value.token, tokenizer.piece(value.token), value.logprob, tops)
 
 
 def native_entries(tokenizer: Tokenizer, values: Sequence[TokenLogprob | None]) -> list[LogprobEntry | None] | None:
-    """None when no logprobs were asked for."""
+    """Logprobs of several tokens in the native API; None if there are none."""
     return [None if value is None else native_entry(tokenizer, value) for value in values] or None
 
 
@@ -50,10 +53,7 @@ def chat_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob]) -> dict[
         "content": [
             {
                 **_chat_token(tokenizer, value.token, value.logprob),
-                "top_logprobs": [
-                    _chat_token(tokenizer, token, logprob)
-                    for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
-                ],
+                "top_logprobs": [_chat_token(tokenizer, token, logprob) for token, logprob in top_logprobs(value)],
             }
             for value in values
         ],
@@ -76,18 +76,14 @@ def completion_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob], of
         "tokens": names,
         "token_logprobs": [value.logprob for value in values],
         "top_logprobs": [
-            {
-                token_name(tokenizer, token): logprob
-                for token, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
-            }
-            for value in values
+            {token_name(tokenizer, token): logprob for token, logprob in top_logprobs(value)} for value in values
         ],
         "text_offset": offsets,
     }
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, or its bytes where they are no text by themselves (so that two of them never look alike)."""
+    """Text of a token, or its bytes if they are not UTF-8 by themselves, so that different tokens differ in name."""
     raw = tokenizer.piece_bytes(token)
     try:
         return raw.decode()

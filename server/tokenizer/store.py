@@ -1,10 +1,10 @@
-"""Tokenizers as transformers understands them: converted once by a child process, kept in a file, read from it.
+"""Cache of tokenizers that transformers has converted, so that servers start without importing transformers.
 
     files of the model ──transformers──► TokenizerRecord in the cache folder ──► every start of a server
                         (child, seconds)                                          (no transformers, no torch)
 
-transformers knows how the tokenizers of many models are to be read, so it decides what one is. But loading it takes
-seconds and hundreds of megabytes that a front end has no further use for.
+transformers knows how to read the tokenizers of many models. But importing it takes seconds and hundreds of megabytes
+that a front end does not need afterwards.
 """
 
 import contextlib
@@ -26,33 +26,34 @@ from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_sou
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of a record; a change of it makes older files unknown
-MISTAKE = 2  # exit status of a conversion that the model is to blame for
+FORMAT = 1  # version of TokenizerRecord; files of other versions are not read
+UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """backend: what the tokenizers library reads back. eos_ids: ids that end a text. chat_template: None for a model
-    without one. special_tokens: by the names that chat templates use."""
+    """One converted tokenizer."""
 
     backend: str
+    """JSON that the tokenizers library reads."""
     eos_ids: tuple[int, ...]
+    """Token ids that end a text."""
     chat_template: str | None
+    """Jinja source; None for a model without one."""
     special_tokens: dict[str, str]
+    """By the names that chat templates use."""
 
 
 def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
-    """The record of a model's tokenizer, converted now if cache_dir does not have it ("": nothing is kept).
-
-    Raises ConfigError for a model without a tokenizer that can be used.
-    """
+    """The tokenizer of a model, converted now if it is not in cache_dir ("" for no cache). Raises ConfigError for a
+    model without a tokenizer that can be used."""
     if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     with _folder(cache_dir) as folder:
         path = folder / f"{_key(source)}.msgpack"
         record = _read(path)
         if record is None:
-            log.info("working out the tokenizer of %s, for %s", source.path, path)
+            log.info("converting the tokenizer of %s to %s", source.path, path)
             _convert_in_child(source, path)
             record = _read(path)
         if record is None:
@@ -62,7 +63,7 @@ def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
 
 @contextlib.contextmanager
 def _folder(cache_dir: str) -> Iterator[Path]:
-    """Where records are kept; a temporary place where that is not possible."""
+    """The folder of records; a temporary one if that cannot be written."""
     if cache_dir:
         folder = Path(cache_dir) / "tokenizers"
         with contextlib.suppress(OSError):
@@ -76,7 +77,7 @@ def _folder(cache_dir: str) -> Iterator[Path]:
 
 
 def _key(source: ModelSource) -> str:
-    """Names the model's files as they are now, and the library that reads them."""
+    """Hash of the names, sizes and times of the model's files, and of the versions of the libraries that read them."""
     path = source.path.resolve()
     paths = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
     states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in paths if file.is_file() for stat in [file.stat()]]
@@ -92,18 +93,18 @@ def _read(path: Path) -> TokenizerRecord | None:
 
 
 def _convert_in_child(source: ModelSource, path: Path) -> None:
-    """Raises ConfigError with what the child says."""
+    """Run main() in a child process. Raises ConfigError with its error message."""
     command = module_command("headrace.server.tokenizer.store", str(os.getpid()), str(source.path), str(path))
     child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if child.returncode:
         said = child.stderr.strip()
-        reason = said.splitlines()[-1] if child.returncode == MISTAKE else f"{said}\nstatus {child.returncode}"
+        reason = said.splitlines()[-1] if child.returncode == UNUSABLE_MODEL else f"{said}\nstatus {child.returncode}"
         raise ConfigError(f"no tokenizer could be loaded from {source.path}: {reason}")
 
 
 def convert(source: ModelSource) -> TokenizerRecord:
-    """The record of a model's tokenizer, by transformers. Raises ConfigError."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # the seconds that all this is about
+    """Convert a model's tokenizer by transformers. Raises ConfigError for one that cannot be used."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds; only the child process does it
 
     try:
         if source.kind == "gguf":
@@ -116,7 +117,7 @@ def convert(source: ModelSource) -> TokenizerRecord:
     if not fast.is_fast:
         raise ConfigError("only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
     backend = fast.backend_tokenizer
-    backend.no_truncation()  # limits are the server's; a prompt is never cut
+    backend.no_truncation()  # a prompt that is too long is refused, not cut
     backend.no_padding()
     template = fast.chat_template
     own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
@@ -129,13 +130,14 @@ def convert(source: ModelSource) -> TokenizerRecord:
 
 
 def main(parent: str, model: str, path: str) -> int:
-    """Convert one tokenizer. The file appears whole or not at all, whoever else writes it at the same time."""
+    """Convert one tokenizer; returns the exit status. The file is replaced atomically, since other servers may convert
+    the same tokenizer at the same time."""
     die_with_parent(int(parent))
     try:
         record = convert(resolve_source(model))
     except ConfigError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        return MISTAKE
+        return UNUSABLE_MODEL
     target = Path(path)
     with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
         file.write(msgspec.msgpack.encode(record))

@@ -1,12 +1,10 @@
-"""The prefill servers of a decode server: finding their control endpoints, and choosing the least loaded one of its
-own, or finding the one that a request names.
+"""The prefill servers of a decode server: discovery, choice of the least loaded one, and those that requests name.
 
-One task per server:   discover (GET /v1/handoff) ──► have the scheduler dial its control endpoint ──► wait until it is
-down ─┐
-                           ▲          │ no answer: wait a little longer each time                                  │
-                           └──────────┴────────────────────────────────────────────────────────────────────────────┘
-A server that a request names and that is none of our own is dialled if --allow-prefill covers it, and kept while it is
-up, up to a number of them.
+One task per server:   GET /v1/handoff ──► scheduler dials its control endpoint ──► wait until it is down ─┐
+                           ▲    │ no answer: pause, twice as long each time                                │
+                           └────┴──────────────────────────────────────────────────────────────────────────┘
+A server that a request names and that is not configured is dialled if --allow-prefill covers it, and kept while it is
+up, up to MAX_NAMED of them.
 """
 
 import asyncio
@@ -25,8 +23,8 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, canonical, require_allowed
 from headrace.core.types.errors import HeadraceError, unavailable
-from headrace.server.upstream.handoff_params import Address
-from headrace.server.upstream.prefill_request import PrefillCall
+from headrace.server.upstream.handoff_params import PrefillAddress
+from headrace.server.upstream.prefill_call import PrefillCall
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
 log = logging.getLogger(__name__)
@@ -35,52 +33,60 @@ DISCOVERY_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 DIAL_TIMEOUT_S = 5.0
-MAX_NAMED = 64  # servers that requests have named, and that are none of our own
+MAX_NAMED = 64  # servers that requests have named and that are not configured
 NO_PREFILL_SERVER = "no_prefill_server"
 
 
 class Discovery(msgspec.Struct, frozen=True):
-    """What GET /v1/handoff answers, as far as a decode server needs it. bootstrap_port: where else it is answered."""
+    """Fields of the response to GET /v1/handoff that a decode server uses."""
 
     protocol: tuple[int, ...]
+    """Versions that the server speaks."""
     instance: str
+    """Id of this run of the server."""
     control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    """TCP port of the control endpoint."""
     bootstrap_port: int = 0
+    """HTTP port that answers GET /v1/handoff, too; 0 for none."""
 
 
 class PrefillServer:
-    """One URL and what is known of it. users: requests that have named it and go on."""
+    """One prefill server and its state."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         self.host = canonical(parts.hostname or "")
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.users = 0
-        self.up = False
-        self.reason = "not reached yet"
-        self.outstubg_tokens = 0
-        self.dialled: Discovery | None = None
-        self.changed = asyncio.Event()
+        self.users = 0  # open requests that name it
+        self.up = False  # the scheduler has a session with its control endpoint
+        self.reason = "not reached yet"  # why it is down
+        self.outstanding_tokens = 0  # prompt tokens sent to it and not answered
+        self.dialled: Discovery | None = None  # what the scheduler was told to dial
+        self.changed = asyncio.Event()  # set when up changes
 
     def endpoint(self, control_port: int) -> str:
+        """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)
 
-    def answers_to(self, address: Address) -> bool:
-        """Whether a request that gives this address means this server."""
+    def matches(self, address: PrefillAddress) -> bool:
+        """Whether a request with this address means this server."""
         found = self.dialled
         if found is not None and address.engine and address.engine == found.instance:
             return True
         if canonical(address.host) != self.host:
             return False
-        if address.kind == "control_server":
+        if address.kind == "control":
             return found is not None and address.port == found.control_port
         return address.port == self.port or (found is not None and address.port == found.bootstrap_port)
 
 
 class PrefillPool:
-    """Owns the HTTP client to the prefill servers. post sends to the scheduler, in order. keys: their CURVE keys.
-    rules: which servers requests may name (see headrace.core.types.allow_list)."""
+    """Finds prefill servers and keeps the scheduler connected to them. Owns the HTTP client for prompts.
+
+    urls: the configured servers (--prefill). post: sends to the scheduler. transport: in place of the network.
+    keys: CURVE keys of the servers. rules: servers that requests may name (see headrace.core.types.allow_list).
+    """
 
     def __init__(
         self,
@@ -94,30 +100,32 @@ class PrefillPool:
     ) -> None:
         self._keys = keys or ServerKeys(())
         self._servers = {url: PrefillServer(url) for url in urls}
-        self._named: dict[str, PrefillServer] = {}  # the one used last at the end
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._named: dict[str, PrefillServer] = {}  # least recently used first
+        self._named_tasks: dict[str, asyncio.Task[None]] = {}
         self._rules = rules
         self._post = post
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # The prompt may wait in the prefill's queue for long: the scheduler's deadlines end a request, not HTTP's.
+        # A prompt may wait in the prefill server's queue for long: the scheduler's deadlines end a request, not HTTP's.
         timeout = httpx.Timeout(None, connect=DISCOVERY_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
         self._tasks: list[asyncio.Task[None]] = []
-        self._fetches: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(server)) for server in self._servers.values()]
+        """Begin to connect to the configured servers."""
+        self._tasks = [asyncio.create_task(self._maintain(server)) for server in self._servers.values()]
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *self._keepers.values(), *self._fetches]
+        """Cancel all tasks and prompts, and close the HTTP connections."""
+        tasks = [*self._tasks, *self._named_tasks.values(), *self._calls]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     def update(self, state: PrefillState) -> None:
-        """The scheduler's control client has news of a server."""
+        """Note that the scheduler has connected to a server, or lost it."""
         server = self._servers.get(state.name) or self._named.get(state.name)
         if server is None or server.dialled is None:
             return
@@ -126,32 +134,34 @@ class PrefillPool:
         server.up, server.reason = state.up, state.reason
         server.changed.set()
 
-    def states(self) -> list[PrefillServer]:
+    def servers(self) -> list[PrefillServer]:
+        """The configured servers."""
         return list(self._servers.values())
 
     def problem(self) -> str | None:
-        """Why no prompt can be fetched now, or None."""
+        """Why no prompt can be sent to a configured server now, or None."""
         if any(server.up for server in self._servers.values()):
             return None
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers.values())
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
-    def choose(self) -> PrefillServer:
-        """The reachable server with the fewest prompt tokens of ours. Raises HeadraceError (503) when there is none."""
+    def least_loaded(self) -> PrefillServer:
+        """The reachable configured server with the fewest outstanding prompt tokens of this decode server. Raises
+        HeadraceError (503) if none is reachable."""
         up = [server for server in self._servers.values() if server.up]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
-        return min(up, key=lambda server: server.outstubg_tokens)
+        return min(up, key=lambda server: server.outstanding_tokens)
 
-    def find(self, address: Address) -> PrefillServer | None:
-        """The server that a request means, if it is one that is dialled already."""
+    def find(self, address: PrefillAddress) -> PrefillServer | None:
+        """The server with this address, if it has been dialled already."""
         known = (*self._servers.values(), *self._named.values())
-        return next((server for server in known if server.answers_to(address)), None)
+        return next((server for server in known if server.matches(address)), None)
 
     @contextlib.asynccontextmanager
-    async def visit(self, address: Address) -> AsyncIterator[PrefillServer]:
-        """The server that a request names, for as long as the request takes. Raises HeadraceError: 403 for one that may
-        not be dialled, 503 for one that does not answer, or for too many."""
+    async def connected(self, address: PrefillAddress) -> AsyncIterator[PrefillServer]:
+        """A connected server with this address, kept while the context lasts; dials it if need be. Raises
+        HeadraceError: 403 if it is not allowed, 503 if it does not answer or too many are in use."""
         server = self.find(address) or self._dial_named(address)
         named = server.url in self._named
         if named:
@@ -166,26 +176,24 @@ class PrefillPool:
             if named and not server.up and not server.users:
                 self._forget(server)
 
-    def _dial_named(self, address: Address) -> PrefillServer:
-        """Begin to talk to a server that is none of our own."""
-        lost = next(
-            (s for s in self._servers.values() if s.dialled is None and s.host == canonical(address.host)), None
-        )
-        if lost is not None:  # probably this one, and there is no telling before it has answered
-            raise unavailable(f"prefill server {lost.url}: {lost.reason}", code=NO_PREFILL_SERVER)
+    def _dial_named(self, address: PrefillAddress) -> PrefillServer:
+        """Dial a server that is not configured."""
+        host = canonical(address.host)
+        undiscovered = next((s for s in self._servers.values() if s.dialled is None and s.host == host), None)
+        if undiscovered is not None:  # probably this one; its ports are unknown until it answers
+            raise unavailable(f"prefill server {undiscovered.url}: {undiscovered.reason}", code=NO_PREFILL_SERVER)
         require_allowed(self._rules, address.host, address.port)
         if len(self._named) >= MAX_NAMED:
             idle = next((server for server in self._named.values() if not server.users), None)
             if idle is None:
-                raise unavailable(
-                    f"{MAX_NAMED} prefill servers that requests have named are in use", code=NO_PREFILL_SERVER
-                )
+                message = f"{MAX_NAMED} prefill servers that requests have named are in use"
+                raise unavailable(message, code=NO_PREFILL_SERVER)
             self._forget(idle)
-        scheme = "tcp" if address.kind == "control_server" else "http"
-        server = PrefillServer(url(scheme, canonical(address.host), address.port))
+        scheme = "tcp" if address.kind == "control" else "http"
+        server = PrefillServer(url(scheme, host, address.port))
         self._named[server.url] = server
         if address.kind == "http":
-            self._keepers[server.url] = asyncio.create_task(self._keep(server))
+            self._named_tasks[server.url] = asyncio.create_task(self._maintain(server))
         else:
             self._dial(server, Discovery((), address.engine, address.port))
         return server
@@ -193,20 +201,21 @@ class PrefillPool:
     def _forget(self, server: PrefillServer) -> None:
         if self._named.pop(server.url, None) is None:
             return
-        if (keeper := self._keepers.pop(server.url, None)) is not None:
-            keeper.cancel()
+        if (task := self._named_tasks.pop(server.url, None)) is not None:
+            task.cancel()
         if server.dialled is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def fetch(self, server: PrefillServer, tokens: int, body: dict[str, Any]) -> PrefillCall:
-        """The HTTP half of a ticket; counts as load of the server until it is answered or closed."""
+    def prefill_call(self, server: PrefillServer, tokens: int, body: dict[str, Any]) -> PrefillCall:
+        """A prompt to send to the server; counts as load of so many tokens until it is answered or closed."""
 
         def load(change: int) -> None:
-            server.outstubg_tokens += change * tokens
+            server.outstanding_tokens += change * tokens
 
-        return PrefillCall(self._http, server.url, body, load, self._fetches)
+        return PrefillCall(self._http, server.url, body, load, self._calls)
 
-    async def _keep(self, server: PrefillServer) -> None:
+    async def _maintain(self, server: PrefillServer) -> None:
+        """Discover a server, have it dialled, and begin again when it is down."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             pause_s = backoff.next_delay()
@@ -225,7 +234,7 @@ class PrefillPool:
             await asyncio.sleep(pause_s)
 
     def _dial(self, server: PrefillServer, found: Discovery) -> None:
-        """Have the scheduler talk to the control endpoint that was found, unless it does already."""
+        """Have the scheduler dial the control endpoint that was found, unless it has already."""
         if found == server.dialled:
             return
         if server.dialled is not None:
@@ -250,7 +259,7 @@ class PrefillPool:
             await server.changed.wait()
 
     async def _discover(self, server: PrefillServer) -> Discovery:
-        """Raises HeadraceError when the server does not tell where its control endpoint is."""
+        """Ask a server where its control endpoint is. Raises HeadraceError (503)."""
         try:
             response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
         except httpx.HTTPError as error:
@@ -260,4 +269,4 @@ class PrefillPool:
         try:
             return msgspec.json.decode(response.content, type=Discovery)
         except NO_MESSAGE as error:
-            raise unavailable(f"GET /v1/handoff answered something else: {error}") from error
+            raise unavailable(f"GET /v1/handoff sent an unexpected response: {error}") from error

@@ -16,7 +16,7 @@ from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
-from headrace.server.upstream.prefill_request import refusal
+from headrace.server.upstream.prefill_call import response_error
 from headrace.transfer.protocol import metadata
 from headrace.transfer.sockets.curve_keys import key_text, read_pair, read_public
 from tests.fuzz.mutations import CLAIMS, NESTED, NO_TEXT, VALID, Mutator, spoilt
@@ -102,7 +102,7 @@ def test_request_bodies(kind: type[msgspec.Struct], examples: int) -> None:
 @example(503, b"[" * 100_000, "9" * 400)
 def test_error_answers_of_a_prefill_server(status: int, content: bytes, retry: str) -> None:
     headers: Any = {"Retry-After": retry}
-    info = refusal(status, content, headers)
+    info = response_error(status, content, headers)
     assert 400 <= info.status <= 599
     assert (info.retry_after_s or 0) < 1e6
 

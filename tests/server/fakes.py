@@ -13,7 +13,7 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from headrace.core.config import Config, ModelConfig, SchedulerConfig, ServerConfig
+from headrace.core.config import Config, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig
 from headrace.core.messages.frontend import (
     Abort,
     AnyFrontendRequest,
@@ -25,6 +25,8 @@ from headrace.core.messages.frontend import (
     RequestFailed,
     RequestFinished,
     Reserved,
+    ServerInfo,
+    StagePools,
     StatsReply,
     Submit,
     Tokens,
@@ -85,7 +87,8 @@ class FakeLink:
     def __init__(self, script: Script | None = None, *, answers_probes: bool = True) -> None:
         self.script: Script = script or (lambda _link, _submit: ())
         self.answers_probes = answers_probes
-        self.state: EngineState | None = EngineState(ready=True, control_port=5555, instance="i" * 32, fingerprint="fp")
+        self.info: ServerInfo | None = server_info(control_port=5555)
+        self.state: EngineState | None = EngineState(ready=True)
         self.stats = Stats()
         self.sent: list[AnyFrontendRequest] = []
         self.closed = False
@@ -98,7 +101,7 @@ class FakeLink:
 
     def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
         self._take = take
-        for message in ([] if self.state is None else [self.state]) + self._early:
+        for message in filter(None, (self.info, self.state, *self._early)):
             self._deliver(message)
 
     def send(self, message: AnyFrontendRequest) -> None:
@@ -154,6 +157,12 @@ class FakeLink:
         return self.of(kind)[count - 1]
 
 
+def server_info(*, control_port: int) -> ServerInfo:
+    """The identity of a server whose stages are ready."""
+    stages = StagePools(fingerprint="fp", kv_pages=100, data_endpoints=("tcp://127.0.0.1:5556",))
+    return ServerInfo(instance="i" * 32, control_port=control_port, stages=stages)
+
+
 def finished(
     rid: str, reason: str = "length", *, prompt: int = 3, completion: int = 1, cached: int = 0
 ) -> RequestFinished:
@@ -201,13 +210,16 @@ def ticket_of(submit: Submit) -> str | None:
     return submit.route.ticket if isinstance(submit.route, SendTo | FetchFrom) else None
 
 
-def make_config(tokenizer: Tokenizer, *, max_queued_requests: int = 4096, **server: Any) -> Config:
+def make_config(
+    tokenizer: Tokenizer, *, max_queued_requests: int = 4096, kv_events: KvEventsConfig | None = None, **server: Any
+) -> Config:
     return Config(
         model=ModelConfig(model="tiny", max_model_len=LENGTH),
         scheduler=SchedulerConfig(
             max_model_len=LENGTH, vocab_size=tokenizer.vocab_size, max_queued_requests=max_queued_requests
         ),
         server=ServerConfig(**server),
+        kv_events=kv_events or KvEventsConfig(),
     )
 
 
@@ -226,7 +238,7 @@ async def running(
     await service.start()
     try:
         if link.state is not None and link.state.ready:
-            await service.wait_ready()
+            await service.readiness.wait_engine_ready()
         yield service
     finally:
         await service.stop()
@@ -235,7 +247,7 @@ async def running(
 @asynccontextmanager
 async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """HTTP to the service's application, in this process."""
-    app = create_app(service, service.config.server)
+    app = create_app(service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
@@ -250,9 +262,7 @@ async def listening(service: Service) -> AsyncIterator[str]:
     """The service's application behind a real HTTP server on a free loopback port; yields its URL."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            create_app(service, service.config.server), log_config=None, lifespan="off", timeout_graceful_shutdown=1
-        )
+        config = uvicorn.Config(create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         await server.listens.wait()

@@ -1,5 +1,4 @@
-"""What routers ask of a server beside completions: who it is, where its control endpoint is, whether it computes, its
-load."""
+"""Routes by which routers learn about a server: identity, control endpoint, computing health, load."""
 
 import secrets
 from typing import Any
@@ -7,41 +6,42 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.core.config import ServerConfig
+from headrace.core.config import Config
 from headrace.core.stats import Stats, join
 from headrace.core.types.addresses import url
-from headrace.core.types.errors import unavailable
 from headrace.core.types.request import SamplingParams
-from headrace.server.api.response.answer import Answer, json_response
-from headrace.server.api.response.errors import error_response
-from headrace.server.api.response.handoff import reachable_host
-from headrace.server.frontend.generation import Job, ignore
-from headrace.server.frontend.service import Service
+from headrace.server.api.response.error_response import error_response
+from headrace.server.api.response.streaming import JsonAnswer, json_response
+from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.generation_request import GenerationRequest, discard_events
+from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0
 
 
-def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
-    """Routes under the names that SGLang, vLLM and Dynamo give them."""
+def discovery_routes(model: ServedModel, control: ControlAddress, config: Config) -> APIRouter:
+    """What this server is, under the names that SGLang, vLLM and Dynamo give these routes."""
     router = APIRouter()
 
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> Response:
-        return json_response(_server_info(service, config))
+        return json_response(_server_info(model, control, config))
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
-        model = service.config.model.model
         return json_response(
             {
-                "model_path": model,
-                "tokenizer_path": model,
-                "served_model_name": service.model_name,
+                "model_path": model.path,
+                "tokenizer_path": model.path,
+                "served_model_name": model.name,
                 "is_generation": True,
-                "max_model_len": service.max_model_len,
+                "max_model_len": model.max_model_len,
             }
         )
 
@@ -49,75 +49,82 @@ def discovery_routes(service: Service, config: ServerConfig) -> APIRouter:
     async def version() -> Response:
         return json_response({"version": headrace_version()})
 
+    return router
+
+
+def load_routes(readiness: Readiness, completions: Completions, stats: StatsCollector, config: Config) -> APIRouter:
+    """Whether this server computes and how loaded it is, under the names that SGLang and vLLM give these routes."""
+    router = APIRouter()
+
     @router.get("/ping")
     async def ping() -> Response:
-        problem = service.not_ready()
+        problem = readiness.not_ready()
         return json_response({}) if problem is None else error_response(problem)
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
-        """200 when a token was computed just now; its KV goes nowhere."""
-        deadline = min(PROBE_TIMEOUT_S, service.config.scheduler.stage_timeout_s)
+        """200 if one token could be computed just now; its KV is dropped."""
+        deadline_s = min(PROBE_TIMEOUT_S, config.scheduler.stage_timeout_s)
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
-        job = Job(rid=f"health-{secrets.token_hex(16)}", prompt=(0,), sampling=sampling, deadline_s=deadline)
+        rid = f"health-{secrets.token_hex(16)}"
+        probe = GenerationRequest(rid=rid, prompt=(0,), sampling=sampling, deadline_s=deadline_s)
 
-        async def probe() -> dict[str, str]:
-            await service.prefill(job, ignore)
+        async def work() -> dict[str, str]:
+            await completions.prefill(probe, discard_events)
             return {"status": "ok"}
 
-        return Answer(probe)
+        return JsonAnswer(work)
 
     @router.get("/get_load")
     async def get_load() -> Response:
-        """As SGLang has it, a list with one entry for each data-parallel rank, of which there is one."""
-        return json_response([_load(service, join(await service.stats()))])
+        """A list with one entry for each data-parallel rank, of which there is one, as in SGLang."""
+        return json_response([_load(completions.open_requests, join(await stats.snapshot()))])
 
     return router
 
 
-def bootstrap_routes(service: Service) -> APIRouter:
-    """GET /query: how Mooncake's peers and routers find a prefill server. Open without a key: it tells an address."""
+def bootstrap_routes(control: ControlAddress) -> APIRouter:
+    """GET /query: how Mooncake's peers and routers find a prefill server. Needs no key: it tells an address only."""
     router = APIRouter()
 
     @router.get("/query")
-    async def query(request: Request) -> Response:
-        engine = service.engine
-        if engine is None or not engine.control_port:
-            raise unavailable("the server is loading, or has no control endpoint", code="not_ready")
-        host = reachable_host(service.config.transfer.host, request.url.hostname or "")
-        worker = {"engine_id": engine.instance, "worker_addr": {"0": {"0": url("tcp", host, engine.control_port)}}}
+    async def query(http: Request) -> Response:
+        info = control.require("the server is loading, or has no control endpoint")
+        host = control.host(http.url.hostname or "")
+        worker = {"engine_id": info.instance, "worker_addr": {"0": {"0": url("tcp", host, info.control_port)}}}
         return json_response({"0": worker})
 
     return router
 
 
-def _load(service: Service, stats: Stats) -> dict[str, int]:
+def _load(open_requests: int, stats: Stats) -> dict[str, int]:
     values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
     return {
         "dp_rank": 0,
-        "num_reqs": service.open_requests,
+        "num_reqs": open_requests,
         "num_waiting_reqs": values.get(("queue_requests", "waiting"), 0),
         "num_tokens": sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
     }
 
 
-def _server_info(service: Service, config: ServerConfig) -> dict[str, Any]:
-    """Names that routers look for; the prefix cache's block size is a page."""
-    engine, settings = service.engine, service.config
-    page_size = settings.engine.page_size
+def _server_info(model: ServedModel, control: ControlAddress, config: Config) -> dict[str, Any]:
+    """Fields that routers look for; a block of the prefix cache is a page."""
+    info, server = control.server_info, config.server
+    page_size = config.engine.page_size
+    kv_pages = info.stages.kv_pages if info is not None and info.stages is not None else 0
     return {
-        "model_path": settings.model.model,
-        "model_id": service.model_name,
-        "served_model_name": service.model_name,
+        "model_path": model.path,
+        "model_id": model.name,
+        "served_model_name": model.name,
         "version": headrace_version(),
-        "instance_id": engine.instance if engine is not None else "",
-        "disaggregation_mode": "null" if config.role == "colocated" else config.role,
-        "disaggregation_bootstrap_port": config.bootstrap_port or None,
+        "instance_id": info.instance if info is not None else "",
+        "disaggregation_mode": "null" if server.role == "colocated" else server.role,
+        "disaggregation_bootstrap_port": server.bootstrap_port or None,
         "tp_size": 1,
         "dp_size": 1,
-        "pp_size": settings.scheduler.stages,
+        "pp_size": config.scheduler.stages,
         "kv_block_size": page_size,
         "page_size": page_size,
-        "max_model_len": service.max_model_len,
-        "max_total_num_tokens": engine.kv_pages * page_size if engine is not None else 0,
+        "max_model_len": model.max_model_len,
+        "max_total_num_tokens": kv_pages * page_size,
     }

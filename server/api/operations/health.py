@@ -1,53 +1,54 @@
-"""GET /health, /ready, /metrics: open without a key, for orchestrators and Prometheus; GET /kv_event_sources for
-routers, with the key."""
+"""GET /health, /ready and /metrics, which need no key, and GET /kv_event_sources, which does."""
 
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from headrace.core.config import Config
+from headrace.core.config import KvEventsConfig
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.response.answer import json_response
-from headrace.server.api.response.errors import error_response
-from headrace.server.frontend.service import Service
+from headrace.server.api.response.error_response import error_response
+from headrace.server.api.response.streaming import json_response
+from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.telemetry.kv_events import endpoint
 from headrace.server.telemetry.metrics import CONTENT_TYPE, render
 
 
-def operation_routes(service: Service) -> APIRouter:
-    """Routes for those who run the server."""
+def operation_routes(
+    readiness: Readiness, stats: StatsCollector, kv_events: KvEventsConfig, page_size: int
+) -> APIRouter:
+    """Routes for orchestrators, Prometheus, and routers that follow the prefix cache."""
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while this process and the scheduler turn."""
-        if problem := service.unhealthy():
+        """200 while this process and the scheduler respond."""
+        if problem := readiness.unhealthy():
             return error_response(ErrorInfo(code="unhealthy", message=problem, status=503, retry_after_s=1.0))
         return json_response({"status": "ok"})
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 when a request sent now would be served."""
-        if (problem := service.not_ready()) is not None:
+        """200 if a request sent now would be served."""
+        if (problem := readiness.not_ready()) is not None:
             return error_response(problem)
         return json_response({"status": "ready"})
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return Response(render(await service.stats()), media_type=CONTENT_TYPE)
+        return Response(render(await stats.snapshot()), media_type=CONTENT_TYPE)
 
     @router.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
-        """Where routers can follow the prefix cache."""
-        return json_response(_kv_event_sources(service.config))
+        """Where routers can subscribe to events of the prefix cache."""
+        return json_response(_kv_event_sources(kv_events, page_size))
 
     return router
 
 
-def _kv_event_sources(config: Config) -> dict[str, Any]:
-    """By data-parallel rank, of which there is one, as vLLM 0.32 has it; nothing when no events are published."""
-    events = config.kv_events
+def _kv_event_sources(events: KvEventsConfig, page_size: int) -> dict[str, Any]:
+    """Sources by data-parallel rank, of which there is one, as in vLLM 0.32; empty if no events are published."""
     if not events.port:
         return {}
     source = {
@@ -59,7 +60,7 @@ def _kv_event_sources(config: Config) -> dict[str, Any]:
         "hwm": events.buffer,
         "topic": events.topic,
         "data_parallel_rank": 0,
-        "block_size": config.engine.page_size,
+        "block_size": page_size,
         "block_hash": "headrace-kv-1",
     }
     return {"0": source}

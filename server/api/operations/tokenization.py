@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize: the model's tokenizer, under the names that vLLM and SGLang give its routes."""
+"""POST /tokenize and POST /detokenize, as in vLLM and SGLang."""
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -8,12 +8,12 @@ from headrace.core.config import ServerConfig
 from headrace.server.api.request.body import parse_body, read_body
 from headrace.server.api.request.prompts import check_model, encode, encode_chat
 from headrace.server.api.request.schema import ChatMessage
-from headrace.server.api.response.answer import json_response
-from headrace.server.frontend.service import Service
+from headrace.server.api.response.streaming import json_response
+from headrace.server.frontend.served_model import ServedModel
 
 
 class TokenizeBody(msgspec.Struct):
-    """POST /tokenize: a text or a conversation."""
+    """Body of POST /tokenize: a text or a conversation."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -21,30 +21,30 @@ class TokenizeBody(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None
 
 
-def tokenizer_routes(service: Service, config: ServerConfig) -> APIRouter:
-    """Prompts as token ids, and token ids as texts; every server has them, whatever its role."""
+def tokenizer_routes(model: ServedModel, config: ServerConfig) -> APIRouter:
+    """Prompts as token ids, and token ids as text; in every role."""
     router = APIRouter()
 
     @router.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, config.max_body_bytes), TokenizeBody)
-        check_model(service, body.model)
+    async def tokenize(http: Request) -> Response:
+        body = parse_body(await read_body(http, config.max_body_bytes), TokenizeBody)
+        check_model(model, body.model)
         if body.messages is not None:
-            tokens = await encode_chat(service, body.messages)
+            tokens = await encode_chat(model, body.messages)
         else:
-            tokens = await encode(service, body.prompt or "", "prompt")
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len})
+            tokens = await encode(model, body.prompt or "", "prompt")
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_model_len})
 
     @router.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = parse_body(await read_body(request, config.max_body_bytes), DetokenizeBody)
-        check_model(service, body.model)
-        return json_response({"prompt": await service.tokens.decode(body.tokens)})
+    async def detokenize(http: Request) -> Response:
+        body = parse_body(await read_body(http, config.max_body_bytes), DetokenizeBody)
+        check_model(model, body.model)
+        return json_response({"prompt": await model.tokens.decode(body.tokens)})
 
     return router

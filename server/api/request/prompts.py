@@ -1,26 +1,27 @@
-"""From what a body calls a prompt to checked token ids."""
+"""Prompts of request bodies as token ids, checked against the model's limits."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.schema import ChatMessage, PrefillBody
-from headrace.server.frontend.service import Service
+from headrace.server.frontend.served_model import ServedModel
 
-MAX_PROMPTS = 256
+MAX_PROMPTS = 256  # in one HTTP request
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
-Prompt = str | list[int]
+Prompt = str | list[int]  # a text, or token ids
 
 
-def check_model(service: Service, model: str | None) -> None:
-    """Raises HeadraceError (404) when the body names another model than the one served."""
-    if model is not None and model not in service.model_names:
-        message = f"model {model!r} is not served here; this is {service.model_name!r}"
+def check_model(model: ServedModel, name: str | None) -> None:
+    """Raises HeadraceError (404) if the body names another model than the one served."""
+    if name is not None and name not in model.names:
+        message = f"model {name!r} is not served here; this is {model.name!r}"
         raise HeadraceError(ErrorInfo(code="model_not_found", message=message, status=404, field="model"))
 
 
 def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
-    """The one or several prompts of a completions body: a text, ids, a list of texts, a list of lists of ids."""
+    """Prompts of a completions body: a text, token ids, a list of texts, or a list of lists of token ids. Raises
+    HeadraceError (400) for an empty or mixed list, or too many prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -37,29 +38,40 @@ def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Pr
     return [*texts, *lists]
 
 
-async def encode(service: Service, prompt: Prompt, field: str) -> tuple[int, ...]:
-    """Token ids of one prompt. Raises HeadraceError (400) for an empty or overlong one and for foreign ids."""
+async def encode_all(
+    model: ServedModel, prompts: Sequence[Prompt], field: str, *, indexed: bool
+) -> list[tuple[int, ...]]:
+    """Token ids of several prompts. indexed: name them as items of the field in errors. Raises HeadraceError (400) as
+    encode() does."""
+    names = [f"{field}[{index}]" if indexed else field for index in range(len(prompts))]
+    return [await encode(model, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+
+
+async def encode(model: ServedModel, prompt: Prompt, field: str) -> tuple[int, ...]:
+    """Token ids of one prompt. Raises HeadraceError (400) for an empty or too long prompt, and for token ids outside
+    the vocabulary."""
     if not prompt:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    ids = await service.tokens.encode(prompt) if isinstance(prompt, str) else prompt
-    return _checked(service, ids, field)
+    ids = await model.tokens.encode(prompt) if isinstance(prompt, str) else prompt
+    return _checked(model, ids, field)
 
 
 async def encode_chat(
-    service: Service, messages: Sequence[ChatMessage], field: str = "messages", *, instructions: str | None = None
+    model: ServedModel, messages: Sequence[ChatMessage], field: str = "messages", *, instructions: str | None = None
 ) -> tuple[int, ...]:
-    """Token ids of a conversation in the model's chat template. field: where the body has it. instructions: of the
-    system, before all messages."""
+    """Token ids of a conversation in the model's chat template. field: its name in errors. instructions: a system
+    message before all others. Raises HeadraceError (400) as encode() does, and for content other than text."""
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
     plain = [_plain(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
-    return _checked(service, await service.tokens.encode_chat(plain), field)
+    return _checked(model, await model.tokens.encode_chat(plain), field)
 
 
-async def encode_any(service: Service, body: PrefillBody) -> tuple[int, ...]:
-    """Token ids of the one prompt that a native body gives in one of three ways."""
+async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
+    """Token ids of the prompt of POST /v1/prefill. Raises HeadraceError (400) unless it is given in exactly one of the
+    three fields, and as encode() does."""
     given = {
         "prompt": body.prompt is not None,
         "prompt_token_ids": body.prompt_token_ids is not None,
@@ -71,16 +83,16 @@ async def encode_any(service: Service, body: PrefillBody) -> tuple[int, ...]:
         message = f"{problem}; send exactly one of prompt, prompt_token_ids and messages"
         raise invalid(names[-1] if names else "prompt", message)
     if body.messages is not None:
-        return await encode_chat(service, body.messages)
+        return await encode_chat(model, body.messages)
     if body.prompt is not None:
-        return await encode(service, body.prompt, "prompt")
-    return await encode(service, body.prompt_token_ids or [], "prompt_token_ids")
+        return await encode(model, body.prompt, "prompt")
+    return await encode(model, body.prompt_token_ids or [], "prompt_token_ids")
 
 
-def _checked(service: Service, ids: Sequence[int], field: str) -> tuple[int, ...]:
+def _checked(model: ServedModel, ids: Sequence[int], field: str) -> tuple[int, ...]:
     if not ids:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    limit, vocab = service.max_model_len, service.vocab_size
+    limit, vocab = model.max_model_len, model.vocab_size
     if limit and len(ids) >= limit:
         message = f"{field} has {len(ids)} tokens; with one generated token the limit is {limit} (--max-model-len)"
         raise invalid(field, message, code=TOO_LONG)
@@ -92,7 +104,7 @@ def _checked(service: Service, ids: Sequence[int], field: str) -> tuple[int, ...
 
 
 def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
-    """A message as chat templates expect it, its text parts joined."""
+    """A message as chat templates expect it, its text parts joined. place: its name in errors."""
     content = message.content
     if isinstance(content, list):
         for number, part in enumerate(content):

@@ -1,5 +1,6 @@
 """Sampling fields of a body as SamplingParams, every value checked against its range."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ from headrace.core.types.request import SamplingParams
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
 
 MAX_LOGPROBS = 20  # alternatives per position that a metadata row can carry
-MAX_N = 16
+MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
@@ -17,8 +18,8 @@ MAX_INT64 = (1 << 63) - 1
 
 
 def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Raises HeadraceError (400) naming the field and its range. max_tokens: when the body gives none; the prompt's
-    length bounds it later."""
+    """Sampling parameters of a body. max_tokens: if the body gives none; the length of the prompt bounds it later.
+    Raises HeadraceError (400) naming a field that is out of range, and the range."""
     limit = _within("max_tokens", body.max_tokens, max_tokens, 1, MAX_INT64)
     top_k = _within("top_k", body.top_k, 0, -1, MAX_INT64)
     seed = None if body.seed is None else int(_within("seed", body.seed, 0, -MAX_INT64 - 1, MAX_INT64)) & MAX_INT64
@@ -37,7 +38,7 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
 
 
 def stop_strings(body: SamplingBody) -> tuple[str, ...]:
-    """Raises HeadraceError (400) for too many, too long or empty ones."""
+    """Stop strings of a body. Raises HeadraceError (400) for too many, too long or empty ones."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
@@ -48,7 +49,7 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 
 
 def request_fields(body: SamplingBody) -> dict[str, Any]:
-    """The fields of a Job that say nothing about sampling. Raises HeadraceError (400)."""
+    """Fields of a GenerationRequest beside its prompt and sampling. Raises HeadraceError (400)."""
     if body.deadline_s is not None and not body.deadline_s > 0:
         raise invalid("deadline_s", f"deadline_s is {body.deadline_s}; it has to be above 0 seconds")
     if body.cache_salt is not None and len(body.cache_salt) > 256:
@@ -62,13 +63,14 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
     }
 
 
-def choices(body: OpenAIBody) -> int:
-    """How many continuations of each prompt are asked for."""
-    return int(_within("n", body.n, 1, 1, MAX_N))
+def choice_count(body: OpenAIBody) -> int:
+    """Number of continuations of each prompt. Raises HeadraceError (400)."""
+    return int(_within("n", body.n, 1, 1, MAX_CHOICES))
 
 
 def chat_logprobs_wanted(body: ChatBody) -> int | None:
-    """Alternatives per token, None for no logprobs. Raises HeadraceError (400) for top_logprobs without logprobs."""
+    """Number of alternatives per token, None for no logprobs. Raises HeadraceError (400) for top_logprobs without
+    logprobs."""
     top = _optional("top_logprobs", body.top_logprobs, MAX_LOGPROBS)
     if not body.logprobs:
         if top:
@@ -78,29 +80,38 @@ def chat_logprobs_wanted(body: ChatBody) -> int | None:
 
 
 def refuse_unsupported(body: OpenAIBody) -> None:
-    """Raises HeadraceError (400) for what would change the answer and cannot be served; harmless values pass."""
-    asked: dict[str, bool] = {
-        "tools": bool(body.tools),
-        "functions": bool(body.functions),
-        "response_format": bool(body.response_format) and body.response_format != {"type": "text"},
-        "logit_bias": bool(body.logit_bias),
-        "frequency_penalty": bool(body.frequency_penalty),
-        "presence_penalty": bool(body.presence_penalty),
-        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-    }
-    if isinstance(body, CompletionBody):
-        asked |= {
-            "echo": bool(body.echo),
-            "suffix": bool(body.suffix),
-            "best_of": body.best_of not in (None, 1, body.n),
+    """Raises HeadraceError (400) for fields that would change the output and are not supported; values that change
+    nothing pass."""
+    refuse_fields(
+        {
+            "tools": bool(body.tools),
+            "functions": bool(body.functions),
+            "response_format": bool(body.response_format) and body.response_format != {"type": "text"},
+            "logit_bias": bool(body.logit_bias),
+            "frequency_penalty": bool(body.frequency_penalty),
+            "presence_penalty": bool(body.presence_penalty),
+            "repetition_penalty": body.repetition_penalty not in (None, 1.0),
         }
-    for field, given in asked.items():
-        if given:
+    )
+    if isinstance(body, CompletionBody):
+        refuse_fields(
+            {
+                "echo": bool(body.echo),
+                "suffix": bool(body.suffix),
+                "best_of": body.best_of not in (None, 1, body.n),
+            }
+        )
+
+
+def refuse_fields(given: Mapping[str, bool]) -> None:
+    """Raises HeadraceError (400) for the first of these unsupported fields that is given."""
+    for field, is_given in given.items():
+        if is_given:
             raise invalid(field, f"{field} is not supported; leave it out", code="unsupported")
 
 
 def seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The same sampling for one of several choices: each with a seed of its own, derived from the given one."""
+    """Sampling parameters of one of several choices: each has a seed of its own, derived from the given one."""
     if sampling.seed is None or choice == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_INT64)

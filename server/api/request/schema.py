@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.server.upstream.handoff_params import HandoffParams, TransferParams
+
 
 class Part(msgspec.Struct):
     """A part of a message's content; only texts can be served."""
@@ -61,7 +63,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class OpenAIBody(SamplingBody, kw_only=True):
-    """What completions and chat share. The fields at the end are known and not served: see unsupported()."""
+    """What completions and chat share. From frequency_penalty to functions: known and not
+    supported (see refuse_unsupported). The last four name a KV handoff (see handoff_params)."""
 
     n: int | None = None
     stream_options: StreamOptions | None = None
@@ -72,6 +75,10 @@ class OpenAIBody(SamplingBody, kw_only=True):
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
+    kv_transfer_params: TransferParams | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
@@ -135,7 +142,7 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(HandoffParams, kw_only=True):
     """POST /generate. logprob_start_len: from 0 on, logprobs of the prompt are wanted, too (of all of it)."""
 
     text: str | list[str] | None = None

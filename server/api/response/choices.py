@@ -1,61 +1,75 @@
-"""Several continuations at once, for several prompts or n > 1."""
+"""The choices of one response: several generation requests that run concurrently."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.request import TokenLogprob
-from headrace.server.frontend.generation import Delta, GenerationResult, Job
-from headrace.server.frontend.service import Service
+from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 
-EmitChoice = Callable[[int, Progress | Delta], Awaitable[None]]
+T = TypeVar("T")
+EmitChoice = Callable[[int, Progress | GenerationDelta], Awaitable[None]]
 
 
 class Choice:
-    """What has come of one continuation."""
+    """What was generated for one request so far."""
 
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: GenerationDelta) -> None:
+        """Append a delta."""
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
 
 
-async def run_choices(
-    service: Service, jobs: Sequence[Job], emit: EmitChoice, ended: Callable[[int, GenerationResult], Awaitable[None]]
-) -> list[GenerationResult]:
-    """Run the jobs beside each other. The first one that fails takes the others back, and its HeadraceError is
-    raised. emit and ended are told the position of the job."""
+Output = tuple[Choice, GenerationResult]  # one finished choice
 
-    async def run(index: int, job: Job) -> GenerationResult:
-        async def emit_one(event: Progress | Delta) -> None:
-            await emit(index, event)
 
-        result = await service.complete(job, emit_one)
-        await ended(index, result)
-        return result
-
+async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently. If one fails, the others are cancelled and its exception is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(index, job)) for index, job in enumerate(jobs)]
+            tasks = [group.create_task(each) for each in work]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def collect(service: Service, jobs: Sequence[Job]) -> list[tuple[Choice, GenerationResult]]:
-    """Run the jobs to their ends."""
-    found = [Choice() for _ in jobs]
+async def run_choices(
+    completions: Completions,
+    requests: Sequence[GenerationRequest],
+    emit: EmitChoice,
+    finished: Callable[[int, GenerationResult], Awaitable[None]],
+) -> list[GenerationResult]:
+    """Run requests concurrently. emit and finished get the position of the request. Raises the HeadraceError of the
+    first one that fails, after cancelling the others."""
 
-    async def take(index: int, event: Progress | Delta) -> None:
-        if isinstance(event, Delta):
-            found[index].take(event)
+    async def run(index: int, request: GenerationRequest) -> GenerationResult:
+        async def emit_one(event: Progress | GenerationDelta) -> None:
+            await emit(index, event)
 
-    async def ended(_index: int, _result: GenerationResult) -> None:
+        result = await completions.complete(request, emit_one)
+        await finished(index, result)
+        return result
+
+    return await run_all(run(index, request) for index, request in enumerate(requests))
+
+
+async def collect_choices(completions: Completions, requests: Sequence[GenerationRequest]) -> list[Output]:
+    """Run requests concurrently to their ends. Raises HeadraceError as run_choices() does."""
+    choices = [Choice() for _ in requests]
+
+    async def add(index: int, event: Progress | GenerationDelta) -> None:
+        if isinstance(event, GenerationDelta):
+            choices[index].add(event)
+
+    async def finished(_index: int, _result: GenerationResult) -> None:
         pass
 
-    return list(zip(found, await run_choices(service, jobs, take, ended), strict=True))
+    return list(zip(choices, await run_choices(completions, requests, add, finished), strict=True))

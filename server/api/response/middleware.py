@@ -1,4 +1,4 @@
-"""What happens around every route: the key is checked, the answer is counted, the client's request id goes back."""
+"""Middleware around every route: API keys, request metrics, X-Request-Id."""
 
 import hmac
 from collections.abc import Sequence
@@ -8,35 +8,35 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.response.errors import error_response
+from headrace.server.api.response.error_response import error_response
 from headrace.server.telemetry.metrics import FrontMetrics
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")
-CLIENT_GONE = 499
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")  # need no key
+CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys as a bearer token. Without keys it lets everything through."""
+    """Refuses requests without one of the keys as a bearer token (401). Passes everything if there are no keys."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._shown(scope):
+        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
         await error_response(ErrorInfo(code="invalid_api_key", message=message, status=401))(scope, receive, send)
 
-    def _shown(self, scope: Scope) -> bool:
-        scheme, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        matches = [hmac.compare_digest(shown.strip(), key) for key in self._keys]  # all, in constant time
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all, in constant time
         return scheme.lower() == b"bearer" and any(matches)
 
 
-class Accounts:
-    """Counts answers by route and status, and gives the client's X-Request-Id back."""
+class RequestMetrics:
+    """Counts responses by route and status, and copies the client's X-Request-Id to the response."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics, clock: Clock) -> None:
         self._app = app
@@ -48,7 +48,7 @@ class Accounts:
             await self._app(scope, receive, send)
             return
         started = self._clock.now()
-        status = CLIENT_GONE
+        status = CLIENT_DISCONNECTED
         request_id = dict(scope["headers"]).get(b"x-request-id")
 
         async def watch(message: Message) -> None:
@@ -62,9 +62,9 @@ class Accounts:
         try:
             await self._app(scope, receive, watch)
         finally:
-            self._metrics.answered(_template(scope.get("route")), status, self._clock.now() - started)
+            self._metrics.observe_request(_template(scope.get("route")), status, self._clock.now() - started)
 
 
 def _template(route: BaseRoute | None) -> str:
-    """The path as the route declares it; "other" for paths that no route knows."""
+    """The path as the route declares it; "other" for unknown paths."""
     return str(route.path) if route is not None and hasattr(route, "path") else "other"

@@ -1,13 +1,13 @@
-"""Usage and times as answers show them."""
+"""Usage, times and handoff statistics in responses."""
 
 from typing import Any
 
 from headrace.core.types.request import Timing, Usage
-from headrace.server.frontend.generation import GenerationResult
+from headrace.server.frontend.generation_request import GenerationResult
 
 
 def usage_report(usages: list[Usage], completion_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object over several prompts (one entry each)."""
+    """OpenAI's "usage" object. usages: one for each prompt."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     return {
         "prompt_tokens": prompt_tokens,
@@ -18,7 +18,7 @@ def usage_report(usages: list[Usage], completion_tokens: int) -> dict[str, Any]:
 
 
 def timing_report(timing: Timing, *, decode: bool) -> dict[str, float]:
-    """Milliseconds per phase; total is their sum, as shown. decode: with the tokens after the first."""
+    """Milliseconds by phase; total is the sum of the rounded values. decode: include the time after the first token."""
     phases = {
         "queue": timing.queue_s,
         "bootstrap": timing.bootstrap_s,
@@ -32,10 +32,10 @@ def timing_report(timing: Timing, *, decode: bool) -> dict[str, float]:
 
 
 def handoff_report(result: GenerationResult) -> dict[str, int]:
-    """What crossed the wire."""
+    """Pages, bytes and chunks that were transferred."""
     return {"pages": result.handoff.pages, "bytes": result.handoff.bytes, "chunks": result.handoff.chunks}
 
 
 def headrace_report(result: GenerationResult) -> dict[str, Any]:
-    """The "headrace" object of OpenAI answers: where the time of the (first) choice went."""
+    """The "headrace" object of OpenAI responses: times and handoff of the first choice."""
     return {"timing_ms": timing_report(result.timing, decode=True), "handoff": handoff_report(result)}

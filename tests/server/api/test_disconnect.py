@@ -54,4 +54,4 @@ async def test_between_two_tokens_of_a_stream(tokenizer: Tokenizer) -> None:
             assert "hello" in first
             assert link.of(Abort) == []
         await link.wait_for(Abort)
-        assert service.open_requests == 0
+        assert service.completions.open_requests == 0

@@ -13,7 +13,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Discard
 from headrace.server.app import create_bootstrap_app
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running
+from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running, server_info
 
 
 def computing(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
@@ -47,7 +47,7 @@ async def test_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
     async with running(FakeLink(), tokenizer, role="prefill", api_keys=("k",), bootstrap_port=9) as service:
         async with client(service) as http:
             assert json_of(await http.get("/query")) == {"0": worker}
-        transport = httpx.ASGITransport(app=create_bootstrap_app(service, service.config.server))
+        transport = httpx.ASGITransport(app=create_bootstrap_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             assert json_of(await http.get("/query")) == {"0": worker}
             assert (await http.get("/health")).status_code == 200
@@ -61,7 +61,7 @@ async def test_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_a_server_without_a_control_endpoint_says_so(tokenizer: Tokenizer) -> None:
     link = FakeLink()
-    link.state = EngineState(ready=True)
+    link.info = server_info(control_port=0)
     async with running(link, tokenizer) as service, client(service) as http:
         assert (await http.get("/query")).status_code == 503
 
@@ -76,7 +76,7 @@ async def test_health_that_computes(tokenizer: Tokenizer) -> None:
         link.script = failing(ErrorInfo(code="deadline_exceeded", message="not done in time", status=504))
         assert (await http.get("/health_generate")).status_code == 504
         link.say(EngineState(ready=False, reason="stage 0 died"))
-        while service.not_ready() is None:
+        while service.readiness.not_ready() is None:
             await asyncio.sleep(0)  # requests within one process may never let the event loop turn
         assert (await http.get("/health_generate")).status_code == 503
         assert (await http.get("/ping")).status_code == 503

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.core.messages.frontend import QueryStats, RefuseTicket
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import LENGTH, FakeLink, client, in_loop, json_of, make_config, running, saying
+from tests.server.fakes import LENGTH, FakeLink, client, in_loop, json_of, running, saying
 
 CHAT = [{"role": "user", "content": "x"}]
 COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
@@ -230,8 +230,7 @@ async def test_a_bug_is_a_500_in_the_one_form(tokenizer: Tokenizer) -> None:
         return []
 
     async with running(FakeLink(script), tokenizer) as service, client(service) as http:
-        service.config = make_config(tokenizer)
-        service.cancel = None  # type: ignore[assignment,method-assign]
+        service.completions.cancel = None  # type: ignore[assignment,method-assign]
         response = await http.delete("/v1/prefill/x")
     assert (response.status_code, json_of(response)["error"]["code"]) == (500, "internal_error")
 

@@ -20,7 +20,7 @@ from headrace.core.messages.frontend import (
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.request import Discard, SendTo, Timing, Usage
-from headrace.server.api.response.handoff import reachable_host
+from headrace.server.frontend.control_address import reachable_host
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
 

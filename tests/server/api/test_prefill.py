@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import Abort, AnySchedulerReply, EngineState, Held, Progress, Submit, Tokens
+from headrace.core.messages.frontend import Abort, AnySchedulerReply, Held, Progress, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import Discard, SendTo, Timing, TokenLogprob, Usage
@@ -159,7 +159,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "fingerprint": "fp",
         }
     link = FakeLink()
-    link.state = EngineState(ready=False)
+    link.info = link.state = None
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         response: httpx.Response = await http.get("/v1/handoff")
         assert (response.status_code, json_of(response)["error"]["code"]) == (503, "not_ready")

@@ -212,7 +212,7 @@ async def test_the_prefill_server_hears_of_overload_here(tokenizer: Tokenizer) -
     link = FakeLink()
     async with decode(link, tokenizer) as (service, http):
         link.say(EngineState(ready=False, reason="stage 0 died"))
-        while service.not_ready() is None:
+        while service.readiness.not_ready() is None:
             await asyncio.sleep(0)
         response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
         assert response.status_code == 503
@@ -274,7 +274,7 @@ async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(to
         assert unnamed.status_code == 503, "it is not ours to send prompts to"
     assert [submit.route for submit in link.of(Submit)] == [FetchFrom(control_server, "t", "done")] * 2
     assert len(link.of(AddPrefill)) == 1
-    assert service.prefill_servers() == []
+    assert service.prefills.servers() == []
 
 
 @in_loop

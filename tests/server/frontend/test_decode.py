@@ -294,7 +294,9 @@ async def test_a_server_that_is_not_there_yet_is_found_later(tokenizer: Tokenize
     link, prefills = FakeLink(), Prefills()
     control_server = prefills.control_servers.pop("p1")
     async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
-        while "nobody listens" not in (service.not_ready() or ErrorInfo(code="", message="", status=0)).message:
+        while (
+            "nobody listens" not in (service.readiness.not_ready() or ErrorInfo(code="", message="", status=0)).message
+        ):
             await asyncio.sleep(0)
         prefills.control_servers["p1"] = control_server
         await link.wait_for(AddPrefill)
@@ -339,7 +341,7 @@ async def test_local_fallback(tokenizer: Tokenizer) -> None:
         assert [submit.route for submit in link.of(Submit)] == [DecodeHere()]
         await link.wait_for(AddPrefill)
         welcoming(link, ONE)
-        while service.not_ready() is None and len(link.of(Submit)) < 3:
+        while service.readiness.not_ready() is None and len(link.of(Submit)) < 3:
             answer = await http.post("/v1/completions", json={"prompt": "x"})
             assert json_of(answer)["choices"][0]["text"] == "hello"
         *_, failed, local = link.of(Submit)
@@ -363,7 +365,7 @@ async def test_no_fallback_once_a_token_was_given_out_or_for_the_clients_mistake
         ):
             await link.wait_for(AddPrefill)
             welcoming(link, ONE)
-            while not service.prefill_servers()[0].up:
+            while not service.prefills.servers()[0].up:
                 await asyncio.sleep(0)
             response = await http.post("/v1/completions", json={"prompt": "x"})
             assert response.status_code == (502 if status == 500 else 400)

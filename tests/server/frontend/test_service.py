@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,7 +11,7 @@ from headrace.core.runtime.clock import VirtualClock
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.request import SamplingParams
-from headrace.server.frontend.generation import Job
+from headrace.server.frontend.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.scheduler_client import LOST_S, SILENT_S
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
@@ -40,12 +39,14 @@ async def test_before_the_start_and_while_loading(tokenizer: Tokenizer) -> None:
             refused = await http.post("/v1/completions", json={"prompt": "x"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         link.say(EngineState(ready=True))
-        await service.wait_ready()
+        await service.readiness.wait_engine_ready()
         assert await status(service, "/ready") == (200, "")
         link.say(EngineState(ready=False, reason="stage 0 died"))
-        while service.not_ready() is None:
+        while service.readiness.not_ready() is None:
             await asyncio.sleep(0)
-        assert service.not_ready() == ErrorInfo(code="not_ready", message="stage 0 died", status=503, retry_after_s=1.0)
+        assert service.readiness.not_ready() == ErrorInfo(
+            code="not_ready", message="stage 0 died", status=503, retry_after_s=1.0
+        )
 
 
 @in_loop
@@ -63,7 +64,7 @@ async def test_a_silent_scheduler_is_unhealthy_until_it_answers(tokenizer: Token
             assert (await http.get("/metrics")).status_code == 200
         link.answers_probes = True
         await link.wait_for(QueryStats, len(link.of(QueryStats)) + 1)
-        while service.unhealthy():
+        while service.readiness.unhealthy():
             await asyncio.sleep(0)
         assert await status(service, "/health") == (200, "")
 
@@ -117,7 +118,7 @@ async def test_stopping_leaves_nobody_waiting(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with client(service := Service(link, make_config(tokenizer), tokenizer=tokenizer)) as http:
         await service.start()
-        await service.wait_ready()
+        await service.readiness.wait_engine_ready()
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await link.wait_for(Submit)
         await service.stage_lost(0, "gone")
@@ -132,10 +133,7 @@ async def test_stopping_leaves_nobody_waiting(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_open_requests_are_bounded(tokenizer: Tokenizer) -> None:
     link = FakeLink()
-    async with running(link, tokenizer) as service, client(service) as http:
-        limit = service.config.scheduler.max_queued_requests
-        assert limit > 1
-        service.config = make_config(tokenizer, max_queued_requests=1)
+    async with running(link, tokenizer, max_queued_requests=1) as service, client(service) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await link.wait_for(Submit)
         response = await http.post("/v1/completions", json={"prompt": "x"})
@@ -159,7 +157,7 @@ async def test_a_rid_that_was_taken_back_stays_taken_until_its_end(tokenizer: To
         asked = asyncio.create_task(http.post("/v1/prefill", json=body))
         await link.wait_for(Submit)
         asked.cancel()
-        while service.open_requests:
+        while service.completions.open_requests:
             await asyncio.sleep(0)
         assert (await http.post("/v1/prefill", json=body)).status_code == 409
         link.say(Tokens(rid="mine", tokens=(99,)))
@@ -205,8 +203,9 @@ async def test_metrics_of_a_server_in_use(tokenizer: Tokenizer) -> None:
 def test_nobody_may_submit_to_a_service_that_has_not_started(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         service = Service(FakeLink(), make_config(tokenizer))
+        request = GenerationRequest(rid="r", prompt=(1,), sampling=SamplingParams())
         with pytest.raises(HeadraceError, match="loading"):
-            service.admit(Job(rid="r", prompt=(1,), sampling=SamplingParams()))
+            await service.completions.complete(request, discard_events)
 
     asyncio.run(main())
 
@@ -216,8 +215,8 @@ async def test_where_routers_find_kv_events(tokenizer: Tokenizer) -> None:
     """The shape that vLLM 0.32 answers with, by data-parallel rank; nothing when there are none."""
     async with running(FakeLink(), tokenizer) as service, client(service) as http:
         assert (await http.get("/kv_event_sources")).json() == {}
-        events = KvEventsConfig(host="0.0.0.0", port=5557, replay_port=5558, topic="kv", buffer=7)
-        service.config = msgspec.structs.replace(service.config, kv_events=events)
+    events = KvEventsConfig(host="0.0.0.0", port=5557, replay_port=5558, topic="kv", buffer=7)
+    async with running(FakeLink(), tokenizer, kv_events=events) as service, client(service) as http:
         source = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

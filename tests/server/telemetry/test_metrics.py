@@ -52,7 +52,7 @@ def test_histograms_count_like_brute_force(durations: list[float]) -> None:
     spec = MetricSpec("http_request_duration_seconds", "histogram", "x", ("route",))
     metrics = FrontMetrics()
     for duration in durations:
-        metrics.answered("/x", 200, duration)
+        metrics.observe_request("/x", 200, duration)
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(render([metrics.statistics()]).decode()):
         if family.name == "headrace_http_request_duration_seconds":

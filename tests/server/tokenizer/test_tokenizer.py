@@ -7,7 +7,7 @@ import pytest
 
 from headrace.core.types.errors import HeadraceError
 from headrace.server.config.load import load
-from headrace.server.tokenizer.service import TokenService
+from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
 from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, Tokenizer, load_tokenizer
 
 
@@ -48,7 +48,7 @@ def test_a_chat_the_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer
 
 def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
     async def main() -> list[list[int]]:
-        service = TokenService(tokenizer)
+        service = AsyncTokenizer(tokenizer)
         try:
             return await asyncio.gather(*(service.encode(f"hello world {index}") for index in range(50)))
         finally:

@@ -1,4 +1,4 @@
-"""The HTTP half of a ticket: a prompt posted to a prefill server, its progress, its answer or its error."""
+"""POST /v1/prefill to a prefill server: its progress events, its response or its error."""
 
 import asyncio
 import contextlib
@@ -19,31 +19,38 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-LINGER_S = 1.0  # the answer follows the last byte of the KV within milliseconds
-PASSED_ON = (400, 413, 422, 429, 499, 503, 504)  # statuses that mean the same to our client
+RESPONSE_TIMEOUT_S = 1.0  # the response follows the last byte of the KV within milliseconds
+CLIENT_STATUSES = (400, 413, 422, 429, 499, 503, 504)  # mean the same to our client
 PREFILL_FAILED = "prefill_failed"
 _SECONDS = re.compile(r"[0-9]{1,5}")
 
 
-class FetchProgress(msgspec.Struct, frozen=True):
-    """How far the prefill server is. phase: bootstrapped, computing, transferring."""
+class PrefillProgress(msgspec.Struct, frozen=True):
+    """How far the prefill server is."""
 
     phase: str
+    """bootstrapped, computing or transferring."""
     done: int = 0
+    """Prompt tokens computed."""
     total: int = 0
+    """Prompt tokens in all."""
 
 
-class PrefillAnswer(msgspec.Struct, frozen=True):
-    """What a decode server needs of a prefill's response. Times in milliseconds."""
+class PrefillResponse(msgspec.Struct, frozen=True):
+    """Fields of a prefill server's response that a decode server uses."""
 
     timing_ms: dict[str, float] = {}
+    """Milliseconds by phase."""
     prompt_logprobs: list[LogprobEntry | None] | None = None
 
 
 class PrefillCall:
-    """Starts with start(); leaving the context before the answer closes the connection, which cancels the prompt
-    at the prefill server. load is called with +1 at the start, and with -1 when the answer is there or the context
-    is left."""
+    """One prompt sent to a prefill server, as an async context.
+
+    The prompt is sent by start(). Leaving the context with an exception closes the connection, which cancels the prompt
+    there. load is called with +1 on entering, and with -1 when the response has come or the context is left. running:
+    set that keeps the task while it runs.
+    """
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class PrefillCall:
         self._load = load
         self._running = running
         self._task: asyncio.Task[None] | None = None
-        self._answer: PrefillAnswer | None = None
+        self._response: PrefillResponse | None = None
         self._loading = False
 
     async def __aenter__(self) -> Self:
@@ -74,22 +81,22 @@ class PrefillCall:
         if self._task is not None and kind is not None:
             self._task.cancel()
 
-    def start(self, on_progress: Callable[[FetchProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
-        """Post the prompt. on_error is called once when the prefill server refuses or fails it."""
+    def start(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
+        """Send the prompt. on_error is called once if the prefill server refuses or fails it."""
         self._task = asyncio.create_task(self._run(on_progress, on_error))
         self._running.add(self._task)
         self._task.add_done_callback(self._running.discard)
 
-    async def answer(self) -> PrefillAnswer | None:
-        """The prefill server's answer; None when it does not come although the KV has come."""
+    async def response(self) -> PrefillResponse | None:
+        """The prefill server's response; None if it does not follow the KV in time."""
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._task), LINGER_S)
-        return self._answer
+                await asyncio.wait_for(asyncio.shield(self._task), RESPONSE_TIMEOUT_S)
+        return self._response
 
-    async def _run(self, on_progress: Callable[[FetchProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
+    async def _run(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
         try:
-            self._answer = await self._post(on_progress)
+            self._response = await self._post(on_progress)
         except HeadraceError as error:
             log.info("prefill server %s: %s", self._url, error.info.message)
             on_error(error.info)
@@ -101,22 +108,22 @@ class PrefillCall:
             self._loading = False
             self._load(-1)
 
-    async def _post(self, on_progress: Callable[[FetchProgress], None]) -> PrefillAnswer:
+    async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""
         try:
             async with self._http.stream("POST", f"{self._url}/v1/prefill", json=self._body) as response:
                 if response.status_code != 200:
-                    raise HeadraceError(refusal(response.status_code, await response.aread(), response.headers))
+                    raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
                 if not self._body.get("stream"):
-                    return _decode(await response.aread(), PrefillAnswer)
-                return await _follow(response, on_progress)
+                    return _decode(await response.aread(), PrefillResponse)
+                return await _read_events(response, on_progress)
         except httpx.HTTPError as error:
             message = f"prefill server {self._url}: {type(error).__name__} {error}".rstrip()
             raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502)) from error
 
 
-async def _follow(response: httpx.Response, on_progress: Callable[[FetchProgress], None]) -> PrefillAnswer:
-    """Read the event stream of a prefill to its end."""
+async def _read_events(response: httpx.Response, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
+    """Read the server-sent events of a prefill until its response. Raises HeadraceError."""
     event = ""
     async for line in response.aiter_lines():
         if line.startswith("event: "):
@@ -124,13 +131,15 @@ async def _follow(response: httpx.Response, on_progress: Callable[[FetchProgress
         elif line.startswith("data: "):
             data = line.removeprefix("data: ").encode()
             if event == "done":
-                return _decode(data, PrefillAnswer)
+                return _decode(data, PrefillResponse)
             if event == "error":
-                raise HeadraceError(refusal(_decode(data, _Refusal).error.status or 502, data, response.headers))
+                status = _decode(data, _ErrorResponse).error.status or 502
+                raise HeadraceError(response_error(status, data, response.headers))
             progress = _decode(data, _ProgressData)
             phase = "computing" if event == "progress" else event
-            on_progress(FetchProgress(phase, progress.done, progress.total))
-    raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message="the prefill server ended its answer early", status=502))
+            on_progress(PrefillProgress(phase, progress.done, progress.total))
+    message = "the prefill server closed its event stream before the response"
+    raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502))
 
 
 class _ProgressData(msgspec.Struct):
@@ -145,18 +154,18 @@ class _ErrorBody(msgspec.Struct):
     status: int = 0
 
 
-class _Refusal(msgspec.Struct):
+class _ErrorResponse(msgspec.Struct):
     error: _ErrorBody = msgspec.field(default_factory=_ErrorBody)
 
 
-def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
-    """What a prefill server's error answer means for our client: its own request errors and overload pass through;
-    whatever is between the two servers (keys, tickets, routes, crashes) is a 502."""
+def response_error(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
+    """The error for our client after a prefill server's error response. Errors of the request and overload keep their
+    status; those between the two servers (keys, tickets, routes, crashes) become 502."""
     try:
-        error = msgspec.json.decode(content, type=_Refusal).error
+        error = msgspec.json.decode(content, type=_ErrorResponse).error
     except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
-    if status not in PASSED_ON:
+    if status not in CLIENT_STATUSES:
         message = f"the prefill server answered {status}: {error.message}"
         return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     retry_after = headers.get("Retry-After", "")
@@ -169,10 +178,10 @@ def refusal(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
     )
 
 
-def passed_on(info: ErrorInfo) -> ErrorInfo:
-    """What a failure means for a client whose prompt somebody else has posted: refusals of the prompt and overload are
-    the same to it; what went wrong between the two servers (tickets, sessions, a cancelled prefill) is a 502."""
-    if info.status in PASSED_ON and info.code != CANCELLED:
+def client_error(info: ErrorInfo) -> ErrorInfo:
+    """The error for a client whose prompt a router has sent to the prefill server. Errors of the prompt and overload
+    keep their status; those between the two servers (tickets, sessions, a cancelled prefill) become 502."""
+    if info.status in CLIENT_STATUSES and info.code != CANCELLED:
         return info
     return msgspec.structs.replace(info, status=info.status if info.status >= 500 else 502)
 
@@ -181,5 +190,5 @@ def _decode(data: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(data, type=kind)
     except NO_MESSAGE as error:
-        message = f"the prefill server answered something else: {error}"
+        message = f"the prefill server sent an unexpected response: {error}"
         raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502)) from error

@@ -1,30 +1,38 @@
-"""The two forms of OpenAI answers: text completions and chat."""
+"""JSON of the choices of OpenAI's text completions and chat completions."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from headrace.core.types.request import FinishReason, TokenLogprob
 from headrace.server.api.response.choices import Choice
-from headrace.server.frontend.generation import Delta, GenerationResult
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
 
-class Form(Protocol):
-    """Builds the "choices" of an answer and of its chunks. before: what the choice had before this delta."""
+class ChoiceForm(Protocol):
+    """Builds the items of "choices", of a whole response and of the chunks of a stream."""
 
     name: str
+    """The "object" of a whole response."""
     chunk_name: str
+    """The "object" of a chunk."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice, where there is one."""
+        """The chunk that begins a choice; None if there is none."""
         ...
 
-    def delta(self, index: int, delta: Delta, before: Choice) -> dict[str, Any]: ...
+    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+        """The chunk of new text. offset: characters of the choice before it."""
+        ...
 
-    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]: ...
+    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+        """The chunk that ends a choice."""
+        ...
 
-    def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]: ...
+    def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """A choice of a whole response."""
+        ...
 
 
 class CompletionForm:
@@ -40,8 +48,8 @@ class CompletionForm:
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def delta(self, index: int, delta: Delta, before: Choice) -> dict[str, Any]:
-        logprobs = self._shown(delta.logprobs, len(before.text))
+    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+        logprobs = self._logprobs_object(delta.logprobs, offset)
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
 
     def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
@@ -51,12 +59,12 @@ class CompletionForm:
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._shown(choice.logprobs, 0),
+            "logprobs": self._logprobs_object(choice.logprobs, 0),
             "finish_reason": result.finish_reason,
             **_prompt_logprobs(self._tokenizer, result),
         }
 
-    def _shown(self, values: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs_object(self, values: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         return completion_logprobs(self._tokenizer, values, offset) if self._logprobs else None
 
 
@@ -74,9 +82,14 @@ class ChatForm:
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, delta: Delta, before: Choice) -> dict[str, Any]:
+    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
         content = {"content": delta.text}
-        return {"index": index, "delta": content, "logprobs": self._shown(delta.logprobs), "finish_reason": None}
+        return {
+            "index": index,
+            "delta": content,
+            "logprobs": self._logprobs_object(delta.logprobs),
+            "finish_reason": None,
+        }
 
     def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
@@ -85,16 +98,16 @@ class ChatForm:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._shown(choice.logprobs),
+            "logprobs": self._logprobs_object(choice.logprobs),
             "finish_reason": result.finish_reason,
             **_prompt_logprobs(self._tokenizer, result),
         }
 
-    def _shown(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs_object(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, values) if self._logprobs else None
 
 
 def _prompt_logprobs(tokenizer: Tokenizer, result: GenerationResult) -> dict[str, Any]:
-    """Present only where they were asked for: OpenAI has no such field."""
+    """Present only if they were requested: OpenAI has no such field."""
     entries = native_entries(tokenizer, result.prompt_logprobs)
     return {} if entries is None else {"prompt_logprobs": entries}

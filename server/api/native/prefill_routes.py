@@ -1,4 +1,4 @@
-"""POST /v1/prefill, DELETE /v1/prefill/{rid}, GET /v1/handoff."""
+"""POST /v1/prefill, DELETE /v1/prefill/{rid}, GET /v1/handoff: Headrace's own API."""
 
 import re
 import secrets
@@ -10,85 +10,85 @@ from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
-from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, unavailable
+from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body import parse_body, read_body
-from headrace.server.api.request.completion import telling_the_other_side
 from headrace.server.api.request.prompts import check_model, encode_any
+from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import request_fields, sampling_params
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.api.response.answer import Answer, EventStream, EventWriter, json_response
-from headrace.server.api.response.errors import error_body
+from headrace.server.api.response.error_response import error_body
+from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.api.response.usage import handoff_report, timing_report
-from headrace.server.frontend.generation import Delta, Emit, Job, ignore
-from headrace.server.frontend.service import Service
+from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
+from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.logprobs import native_entries, native_entry
+from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
 
 PROTOCOL_VERSIONS = (1,)
 _RID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def native_routes(service: Service, config: ServerConfig) -> APIRouter:
-    """Routes of Headrace's own API."""
+def prefill_routes(model: ServedModel, completions: Completions, config: ServerConfig) -> APIRouter:
+    """POST and DELETE of prefills."""
     router = APIRouter()
 
     @router.post("/v1/prefill")
-    async def prefill(request: Request) -> Response:
-        raw = await read_body(request, config.max_body_bytes)
-        with telling_the_other_side(service, config, raw):
+    async def prefill(http: Request) -> Response:
+        raw = await read_body(http, config.max_body_bytes)
+        with notify_peers_on_refusal(completions, config, raw):
             body = parse_body(raw, PrefillBody)
-            check_model(service, body.model)
-            job = await _job(service, config, body)
+            check_model(model, body.model)
+            request = await _request(model, config, body)
         if not body.stream:
-            return Answer(lambda: _prefill(service, job, ignore))
-        return EventStream(lambda events: _stream(service, job, events), _tell)
+            return JsonAnswer(lambda: _prefill(model, completions, request, discard_events))
+        return EventStream(lambda events: _stream(model, completions, request, events), _write_error)
 
     @router.delete("/v1/prefill/{rid}")
     async def cancel(rid: str) -> Response:
-        if not service.cancel(rid):
+        if not completions.cancel(rid):
             raise invalid("rid", f"no request {rid!r} is open", code=UNKNOWN_RID, status=404)
         return json_response({"cancelled": True})
 
     return router
 
 
-def handoff_routes(service: Service, config: ServerConfig) -> APIRouter:
-    """GET /v1/handoff."""
+def handoff_routes(model: ServedModel, control: ControlAddress, config: ServerConfig) -> APIRouter:
+    """GET /v1/handoff: where decode servers find the control endpoint."""
     router = APIRouter()
 
     @router.get("/v1/handoff")
     async def handoff() -> Response:
-        """Where decode servers find the control endpoint."""
-        engine = service.engine
         if config.role != "prefill":
             message = f"this server has role {config.role}; decode servers fetch from a server with --role prefill"
             raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
-        if engine is None or not engine.control_port:
-            raise unavailable("the server is loading", code="not_ready")
+        info = control.require()
         return json_response(
             {
                 "protocol": PROTOCOL_VERSIONS,
-                "instance": engine.instance,
-                "control_port": engine.control_port,
+                "instance": info.instance,
+                "control_port": info.control_port,
                 "bootstrap_port": config.bootstrap_port,
-                "model": service.model_name,
-                "fingerprint": engine.fingerprint or None,
+                "model": model.name,
+                "fingerprint": info.stages.fingerprint if info.stages is not None else None,
             }
         )
 
     return router
 
 
-async def _job(service: Service, config: ServerConfig, body: PrefillBody) -> Job:
+async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) -> GenerationRequest:
     """Raises HeadraceError (400) for a body that cannot be served in this role."""
     ticket = _ticket(config, body)
     if body.rid is not None and not _RID.fullmatch(body.rid):
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
     fields = request_fields(body)
-    sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=service.vocab_size)
-    return Job(
+    sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
+    return GenerationRequest(
         rid=body.rid or f"pf-{secrets.token_hex(16)}",
-        prompt=await encode_any(service, body),
+        prompt=await encode_any(model, body),
         sampling=sampling,
         ticket=ticket,
         hold=body.handoff == "hold",
@@ -98,7 +98,7 @@ async def _job(service: Service, config: ServerConfig, body: PrefillBody) -> Job
 
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
-    """The ticket under which the KV leaves, None when the client says that nobody wants it."""
+    """The ticket under which a peer fetches the KV, None if it is dropped. Raises HeadraceError (400)."""
     if body.handoff not in (None, "none", "hold"):
         raise invalid("handoff", f'handoff is {body.handoff!r}; it has to be "hold", "none" or left out')
     if body.handoff == "none":
@@ -118,14 +118,16 @@ def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
     return body.ticket
 
 
-async def _prefill(service: Service, job: Job, emit: Emit) -> dict[str, Any]:
-    first, result = await service.prefill(job, emit)
-    tokenizer = service.tokens.tokenizer
+async def _prefill(
+    model: ServedModel, completions: Completions, request: GenerationRequest, emit: Emit
+) -> dict[str, Any]:
+    """Run the request; returns the response."""
+    first, result = await completions.prefill(request, emit)
     return {
-        "rid": job.rid,
-        "ticket": job.ticket,
-        "model": service.model_name,
-        "first_token": _first_token(service, first),
+        "rid": request.rid,
+        "ticket": request.ticket,
+        "model": model.name,
+        "first_token": _first_token(model.tokenizer, first),
         "finish_reason": result.finish_reason,
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
@@ -135,31 +137,32 @@ async def _prefill(service: Service, job: Job, emit: Emit) -> dict[str, Any]:
         "timing_ms": timing_report(result.timing, decode=False),
         "handoff": handoff_report(result),
         "lease_s": result.lease_s,
-        "prompt_logprobs": native_entries(tokenizer, result.prompt_logprobs),
+        "prompt_logprobs": native_entries(model.tokenizer, result.prompt_logprobs),
     }
 
 
-def _first_token(service: Service, first: Tokens) -> dict[str, Any]:
-    tokenizer = service.tokens.tokenizer
+def _first_token(tokenizer: Tokenizer, first: Tokens) -> dict[str, Any]:
     if first.logprobs:
         return msgspec.structs.asdict(native_entry(tokenizer, first.logprobs[0]))
     token = first.tokens[0]
     return {"id": token, "text": tokenizer.piece(token), "logprob": None, "top_logprobs": None}
 
 
-async def _stream(service: Service, job: Job, events: EventWriter) -> None:
+async def _stream(
+    model: ServedModel, completions: Completions, request: GenerationRequest, events: EventWriter
+) -> None:
     """Events: bootstrapped, progress {done, total}, transferring, done (the response)."""
 
-    async def emit(event: Progress | Delta) -> None:
+    async def emit(event: Progress | GenerationDelta) -> None:
         if isinstance(event, Progress):
             name = "progress" if event.phase == "computing" else event.phase
-            await events.data({"rid": job.rid, "done": event.done, "total": event.total}, name)
+            await events.data({"rid": request.rid, "done": event.done, "total": event.total}, name)
 
-    await events.data(await _prefill(service, job, emit), "done")
+    await events.data(await _prefill(model, completions, request, emit), "done")
 
 
-async def _tell(events: EventWriter, info: ErrorInfo) -> None:
-    """The error event repeats the status, which the response's head can no longer carry."""
+async def _write_error(events: EventWriter, info: ErrorInfo) -> None:
+    """The error event has the status, since the head of the response was sent before."""
     body = error_body(info)
     error = body["error"]
     assert isinstance(error, dict)

@@ -1,4 +1,4 @@
-"""Answers that take their time: they notice a client that goes away, and start only when there is something to say."""
+"""JSON responses and server-sent events whose work is cancelled when the client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -13,16 +13,18 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
-    """The client has closed its connection; nobody is there to answer."""
+class ClientDisconnected(Exception):
+    """The client has closed its connection."""
 
 
 def json_response(content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with JSON that is known already."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run the work; cancel it and raise ClientGone when the client disconnects first. The body must have been read."""
+    """Run the work. Raises ClientDisconnected, after cancelling it, if the client disconnects first. The request's body
+    must have been read."""
     task = asyncio.current_task()
     assert task is not None
     gone = False
@@ -38,32 +40,34 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if gone and task.uncancel() == 0:  # by us and nobody else
-            raise ClientGone from None
+        if gone and task.uncancel() == 0:  # nothing but watch() has cancelled it
+            raise ClientDisconnected from None
         raise
     finally:
         watcher.cancel()
 
 
 class EventWriter:
-    """Server-sent events. The response starts with the first of them, so a failure before it keeps its status.
+    """Writes server-sent events. The response starts with the first event, so a failure before it has its own status.
     Several tasks may write."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._writing = asyncio.Lock()
         self.started = False
+        """Whether an event was written."""
 
     async def data(self, content: object, event: str = "") -> None:
-        """One event with JSON data, under a name where the stream has named events."""
+        """Write one event with JSON data. event: its name, "" for an event without one."""
         head = f"event: {event}\n".encode() if event else b""
         await self._write(head + b"data: " + msgspec.json.encode(content) + b"\n\n")
 
     async def done(self) -> None:
-        """The line that ends OpenAI's streams."""
+        """Write the [DONE] line that ends OpenAI's and SGLang's streams."""
         await self._write(b"data: [DONE]\n\n")
 
     async def end(self) -> None:
+        """End the response."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, body: bytes) -> None:
@@ -75,8 +79,8 @@ class EventWriter:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-class Answer(Response):
-    """Computes its JSON content while watching the client."""
+class JsonAnswer(Response):
+    """A JSON response whose content is computed by work; cancels the work if the client disconnects."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         super().__init__()
@@ -85,31 +89,32 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             content = await until_disconnect(receive, self._work())
-        except ClientGone:
+        except ClientDisconnected:
             return
         await json_response(content)(scope, receive, send)
 
 
 class EventStream(Response):
-    """Streams what the work writes. tell writes the error that ends a stream which has begun."""
+    """A stream of the events that work writes; cancels the work if the client disconnects. write_error ends a stream
+    that fails after its first event; a failure before it becomes an error response."""
 
     def __init__(
         self,
         work: Callable[[EventWriter], Coroutine[Any, Any, None]],
-        tell: Callable[[EventWriter, ErrorInfo], Awaitable[None]],
+        write_error: Callable[[EventWriter, ErrorInfo], Awaitable[None]],
     ) -> None:
         super().__init__()
         self._work = work
-        self._tell = tell
+        self._write_error = write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventWriter(send)
         try:
             await until_disconnect(receive, self._work(events))
-        except ClientGone:
+        except ClientDisconnected:
             return
         except HeadraceError as error:
             if not events.started:
                 raise
-            await self._tell(events, error.info)
+            await self._write_error(events, error.info)
         await events.end()

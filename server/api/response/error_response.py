@@ -1,4 +1,4 @@
-"""Error answers in OpenAI's form, with the status, code and field of an ErrorInfo."""
+"""Error responses in OpenAI's form, with the status, code and field of an ErrorInfo."""
 
 import math
 
@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError
-from headrace.server.api.response.answer import json_response
+from headrace.server.api.response.streaming import EventWriter, json_response
 
 _TYPES = {
     401: "authentication_error",
@@ -20,7 +20,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def error_body(info: ErrorInfo) -> dict[str, object]:
-    """The JSON object that tells an error."""
+    """The JSON object of an error."""
     kind = _TYPES.get(info.status, "server_error" if info.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {"message": info.message, "type": kind, "param": info.field, "code": info.code}
     if info.stage is not None:
@@ -29,6 +29,7 @@ def error_body(info: ErrorInfo) -> dict[str, object]:
 
 
 def error_response(info: ErrorInfo) -> Response:
+    """An error as a whole HTTP response."""
     headers = {}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
@@ -37,8 +38,14 @@ def error_response(info: ErrorInfo) -> Response:
     return json_response(error_body(info), status=info.status, headers=headers)
 
 
+async def write_error_event(events: EventWriter, info: ErrorInfo) -> None:
+    """End a stream that failed after its first event."""
+    await events.data(error_body(info))
+    await events.done()
+
+
 def install_handlers(app: FastAPI) -> None:
-    """Have every failure of a route answered in the one form."""
+    """Answer every failure of a route in the same form."""
 
     @app.exception_handler(HeadraceError)
     async def headrace_error(_request: Request, error: HeadraceError) -> Response:
@@ -55,5 +62,5 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_request: Request, _error: Exception) -> Response:
-        """Starlette logs the traceback; the client learns that it is not at fault."""
+        """Starlette logs the traceback; the client gets a plain 500."""
         return error_response(ErrorInfo(code="internal_error", message="internal error; see the log", status=500))

@@ -1,0 +1,76 @@
+"""Responses of OpenAI's completions and chat completions."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.core.messages.frontend import Progress
+from headrace.core.types.errors import ErrorInfo
+from headrace.server.api.openai.choice_forms import ChoiceForm
+from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.response.choices import Choice, Output
+from headrace.server.api.response.error_response import write_error_event
+from headrace.server.api.response.streaming import EventWriter
+from headrace.server.api.response.usage import headrace_report, usage_report
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+
+
+class ChoicesFormat:
+    """The ResponseFormat with "choices", numbered prompt by prompt. include_usage: end a stream with its usage."""
+
+    def __init__(self, asked: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool) -> None:
+        self._choices_per_prompt = asked.choices
+        self._form = form
+        self._include_usage = include_usage
+        self._head = {"id": asked.base.rid, "created": int(time.time()), "model": model_name}
+        self._opened: set[int] = set()
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self._form.name,
+            "choices": [self._form.whole(index, choice, result) for index, (choice, result) in enumerate(outputs)],
+            **self._totals([result for _, result in outputs]),
+        }
+
+    async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
+        report = {"choice": index, "phase": progress.phase, "done": progress.done, "total": progress.total}
+        await self._write_chunk(events, [], {"headrace": report})
+
+    async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        await self._open(events, index)
+        if delta.text or delta.logprobs:
+            offset = len(choice.text) - len(delta.text)
+            await self._write_chunk(events, [self._form.delta(index, delta, offset)])
+
+    async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        await self._open(events, index)
+        await self._write_chunk(events, [self._form.last(index, result.finish_reason)])
+
+    async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
+        if self._include_usage:
+            await self._write_chunk(events, [], self._totals(results))
+        await events.done()
+
+    async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        await write_error_event(events, info)
+
+    async def _open(self, events: EventWriter, index: int) -> None:
+        if index in self._opened:
+            return
+        self._opened.add(index)
+        if (opening := self._form.opening(index)) is not None:
+            await self._write_chunk(events, [opening])
+
+    async def _write_chunk(
+        self, events: EventWriter, choices: list[dict[str, Any]], more: dict[str, Any] | None = None
+    ) -> None:
+        await events.data({**self._head, "object": self._form.chunk_name, "choices": choices, **(more or {})})
+
+    def _totals(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """Usage of all choices; times and handoff of the first."""
+        generated = sum(result.usage.completion_tokens for result in results)
+        return {
+            "usage": usage_report([result.usage for result in results[:: self._choices_per_prompt]], generated),
+            "headrace": headrace_report(results[0]),
+        }

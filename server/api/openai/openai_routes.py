@@ -1,0 +1,132 @@
+"""POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, GET /v1/models."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.core.types.request import SamplingParams
+from headrace.server.api.openai.choice_forms import ChatForm, CompletionForm
+from headrace.server.api.openai.choices_format import ChoicesFormat
+from headrace.server.api.openai.responses_format import ResponsesFormat, input_messages, refuse_unsupported_responses
+from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
+from headrace.server.api.request.sampling import (
+    chat_logprobs_wanted,
+    choice_count,
+    refuse_unsupported,
+    request_fields,
+    sampling_params,
+)
+from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
+from headrace.server.api.response.completion_endpoint import CompletionEndpoint, MakeFormat
+from headrace.server.api.response.handoff_response import lift_limits
+from headrace.server.api.response.streaming import json_response
+from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.upstream.handoff_params import prompt_ids
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the rest of the model's length
+
+
+def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
+    """Routes of OpenAI's API. A prefill server has them for routers, which name a ticket and take the first token."""
+    router = APIRouter()
+    started = int(time.time())
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        served = {
+            "id": model.name,
+            "object": "model",
+            "created": started,
+            "owned_by": "headrace",
+            "max_model_len": model.max_model_len,
+        }
+        return json_response({"object": "list", "data": [served]})
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        return await endpoint.respond(http, CompletionBody, partial(_check_completion, model), choices(CompletionForm))
+
+    @router.post("/v1/chat/completions")
+    async def chat(http: Request) -> Response:
+        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices(ChatForm))
+
+    @router.post("/v1/responses")
+    async def responses(http: Request) -> Response:
+        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), response)
+
+    def choices(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
+        def make(body: OpenAIBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            shown = form(model.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
+            return ChoicesFormat(asked, model.name, shown, include_usage=usage)
+
+        return make
+
+    def response(_body: ResponsesBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ResponsesFormat:
+        return ResponsesFormat(asked, model.name)
+
+    return router
+
+
+async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
+    """Raises HeadraceError (400, 404)."""
+    _check(model, body)
+    prompts = completion_prompts(body.prompt)
+    sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
+    given = prompt_ids(body, len(prompts)) or prompts
+    tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
+    return CompletionRequest(_base_request("cmpl", body, sampling), tokens, choice_count(body))
+
+
+async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
+    """Raises HeadraceError (400, 404)."""
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    _check(model, body)
+    sampling = sampling_params(
+        body,
+        logprobs=chat_logprobs_wanted(body),
+        max_tokens=model.max_model_len or COMPLETION_TOKENS,
+        vocab_size=model.vocab_size,
+    )
+    given = prompt_ids(body, 1)
+    tokens = await encode(model, given[0], "prompt") if given else await encode_chat(model, body.messages)
+    return CompletionRequest(_base_request("chatcmpl", body, sampling), [tokens], choice_count(body))
+
+
+async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
+    """Raises HeadraceError (400, 404)."""
+    refuse_unsupported_responses(body)
+    body.max_tokens = body.max_output_tokens
+    _check(model, body)
+    limit = model.max_model_len or COMPLETION_TOKENS
+    sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)
+    if given := prompt_ids(body, 1):
+        tokens = await encode(model, given[0], "input")
+    else:
+        tokens = await encode_chat(model, input_messages(body), "input", instructions=body.instructions)
+    return CompletionRequest(_base_request("resp", body, sampling), [tokens])
+
+
+def _check(model: ServedModel, body: OpenAIBody) -> None:
+    check_model(model, body.model)
+    refuse_unsupported(body)
+    lift_limits(body, body)
+
+
+def _base_request(prefix: str, body: OpenAIBody, sampling: SamplingParams) -> GenerationRequest:
+    """What all choices of one response have in common."""
+    options = body.stream_options or StreamOptions()
+    return GenerationRequest(
+        rid=f"{prefix}-{secrets.token_hex(16)}",
+        prompt=(),
+        sampling=sampling,
+        progress=bool(body.stream and options.include_progress),
+        **request_fields(body),
+    )

@@ -1,0 +1,54 @@
+"""GET /debug/trace: a recording of the next seconds, for Perfetto. Needs a key if one is set."""
+
+import asyncio
+import math
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.core.runtime.clock import wall_offset
+from headrace.core.types.errors import invalid
+from headrace.server.api.response.streaming import JsonAnswer
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.telemetry.trace_report import trace_json
+from headrace.server.telemetry.tracer import Tracer
+from headrace.server.version import headrace_version
+
+DEFAULT_S = 5.0
+SHORTEST_S, LONGEST_S = 0.1, 60.0
+
+
+def debug_routes(tracer: Tracer, model: ServedModel, role: str) -> APIRouter:
+    """Routes for finding out why a server is slow."""
+    router = APIRouter()
+
+    @router.get("/debug/trace")
+    async def trace(http: Request) -> Response:
+        seconds = _seconds(http)
+
+        async def work() -> msgspec.Raw:
+            recording = await tracer.record(seconds)
+            about = {"version": headrace_version(), "role": role, "model": model.name}
+            # Thousands of spans take long enough to encode to delay other requests of this event loop.
+            return msgspec.Raw(await asyncio.to_thread(trace_json, recording, wall_offset(), about))
+
+        return JsonAnswer(work)
+
+    return router
+
+
+def _seconds(http: Request) -> float:
+    """The length of the recording. Raises HeadraceError (400)."""
+    for name in http.query_params:
+        if name != "seconds":
+            raise invalid(name, f"unknown parameter {name}; there is seconds", code="unknown_field")
+    text = http.query_params.get("seconds", str(DEFAULT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not SHORTEST_S <= seconds <= LONGEST_S:
+        message = f"seconds must be a number from {SHORTEST_S:g} to {LONGEST_S:g}, found {text!r}"
+        raise invalid("seconds", message)
+    return seconds

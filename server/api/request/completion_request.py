@@ -1,0 +1,99 @@
+"""A checked request for completions in any API, and its generation requests in either role."""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.core.config import ServerConfig
+from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.server.api.request.sampling import seeded
+from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.upstream.handoff_params import (
+    BOOTSTRAP_PORT,
+    BatchShape,
+    HandoffFields,
+    KvSource,
+    kv_sinks,
+    kv_sources,
+)
+
+
+class CompletionRequest(msgspec.Struct, frozen=True):
+    """The prompts of one HTTP request, and how to continue them."""
+
+    base: GenerationRequest
+    """What its generation requests have in common; its prompt is empty."""
+    prompts: Sequence[tuple[int, ...]]
+    """Token ids."""
+    choices: int = 1
+    """Continuations of each prompt."""
+    list_response: bool = False
+    """The response is a JSON list, which has no place for kv_transfer_params."""
+
+    @property
+    def shape(self) -> BatchShape:
+        """Numbers of prompts and choices."""
+        return BatchShape(len(self.prompts), self.choices)
+
+    def requests(self, max_model_len: int) -> list[GenerationRequest]:
+        """One generation request for each prompt and choice, ordered prompt by prompt."""
+        requests = [
+            self._request(max_model_len, prompt, choice) for prompt in self.prompts for choice in range(self.choices)
+        ]
+        if len(requests) == 1:
+            return requests
+        return [msgspec.structs.replace(each, rid=f"{each.rid}-{index}") for index, each in enumerate(requests)]
+
+    def _request(self, max_model_len: int, prompt: tuple[int, ...], choice: int) -> GenerationRequest:
+        """max_tokens is cut to the room that the prompt leaves."""
+        base = self.base
+        room = max_model_len - len(prompt) if max_model_len else base.sampling.max_tokens
+        tokens = min(base.sampling.max_tokens, room)
+        sampling = msgspec.structs.replace(
+            seeded(base.sampling, choice), max_tokens=tokens, min_tokens=min(base.sampling.min_tokens, tokens)
+        )
+        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling)
+
+
+def prefill_requests(asked: CompletionRequest, body: HandoffFields, max_model_len: int) -> list[GenerationRequest]:
+    """The generation requests on a prefill server, with their tickets. Raises HeadraceError: 404 if the body names no
+    handoff, since a prefill server does not decode; 400 for a wrong one."""
+    sinks = kv_sinks(body, asked.shape, secrets.token_hex(16))
+    if sinks is None:
+        message = (
+            "a prefill server does not decode: send kv_transfer_params.do_remote_decode or bootstrap_room as a router "
+            "does, use POST /v1/prefill, or ask a decode server"
+        )
+        raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
+    params = body.kv_transfer_params
+    # A ticket that the server makes up and the response cannot tell would only hold pages until its lease ends.
+    if asked.list_response and sinks[0].hold and params is not None and params.transfer_id is None:
+        sinks = [msgspec.structs.replace(sink, ticket=None, hold=False) for sink in sinks]
+    return [
+        msgspec.structs.replace(request, ticket=sink.ticket, hold=sink.hold)
+        for request, sink in zip(asked.requests(max_model_len), sinks, strict=True)
+    ]
+
+
+def decode_requests(
+    asked: CompletionRequest, body: HandoffFields, max_model_len: int, config: ServerConfig
+) -> list[GenerationRequest]:
+    """The generation requests on a server that decodes, with their KV sources if it is a decode server. Raises
+    HeadraceError (400) for wrong handoff fields."""
+    requests = asked.requests(max_model_len)
+    sources = request_sources(body, asked.shape, config) if config.role == "decode" else None
+    if sources is None:
+        return requests
+    return [_with_source(request, source) for request, source in zip(requests, sources, strict=True)]
+
+
+def request_sources(body: HandoffFields, shape: BatchShape, config: ServerConfig) -> list[KvSource] | None:
+    """KV sources that a body names, None if it names none. Raises HeadraceError (400)."""
+    return kv_sources(body, shape, config.bootstrap_port or BOOTSTRAP_PORT)
+
+
+def _with_source(request: GenerationRequest, source: KvSource) -> GenerationRequest:
+    """Without prompt logprobs: they are in the prefill server's response, which the router gets."""
+    sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+    return msgspec.structs.replace(request, sampling=sampling, kv_source=source)

@@ -1,0 +1,120 @@
+"""The steps of every completions route, whatever its API: read, check, run, respond.
+
+body ─► CompletionRequest ─► GenerationRequests ─┬─ prefill server: first tokens, kv_transfer_params
+                                                 └─ others: whole response, or a stream
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace.core.config import ServerConfig
+from headrace.core.messages.frontend import Progress
+from headrace.core.types.errors import ErrorInfo
+from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
+from headrace.server.api.request.refusal import notify_peers_on_refusal
+from headrace.server.api.request.schema import GenerateBody, OpenAIBody
+from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
+from headrace.server.api.response.handoff_response import prefill_choices, transfer_params
+from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer
+from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.served_model import ServedModel
+
+
+class ResponseFormat(Protocol):
+    """The JSON of one API. An instance serves one response. index: position of a choice in the response."""
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole response."""
+        ...
+
+    async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
+        """Write the event that the prefill has got further."""
+        ...
+
+    async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        """Write the event of new text. choice: all of it so far, the delta included."""
+        ...
+
+    async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        """Write the event that a choice has ended."""
+        ...
+
+    async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
+        """Write what follows when all choices have ended."""
+        ...
+
+    async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        """End a stream that failed after its first event."""
+        ...
+
+
+B = TypeVar("B", bound=OpenAIBody | GenerateBody)
+Check = Callable[[B], Awaitable[CompletionRequest]]  # raises HeadraceError for a body that cannot be served
+MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], ResponseFormat]
+
+
+class CompletionEndpoint:
+    """Answers completions requests in the role of this server."""
+
+    def __init__(
+        self, model: ServedModel, completions: Completions, control: ControlAddress, config: ServerConfig
+    ) -> None:
+        self._model = model
+        self._completions = completions
+        self._control = control
+        self._config = config
+
+    async def respond(self, http: Request, kind: type[B], check: Check[B], make_format: MakeFormat[B]) -> Response:
+        """The response to an HTTP request with a body of this kind. Raises HeadraceError for one that is refused; peers
+        that wait for its tickets are told."""
+        config = self._config
+        raw = await read_body(http, config.max_body_bytes)
+        with notify_peers_on_refusal(self._completions, config, raw):
+            body = parse_body(raw, kind)
+            asked = await check(body)
+            if config.role == "prefill":
+                requests = prefill_requests(asked, body, self._model.max_model_len)
+            else:
+                requests = decode_requests(asked, body, self._model.max_model_len, config)
+            form = make_format(body, asked, requests)
+        if config.role == "prefill":
+            host = http.url.hostname or ""
+            return JsonAnswer(lambda: self._prefill(asked, requests, form, host))  # never a stream
+        if body.stream:
+            return EventStream(lambda events: self._stream(requests, form, events), form.write_error)
+        return JsonAnswer(lambda: self._whole(requests, form))
+
+    async def _whole(self, requests: Sequence[GenerationRequest], form: ResponseFormat) -> object:
+        return form.body(await collect_choices(self._completions, requests))
+
+    async def _prefill(
+        self, asked: CompletionRequest, requests: Sequence[GenerationRequest], form: ResponseFormat, host: str
+    ) -> object:
+        outputs = await prefill_choices(self._completions, self._model.tokenizer, requests)
+        body = form.body(outputs)
+        if requests[0].hold and isinstance(body, dict):
+            results = [result for _, result in outputs]
+            params = transfer_params(self._control, host, asked.prompts, requests, results)
+            return {**body, "kv_transfer_params": params}
+        return body
+
+    async def _stream(self, requests: Sequence[GenerationRequest], form: ResponseFormat, events: EventWriter) -> None:
+        choices = [Choice() for _ in requests]
+
+        async def emit(index: int, event: Progress | GenerationDelta) -> None:
+            if isinstance(event, Progress):
+                await form.write_progress(events, index, event)
+            else:
+                choices[index].add(event)
+                await form.write_delta(events, index, choices[index], event)
+
+        async def finished(index: int, result: GenerationResult) -> None:
+            await form.write_finished(events, index, choices[index], result)
+
+        await form.write_end(events, await run_choices(self._completions, requests, emit, finished))

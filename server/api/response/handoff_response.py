@@ -1,0 +1,87 @@
+"""Responses of a prefill server to routers: the first token of each choice, and where its KV is held."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from headrace.core.messages.frontend import Tokens
+from headrace.core.types.packed import pack, prompt_hash
+from headrace.server.api.request.schema import SamplingBody
+from headrace.server.api.response.choices import Choice, Output, run_all
+from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.generation_request import (
+    GenerationDelta,
+    GenerationRequest,
+    GenerationResult,
+    discard_events,
+)
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.server.upstream.handoff_params import HandoffFields
+
+
+async def prefill_choices(
+    completions: Completions, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]
+) -> list[Output]:
+    """Compute the prompts concurrently and send or hold their KV; each choice is its first token. Raises the
+    HeadraceError of the first one that fails, after cancelling the others, held ones too."""
+    with ExitStack() as on_failure:
+        for request in requests:
+            on_failure.callback(completions.cancel, request.rid)
+        done = await run_all(completions.prefill(request, discard_events) for request in requests)
+        on_failure.pop_all()
+    return [_output(tokenizer, *each) for each in done]
+
+
+def _output(tokenizer: Tokenizer, first: Tokens, result: GenerationResult) -> Output:
+    """The first token as a choice that was ended by its length."""
+    choice = Choice()
+    text = tokenizer.decode(first.tokens[:1])
+    choice.add(GenerationDelta(text, first.tokens[:1], first.logprobs[:1]))
+    return choice, msgspec.structs.replace(result, finish_reason=result.finish_reason or "length")
+
+
+def lift_limits(limits: SamplingBody, body: HandoffFields) -> None:
+    """Drop the stop conditions of a request with do_remote_decode. Routers that ask the prefill server first replace
+    the client's by their own (max_tokens 1, min_tokens 1 or more). Only the decode server knows when the text ends, so
+    the first token must not end it here."""
+    if body.kv_transfer_params is not None and body.kv_transfer_params.do_remote_decode:
+        limits.max_tokens = limits.min_tokens = limits.stop = limits.stop_token_ids = None
+        limits.ignore_eos = True
+
+
+def transfer_params(
+    control: ControlAddress,
+    requested_host: str,
+    prompts: Sequence[tuple[int, ...]],
+    requests: Sequence[GenerationRequest],
+    results: Sequence[GenerationResult],
+) -> dict[str, Any]:
+    """The kv_transfer_params with which a decode peer fetches held KV: NIXL's names where they mean the same, and ours.
+
+    They serve every prompt of the request: tickets and prompt_hashes have one entry for each generation request;
+    prompt_token_ids is one list, or a list of lists for several prompts. requested_host: under which the client has
+    reached this server.
+    """
+    info, stages = control.require_stages()
+    tickets = [request.ticket for request in requests]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": info.instance,
+        "remote_request_id": tickets[0],
+        "remote_block_ids": [[0]],  # pages are named in the reservation; NIXL's clients require a list
+        "remote_host": control.host(requested_host),
+        "remote_port": info.control_port,
+        "tp_size": 1,
+        "remote_num_tokens": len(prompts[0]) if len(prompts) == 1 else [len(request.prompt) for request in requests],
+        "ticket": tickets[0],
+        "tickets": tickets,
+        "prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts,
+        "prompt_hashes": [prompt_hash(pack(request.prompt)) for request in requests],
+        "lease_s": min(result.lease_s or 0.0 for result in results),
+        "protocol": 1,
+        "fingerprint": stages.fingerprint,
+    }

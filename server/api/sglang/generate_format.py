@@ -1,0 +1,88 @@
+"""Responses of SGLang's POST /generate."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.core.messages.frontend import Progress
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import TokenLogprob
+from headrace.server.api.response.choices import Choice, Output
+from headrace.server.api.response.error_response import write_error_event
+from headrace.server.api.response.streaming import EventWriter
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.tokenizer.logprobs import top_logprobs
+
+
+class GenerateFormat:
+    """The ResponseFormat of one object, or of a list of them. Every event of a stream has all of the text so far."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], *, as_list: bool) -> None:
+        self._requests = requests
+        self._as_list = as_list
+        self._started = time.monotonic()
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+        objects = [self._object(each, *output) for each, output in zip(self._requests, outputs, strict=True)]
+        return objects if self._as_list else objects[0]
+
+    async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
+        """This API has no such event."""
+
+    async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        if delta.text:
+            await self._write(events, index, choice, None)
+
+    async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        await self._write(events, index, choice, result)
+
+    async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
+        await events.done()
+
+    async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        await write_error_event(events, info)
+
+    async def _write(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult | None) -> None:
+        event = self._object(self._requests[index], choice, result)
+        await events.data({**event, "index": index} if self._as_list else event)
+
+    def _object(self, request: GenerationRequest, choice: Choice, result: GenerationResult | None) -> dict[str, Any]:
+        """JSON of one choice. result: None while it is being generated."""
+        completion = len(choice.tokens) if result is None else result.usage.completion_tokens
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": None if result is None else _finish_reason(result, completion),
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": completion,
+            "cached_tokens": 0 if result is None else result.usage.cached_tokens,
+        }
+        if request.sampling.logprobs is not None:
+            prompt = result.prompt_logprobs if result is not None else ()
+            meta |= {
+                "input_token_logprobs": [_pair(value) for value in prompt],
+                "output_token_logprobs": [_pair(value) for value in choice.logprobs],
+            }
+            if request.sampling.logprobs:
+                meta |= {
+                    "input_top_logprobs": [_tops(value) for value in prompt],
+                    "output_top_logprobs": [_tops(value) for value in choice.logprobs],
+                }
+        if result is not None:
+            meta["e2e_latency"] = round(time.monotonic() - self._started, 6)
+        return {"text": choice.text, "output_ids": choice.tokens, "meta_info": meta}
+
+
+def _finish_reason(result: GenerationResult, completion: int) -> dict[str, Any]:
+    if result.finish_reason == "stop":
+        return {"type": "stop", "matched": None}
+    return {"type": "length", "length": completion}
+
+
+def _pair(value: TokenLogprob | None) -> list[Any]:
+    """[logprob, token id, text]; the text is null, as by default in SGLang."""
+    return [None, 0, None] if value is None else [value.logprob, value.token, None]
+
+
+def _tops(value: TokenLogprob | None) -> list[list[Any]] | None:
+    """The most likely tokens of a position."""
+    return None if value is None else [[logprob, token, None] for token, logprob in top_logprobs(value)]

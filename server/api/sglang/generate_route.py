@@ -1,0 +1,148 @@
+"""POST /generate: SGLang's own completions."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from headrace.core.types.errors import HeadraceError, invalid
+from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
+from headrace.server.api.request.sampling import choice_count, refuse_fields, request_fields, sampling_params
+from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
+from headrace.server.api.response.completion_endpoint import CompletionEndpoint
+from headrace.server.api.response.handoff_response import lift_limits
+from headrace.server.api.sglang.generate_format import GenerateFormat
+from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.upstream.handoff_params import prompt_ids
+
+MAX_NEW_TOKENS = 128  # SGLang's default
+_SGLANG_NAMES = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    **{
+        name: f"sampling_params.{name}"
+        for name in ("temperature", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos", "n")
+    },
+}
+
+
+def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
+    """Routes of SGLang's API."""
+    router = APIRouter()
+
+    @router.post("/generate")
+    async def generate(http: Request) -> Response:
+        return await endpoint.respond(http, GenerateBody, partial(_check_generate, model), make_format)
+
+    def make_format(
+        _body: GenerateBody, asked: CompletionRequest, requests: Sequence[GenerationRequest]
+    ) -> GenerateFormat:
+        return GenerateFormat(requests, as_list=asked.list_response)
+
+    return router
+
+
+async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionRequest:
+    """Raises HeadraceError (400, 404)."""
+    with _sglang_names():
+        check_model(model, body.model)
+        fields = _openai_fields(body)
+        _refuse_unsupported(body.sampling_params or GenerateSampling())
+        lift_limits(fields, body)
+        prompts, is_batch = _prompts(body)
+        sampling = sampling_params(
+            fields,
+            logprobs=(body.top_logprobs_num or 0) if body.return_logprob else None,
+            max_tokens=MAX_NEW_TOKENS,
+            vocab_size=model.vocab_size,
+        )
+        field = "text" if body.text is not None else "input_ids"
+        given = prompt_ids(body, len(prompts)) or prompts
+        tokens = await encode_all(model, given, field, indexed=is_batch)
+        rid = body.rid if isinstance(body.rid, str) else f"gen-{secrets.token_hex(16)}"
+        base = GenerationRequest(
+            rid=f"{rid}-{secrets.token_hex(4)}", prompt=(), sampling=sampling, **request_fields(fields)
+        )
+        count = choice_count(fields)
+        return CompletionRequest(base, tokens, count, list_response=is_batch or count > 1)
+
+
+@contextmanager
+def _sglang_names() -> Iterator[None]:
+    """Errors about sampling name the fields of this API."""
+    try:
+        yield
+    except HeadraceError as error:
+        field = error.info.field or ""
+        sglang_field = _SGLANG_NAMES.get(field)
+        if sglang_field is None:
+            raise
+        message = error.info.message.replace(field, sglang_field, 1)
+        raise HeadraceError(msgspec.structs.replace(error.info, field=sglang_field, message=message)) from error
+
+
+def _refuse_unsupported(given: GenerateSampling) -> None:
+    """Raises HeadraceError (400) for fields that would change the output and are not supported; values that change
+    nothing pass."""
+    refuse_fields(
+        {
+            "sampling_params.frequency_penalty": bool(given.frequency_penalty),
+            "sampling_params.presence_penalty": bool(given.presence_penalty),
+            "sampling_params.repetition_penalty": given.repetition_penalty not in (None, 1.0),
+            "sampling_params.json_schema": given.json_schema is not None,
+            "sampling_params.regex": given.regex is not None,
+            "sampling_params.ebnf": given.ebnf is not None,
+        }
+    )
+
+
+def _openai_fields(body: GenerateBody) -> OpenAIBody:
+    """The sampling fields under the names of the other routes."""
+    given = body.sampling_params or GenerateSampling()
+    wants_prompt = bool(body.return_logprob) and body.logprob_start_len is not None and body.logprob_start_len >= 0
+    return OpenAIBody(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        seed=given.sampling_seed,
+        max_tokens=given.max_new_tokens,
+        min_tokens=given.min_new_tokens,
+        stop=given.stop,
+        stop_token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+        n=given.n,
+        prompt_logprobs=(body.top_logprobs_num or 0) if wants_prompt else None,
+        priority=body.priority,
+    )
+
+
+def _prompts(body: GenerateBody) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether they came as a list. Raises HeadraceError (400)."""
+    if (body.text is None) == (body.input_ids is None):
+        raise invalid("text", "send exactly one of text and input_ids")
+    if isinstance(body.text, str):
+        return [body.text], False
+    if body.text is not None:
+        prompts: list[Prompt] = list(body.text)
+    else:
+        ids = body.input_ids or []
+        lists = [item for item in ids if isinstance(item, list)]
+        if not lists:
+            return [[item for item in ids if isinstance(item, int)]], False
+        if len(lists) != len(ids):
+            raise invalid("input_ids", "input_ids mixes token ids and lists; send one kind", code="invalid_type")
+        prompts = list(lists)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        field = "input_ids" if body.text is None else "text"
+        raise invalid(field, f"{field} has {len(prompts)} prompts; 1 to {MAX_PROMPTS} fit in one request")
+    return prompts, True

@@ -1,0 +1,109 @@
+"""Admission of requests, and the notices to peers when a request with a ticket is refused."""
+
+from collections.abc import Iterable
+
+from headrace.core.messages.frontend import Progress, RefuseTicket, ReleaseTicket, Tokens
+from headrace.core.runtime.clock import Clock
+from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
+from headrace.server.frontend.generation import GenerationRunner
+from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.upstream.handoff_params import KvSource
+from headrace.server.upstream.prefill_pool import PrefillPool
+
+
+class Completions:
+    """Runs the requests of all routes, if the server is ready for them.
+
+    prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
+    """
+
+    def __init__(
+        self,
+        client: SchedulerClient,
+        runner: GenerationRunner,
+        readiness: Readiness,
+        prefills: PrefillPool | None,
+        metrics: FrontMetrics,
+        clock: Clock,
+        *,
+        max_open: int,
+    ) -> None:
+        self._client = client
+        self._runner = runner
+        self._readiness = readiness
+        self._prefills = prefills
+        self._metrics = metrics
+        self._clock = clock
+        self._max_open = max_open
+
+    @property
+    def open_requests(self) -> int:
+        """Requests between submission and their end."""
+        return self._client.open_calls
+
+    async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
+        """Continue a prompt to its end on this server. Raises HeadraceError: 503 or 429 if it cannot start, or what it
+        failed with. Cancelling this coroutine cancels the request."""
+        self._admit(request)
+        return await self._runner.complete(request, self._timed(emit))
+
+    async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
+        """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
+        complete() does. Cancelling this coroutine cancels the request."""
+        started = self._clock.now()
+        self._admit(request)
+        first, result = await self._runner.prefill(request, emit)
+        self._metrics.observe_first_token(self._clock.now() - started - result.timing.transfer_s)
+        return first, result
+
+    def cancel(self, rid: str) -> bool:
+        """Cancel an open or held request; False if there is none with this id."""
+        return self._client.cancel(rid)
+
+    def refuse_tickets(self, tickets: Iterable[str], error: ErrorInfo) -> None:
+        """Prompts under these tickets will not be computed: decode peers that reserve for them get this error."""
+        for ticket in tickets:
+            self._client.post(RefuseTicket(ticket=ticket, error=error))
+
+    def release_sources(self, sources: Iterable[KvSource], reason: str) -> None:
+        """No request will fetch KV from these sources: prefill servers that are known are told to free it."""
+        for source in sources:
+            server = self._prefills.find(source.address) if self._prefills and source.address else None
+            if server is not None:
+                self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
+
+    def _admit(self, request: GenerationRequest) -> None:
+        """Raises HeadraceError (503, 429) if the request cannot start now; the peer that waits for its ticket is told
+        the same."""
+        error = self._refusal(request)
+        if error is None:
+            return
+        self.refuse_tickets([request.ticket] if request.ticket else [], error)
+        self.release_sources([request.kv_source] if request.kv_source else [], error.message)
+        raise HeadraceError(error)
+
+    def _refusal(self, request: GenerationRequest) -> ErrorInfo | None:
+        own_source = request.kv_source is not None
+        problem = self._readiness.engine_not_ready() if own_source else self._readiness.not_ready()
+        if problem is not None:
+            return problem
+        if self._client.open_calls >= self._max_open:
+            message = f"{self._max_open} requests are open, which is the limit"
+            return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
+        return None
+
+    def _timed(self, emit: Emit) -> Emit:
+        """Observe the time to the first token."""
+        started: float | None = self._clock.now()
+
+        async def watch(event: Progress | GenerationDelta) -> None:
+            nonlocal started
+            if started is not None and isinstance(event, GenerationDelta):
+                self._metrics.observe_first_token(self._clock.now() - started)
+                started = None
+            await emit(event)
+
+        return watch

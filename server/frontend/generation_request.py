@@ -1,0 +1,71 @@
+"""One prompt to continue: the request, what it generates, and how it ends."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from headrace.core.messages.frontend import Progress
+from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.server.upstream.handoff_params import KvSource
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One validated prompt with its sampling parameters. An HTTP request has one for each prompt and choice."""
+
+    rid: str
+    """Request id, unique for the life of the server."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    sampling: SamplingParams
+    """As the client gave it: tokens of stop strings and EOS are not among its stop_token_ids yet."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    ignore_eos: bool = False
+    """Continue after EOS."""
+    priority: int = 0
+    """Order of requests under --policy priority."""
+    deadline_s: float | None = None
+    """Seconds after which the request fails, None for no limit of its own."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+    progress: bool = False
+    """Report how far the prefill is."""
+    ticket: str | None = None
+    """On a prefill server: name under which a decode peer fetches the KV; None drops the KV."""
+    hold: bool = False
+    """On a prefill server: answer when the prompt is computed, and hold its KV for the peer under a lease."""
+    kv_source: KvSource | None = None
+    """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
+
+
+class GenerationDelta(msgspec.Struct, frozen=True):
+    """What was generated since the last delta."""
+
+    text: str
+    """May be empty while an incomplete character or a possible stop string is held back."""
+    tokens: tuple[int, ...] = ()
+    """Token ids, without the one that ends the text."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token if requested, else empty."""
+
+
+class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended."""
+
+    finish_reason: FinishReason | None
+    """None if the KV was sent or is held, and generation continues on the decode peer."""
+    usage: Usage
+    timing: Timing
+    handoff: HandoffStats = HandoffStats()
+    """What was transferred."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """One for each prompt token if requested, else empty. The first one is None."""
+    lease_s: float | None = None
+    """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
+
+
+Emit = Callable[[Progress | GenerationDelta], Awaitable[None]]
+
+
+async def discard_events(_event: Progress | GenerationDelta) -> None:
+    """The Emit of a request whose result alone matters."""

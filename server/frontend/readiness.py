@@ -1,0 +1,63 @@
+"""Liveness and readiness: whether the server works, and whether it would accept a request now."""
+
+from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, unavailable
+from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER, PrefillPool
+
+
+class Readiness:
+    """What /health and /ready answer, and what refuses requests that could not be served.
+
+    prefills: the prefill servers of a decode server that cannot serve without one; None if there is no need for any.
+    """
+
+    def __init__(self, client: SchedulerClient, model: ServedModel, prefills: PrefillPool | None) -> None:
+        self._client = client
+        self._model = model
+        self._prefills = prefills
+        self._draining = False
+
+    def start_draining(self) -> None:
+        """Be not ready from now on."""
+        self._draining = True
+
+    def unhealthy(self) -> str | None:
+        """Why the server counts as dead, or None."""
+        return self._client.problem()
+
+    def not_ready(self) -> ErrorInfo | None:
+        """Why a request would be refused now (503), or None."""
+        if (problem := self.engine_not_ready()) is not None:
+            return problem
+        if self._prefills is not None and (why := self._prefills.problem()):
+            return unavailable(why, code=NO_PREFILL_SERVER).info
+        return None
+
+    def engine_not_ready(self) -> ErrorInfo | None:
+        """Why a request that names its own prefill server would be refused now (503), or None."""
+        engine = self._client.engine
+        if problem := self.unhealthy():
+            return unavailable(problem, code="scheduler_silent").info
+        if self._draining:
+            return unavailable("the server is draining", code=DRAINING).info
+        if engine is None or not self._model.loaded:
+            return unavailable("the server is loading", code=NOT_READY).info
+        if not engine.ready:
+            return unavailable(engine.reason or "the engine is loading", code=NOT_READY).info
+        return None
+
+    async def wait_engine_ready(self) -> None:
+        """Wait until all stages have loaded. A decode server may then still lack a prefill server."""
+        await self._client.wait_for(lambda: self._client.engine is not None and self._client.engine.ready)
+
+    async def next_engine_news(self, previous: str) -> str:
+        """One sentence on the state of the stages; waits until it differs from the previous one."""
+        await self._client.wait_for(lambda: self._engine_news() not in ("", previous))
+        return self._engine_news()
+
+    def _engine_news(self) -> str:
+        engine = self._client.engine
+        if engine is None:
+            return ""
+        return "all stages are up" if engine.ready else engine.reason

@@ -1,0 +1,71 @@
+"""The model as clients see it: its names, its limits and its tokenizer."""
+
+import asyncio
+
+from headrace.core.config import Config
+from headrace.core.types.errors import NOT_READY, unavailable
+from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
+from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+
+class ServedModel:
+    """Names, limits and tokenizer of the one model that a server serves.
+
+    config is resolved: max_model_len and vocab_size are known. tokenizer: loaded by load() if not given.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
+        self._cache_dir = config.server.cache_dir
+        self._vocab_size = config.scheduler.vocab_size
+        self._tokenizer = tokenizer
+        self._async_tokenizer: AsyncTokenizer | None = None
+        self.path: str = config.model.model
+        """What --model names: a folder, a file or a hub id."""
+        self.name: str = config.server.served_model_name or config.model.model
+        """What responses call the model."""
+        self.max_model_len: int = config.scheduler.max_model_len
+        """Longest prompt and continuation together, in tokens; 0 if there is no limit."""
+
+    async def load(self) -> None:
+        """Load the tokenizer. Raises ConfigError for a model without one that can be used."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir)
+        self._async_tokenizer = AsyncTokenizer(self._tokenizer)
+
+    def close(self) -> None:
+        """Stop the tokenizer's threads."""
+        if self._async_tokenizer is not None:
+            self._async_tokenizer.close()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the tokenizer can be used."""
+        return self._async_tokenizer is not None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the model that requests may give."""
+        return tuple(dict.fromkeys((self.name, self.path)))
+
+    @property
+    def tokens(self) -> AsyncTokenizer:
+        """The tokenizer's slow calls. Raises HeadraceError (503) while it is being loaded."""
+        if self._async_tokenizer is None:
+            raise unavailable("the server is loading", code=NOT_READY)
+        return self._async_tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer's fast calls. Raises HeadraceError (503) while it is being loaded."""
+        return self.tokens.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. Raises HeadraceError (503) if only the tokenizer knows and it is being loaded."""
+        return self._vocab_size or self.tokenizer.vocab_size
+
+
+def _warm_tokenizer(model: str, cache_dir: str) -> Tokenizer:
+    tokenizer = load_tokenizer(model, cache_dir)
+    tokenizer.warm_up()
+    return tokenizer

@@ -1,0 +1,24 @@
+"""One snapshot of all metrics of a server."""
+
+from headrace.core.stats import Sample, Stats
+from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.telemetry.metrics import FrontMetrics
+
+STATS_TIMEOUT_S = 1.0
+
+
+class StatsCollector:
+    """Joins the counters of the scheduler process, which include those of the stages, with the front end's."""
+
+    def __init__(self, client: SchedulerClient, readiness: Readiness, metrics: FrontMetrics) -> None:
+        self._client = client
+        self._readiness = readiness
+        self._metrics = metrics
+
+    async def snapshot(self) -> list[Stats]:
+        """Current metrics; of a scheduler that is slow to answer, those of its last answer."""
+        scheduler = await self._client.query_stats(STATS_TIMEOUT_S) if self._client.problem() is None else Stats()
+        ready = Sample("ready", float(self._readiness.not_ready() is None))
+        own = Stats((ready, Sample("open_requests", self._client.open_calls)))
+        return [scheduler, self._metrics.statistics(), own]
