@@ -66,8 +66,8 @@ def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Metadata:
-    """Raises ValueError, naming what was found, when the bytes are no row of this version or hold values that cannot be:
-    what is decoded needs no further check but against the request and the model's vocabulary."""
+    """Raises ValueError, naming what was found, when the bytes are no row of this version or hold impossible values.
+    What remains to be compared is the request's prompt and the model's vocabulary."""
     if len(data) != ROW_BYTES:
         raise ValueError(f"a metadata row has {ROW_BYTES} bytes, not {len(data)}")
     row = np.frombuffer(data, ROW)[0]
