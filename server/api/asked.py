@@ -17,20 +17,27 @@ from server.service import Service
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a request asks for: choices continuations of each prompt. base: what its jobs have in common."""
+    """What a request asks for: choices continuations of each prompt. base: what its jobs have in common. salts: of the
+    prefix cache, one for each prompt; empty where all have that of the base."""
 
     base: Job
     prompts: Sequence[tuple[int, ...]]
     choices: int
+    salts: Sequence[str] = ()
 
     def jobs(self, max_model_len: int) -> list[Job]:
         """One job for each prompt and choice, prompt by prompt."""
-        jobs = [self._job(max_model_len, prompt, choice) for prompt in self.prompts for choice in range(self.choices)]
+        salts = self.salts or [self.base.cache_salt] * len(self.prompts)
+        jobs = [
+            self._job(max_model_len, prompt, salt, choice)
+            for prompt, salt in zip(self.prompts, salts, strict=True)
+            for choice in range(self.choices)
+        ]
         if len(jobs) == 1:
             return jobs
         return [msgspec.structs.replace(job, rid=f"{job.rid}-{index}") for index, job in enumerate(jobs)]
 
-    def _job(self, max_model_len: int, prompt: tuple[int, ...], choice: int) -> Job:
+    def _job(self, max_model_len: int, prompt: tuple[int, ...], salt: str, choice: int) -> Job:
         """max_tokens is cut to the room that the prompt leaves."""
         base = self.base
         room = max_model_len - len(prompt) if max_model_len else base.sampling.max_tokens
@@ -38,7 +45,7 @@ class Asked(msgspec.Struct, frozen=True):
         sampling = msgspec.structs.replace(
             seeded(base.sampling, choice), max_tokens=tokens, min_tokens=min(base.sampling.min_tokens, tokens)
         )
-        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling)
+        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling, cache_salt=salt)
 
 
 def jobs_to_hand_over(service: Service, asked: Asked, names: Names) -> list[Job]:

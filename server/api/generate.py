@@ -21,7 +21,7 @@ from server.api.choices import Choice, collect, run_choices
 from server.api.handover import hand_over, held_params, lift_limits
 from server.api.openai_answer import tell_error
 from server.api.prompts import MAX_PROMPTS, Prompt, check_model, encode
-from server.api.sampling import choices, request_fields, sampling_params
+from server.api.sampling import choices, prefix_salt, request_fields, sampling_params
 from server.api.schema import GenerateBody, GenerateSampling, OpenAIBody
 from server.generation import Delta, Job, Result
 from server.naming import Names, prompt_ids
@@ -106,7 +106,24 @@ async def _asked(service: Service, body: GenerateBody, names: Names) -> tuple[As
     rid = body.rid if isinstance(body.rid, str) else f"gen-{secrets.token_hex(16)}"
     base = Job(rid=f"{rid}-{secrets.token_hex(4)}", prompt=(), sampling=sampling, **request_fields(ours))
     count = choices(ours)
-    return Asked(base, tokens, count), batch or count > 1
+    return Asked(base, tokens, count, _salts(body, len(prompts))), batch or count > 1
+
+
+def _salts(body: GenerateBody, prompts: int) -> list[str]:
+    """The salt of the prefix cache for each prompt. Raises HeadraceError (400)."""
+    salts = _for_each("cache_salt", body.cache_salt, prompts)
+    keys = _for_each("extra_key", body.extra_key, prompts)
+    return [prefix_salt(salt, key) for salt, key in zip(salts, keys, strict=True)]
+
+
+def _for_each(field: str, value: str | list[str] | None, prompts: int) -> Sequence[str | None]:
+    """A field's value for each prompt. Raises HeadraceError (400) for a list of another length."""
+    if not isinstance(value, list):
+        return [value] * prompts
+    if len(value) != prompts:
+        message = f"{field} has {len(value)} entries and the request has {prompts} prompts; send {prompts} or a string"
+        raise invalid(field, message)
+    return value
 
 
 def _refuse_unsupported(given: GenerateSampling) -> None:
