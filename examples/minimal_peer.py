@@ -213,7 +213,7 @@ class Peer:
         about = message.get("ticket"), message.get("generation")
         if message["type"] == "Finished" and about == self.ticket:
             if message.get("metadata"):
-                self.first, self.kv = self._row(message["metadata"]), None
+                self.first, self.kv = self._row(message["metadata"], ends=True), None
             if self.first in (None, -1) or not (self.kv is None or all(stage.total for stage in self.stages)):
                 raise Failure("bad_metadata: Finished without a first token, or before everything had come")
             self.ended = True
@@ -271,12 +271,13 @@ class Peer:
         joined = [start for start, _ in spans] + [self.kv.shape[3]] == [0] + [sum(span) for span in spans]
         return ("bad_chunk", f"gap or overlap in {spans}") if len(spans) == stage.total and not joined else ("", "")
 
-    def _row(self, row):
-        """The first token of a metadata row, -1 if it is none of this ticket."""
-        version, _, finish, top, name, generation, token, *counts = ROW.unpack_from(row.ljust(256, b"\0"))
-        good = (len(row), version, generation) == (256, 1, self.ticket[1]) and finish <= 2 and top <= 20
+    def _row(self, row, ends=False):
+        """The first token of a metadata row, -1 if it is none of this ticket. ends: without KV it has to end the
+        request."""
+        version, _, finish, top, name, generation, token, prompt, cached, _ = ROW.unpack_from(row.ljust(256, b"\0"))
+        good = (len(row), version, generation) == (256, 1, self.ticket[1]) and ends <= finish <= 2 and top <= 20
         good = good and name == (xxh3 or short_xxh3)(self.ticket[0].encode())
-        return token if good and min(token, *counts[:2]) >= 0 else -1
+        return token if good and token >= 0 and 0 <= cached <= prompt else -1
 
 
 def main():

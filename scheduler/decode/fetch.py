@@ -9,6 +9,8 @@ ended, or our stages have made sure that nobody can write through its session an
 pages of requests that failed meanwhile go to others.
 """
 
+import math
+
 from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePrefill, Reserved
 from headrace.core.messages.orders import CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import (
@@ -42,6 +44,7 @@ from headrace.scheduler.state.state import PrefillPeer, State
 from headrace.scheduler.state.transfers import IncomingTransfer, RemoteWriter
 
 DEFAULT_STATUS = 502
+FIRST_REASONS = ("", "stop", "length")  # why a first token may end its request; "" when it does not
 
 
 class RemoteFetch:
@@ -219,8 +222,12 @@ class RemoteFetch:
     def ticket_finished(self, event: TicketFinished, now: float) -> None:
         """The prefill ended the request with its first token. Bytes it had sent before may still be coming in."""
         request = self._ended_ticket(event)
-        if request is not None and not self._unfit(request, event.first, now):
+        if request is None or self._unfit(request, event.first, now):
+            return
+        if event.first.finish_reason:
             self._first(request, event.first, now)
+        else:
+            self._bad_metadata(request, "the request goes on after its first token, and its KV has not come", now)
 
     def ticket_cancelled(self, event: TicketCancelled) -> None:
         """The answer to our cancel. Who asked has not waited for it, but its pages have if others write into them."""
@@ -243,21 +250,34 @@ class RemoteFetch:
                 self._completion.release_if_safe(request)
 
     def _unfit(self, request: Request, first: FirstToken, now: float) -> bool:
-        """Fail a request whose metadata cannot be: the model would be asked for a token that it does not have."""
-        vocab = self._state.vocab_size
-        tokens = (first.token, *(first.logprob.top_ids if first.logprob is not None else ()))
-        if vocab and not all(0 <= token < vocab for token in tokens):
+        """Fail a request whose metadata cannot be of its prompt and model; True when that was so."""
+        vocab, logprob = self._state.vocab_size, first.logprob
+        tokens = (first.token, *(logprob.top_ids if logprob is not None else ()))
+        wanted = request.submit.sampling.logprobs is not None
+        if min(tokens) < 0 or (vocab and max(tokens) >= vocab):
             text = f"the prefill server's first token is among {min(tokens)} to {max(tokens)}; there are {vocab}"
-        elif first.cached_tokens > request.prompt_tokens:
+        elif first.prompt_tokens != request.prompt_tokens:
+            text = f"the prefill server had {first.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
+        elif not 0 <= first.cached_tokens <= request.prompt_tokens:
             text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
+        elif wanted and logprob is None:
+            text = "the prefill server sent no logprob of the first token, and the request asks for logprobs"
+        elif logprob is not None and not all(map(math.isfinite, (logprob.logprob, *logprob.top_logprobs))):
+            text = "the prefill server sent a logprob of the first token that is not finite"
+        elif first.finish_reason not in FIRST_REASONS:
+            text = f"the prefill server ended the request for an unknown reason, {first.finish_reason!r}"
         else:
             return False
-        self._completion.fail(request, ErrorInfo(code="bad_metadata", message=text, status=DEFAULT_STATUS), now)
+        self._bad_metadata(request, text, now)
         return True
+
+    def _bad_metadata(self, request: Request, text: str, now: float) -> None:
+        self._completion.fail(request, ErrorInfo(code="bad_metadata", message=text, status=DEFAULT_STATUS), now)
 
     def _first(self, request: Request, first: FirstToken, now: float) -> None:
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
-        sampled = SampledToken(request.serial, first.token, first.logprob)
+        wanted = request.submit.sampling.logprobs is not None
+        sampled = SampledToken(request.serial, first.token, first.logprob if wanted else None)
         self._generate.accept(request, sampled, now, first.finish_reason)
 
     def _fetching(self, serial: int) -> tuple[Request, IncomingTransfer] | tuple[None, None]:

@@ -54,21 +54,25 @@ class Call:
         self._client = client
         self._submit = submit
         self._events: asyncio.Queue[CallEvent | RequestFailed] = asyncio.Queue()  # bounded by the request's max_tokens
+        self._open = False  # from the submission until the context is left; then the rid may be another call's
+        self._lost: ErrorInfo | None = None
         self.rid = submit.rid
-        self.ended = False
+        self.ended = False  # by the scheduler's word: it knows nothing of the request any more
         self.kept = False
 
     async def __aenter__(self) -> Self:
         self._client.register(self)
+        self._open = True
         self._client.post(self._submit)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._open = False
         self._client.unregister(self)
         if not self.ended and not self.kept:
-            self._client.post(Abort(rid=self.rid, error=GONE_BY_CLIENT))
+            self._client.post(Abort(rid=self.rid, error=self._lost or GONE_BY_CLIENT))
 
     async def next(self) -> CallEvent:
         """The next event of the request; RequestFinished is the last. Raises HeadraceError when it failed."""
@@ -81,9 +85,18 @@ class Call:
         self.ended = self.ended or isinstance(event, RequestFinished | RequestFailed)
         self._events.put_nowait(event)
 
+    def lose(self, error: ErrorInfo) -> None:
+        """Have next() raise this error without the scheduler's word. The request may still be under way there: leaving
+        the context aborts it, and its rid stays taken until the scheduler has told its end."""
+        if not self.ended and self._lost is None:
+            self._lost = error
+            self._events.put_nowait(RequestFailed(rid=self.rid, error=error))
+
     def abort(self, error: ErrorInfo) -> None:
-        """Take the request back; next() raises this error unless the request ends otherwise before."""
-        self._client.post(Abort(rid=self.rid, error=error))
+        """Take the request back; next() raises this error unless the request ends otherwise before. Without effect
+        once the context has been left."""
+        if self._open:
+            self._client.post(Abort(rid=self.rid, error=error))
 
     def keep(self) -> None:
         """Leave the request to the scheduler, which holds it for a peer; cancel() still finds it."""
@@ -95,7 +108,8 @@ class Call:
 
     def finish(self) -> None:
         """The request is complete for its owner; next() gives RequestFinished."""
-        self._client.post(Abort(rid=self.rid, finish=True))
+        if self._open:
+            self._client.post(Abort(rid=self.rid, finish=True))
 
 
 class SchedulerClient:
@@ -182,10 +196,10 @@ class SchedulerClient:
             call.abort(error)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """Tell everybody who waits for the scheduler that nothing more comes from it."""
+        """Fail every open call here, without waiting for the scheduler. It is told by Aborts, which it reads when it
+        runs again."""
         for call in self._calls.values():
-            if not call.ended:
-                call.deliver(RequestFailed(rid=call.rid, error=error))
+            call.lose(error)
 
     def problem(self) -> str | None:
         """Why the scheduler counts as dead, or None while it answers."""

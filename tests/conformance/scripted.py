@@ -216,8 +216,16 @@ def whole(latent: bool = False) -> bytes:
     return b"".join(token(row, position) for row in rows for position in range(TOKENS))
 
 
-def row(ticket: str, generation: int, token: int = TOKEN, finish: int = 0, version: int = 1) -> bytes:
+def row(
+    ticket: str,
+    generation: int,
+    token: int = TOKEN,
+    finish: int = 0,
+    version: int = 1,
+    prompt: int = TOKENS,
+    cached: int = 0,
+) -> bytes:
     """A metadata row, written out from the table in docs/protocol.md."""
     name = xxhash.xxh3_64_intdigest(ticket.encode())
-    head = struct.pack("<HHBBxxQQiiif", version, 0, finish, 0, name, generation, token, TOKENS, 0, 0.0)
+    head = struct.pack("<HHBBxxQQiiif", version, 0, finish, 0, name, generation, token, prompt, cached, 0.0)
     return head.ljust(256, b"\0")

@@ -179,6 +179,31 @@ def test_metadata_of_another_ticket_ends_nothing_well(server: Scripted, peer: Fe
     assert "bad_metadata" in peer.result().failure
 
 
+BAD_ROWS: list[dict[str, int]] = [
+    {"finish": 3},
+    {"token": -1},
+    {"prompt": -1},
+    {"cached": TOKENS + 1},
+    {"cached": -1},
+]
+
+
+@pytest.mark.parametrize("fields", BAD_ROWS, ids=str)
+def test_metadata_that_cannot_be_fails_the_ticket(server: Scripted, peer: Fetching, fields: dict[str, int]) -> None:
+    generation = server.open()["generation"]
+    answer = server.deliver(0, 0, TOKENS, last=True, metadata=row(TICKET, generation, **fields))
+    assert (answer["type"], answer["code"]) == ("Nack", "bad_metadata")
+    assert "bad_metadata" in peer.result().failure
+
+
+def test_a_ticket_that_goes_on_is_not_finished_without_its_kv(server: Scripted, peer: Fetching) -> None:
+    generation = server.open()["generation"]
+    data = row(TICKET, generation, finish=0)
+    server.say({"type": "Finished", "ticket": TICKET, "generation": generation, "metadata": data})
+    found = peer.result()
+    assert ("bad_metadata" in found.failure, found.token) == (True, None)
+
+
 UNFIT: list[dict[str, Any]] = [
     {"protocol": 2},
     {"fingerprint": "another-model"},

@@ -244,6 +244,8 @@ class ControlConnection:
             row = metadata.decode(message.metadata)
             if not row.belongs_to(ticket, generation):
                 raise ValueError(f"metadata of another ticket, or of generation {row.generation}")
+            if not row.first.finish_reason:
+                raise ValueError("the request goes on after its first token, and its KV has not come")
         except ValueError as error:
             info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=502)
             return TicketFailed(session=session, ticket=ticket, generation=generation, error=info)

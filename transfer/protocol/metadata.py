@@ -3,6 +3,7 @@
 Version 1, little-endian. docs/protocol.md has the table; a cleared row is all zeros, so its version is 0.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,8 @@ def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Metadata:
-    """Raises ValueError, naming what was found, when the bytes are no row of this version."""
+    """Raises ValueError, naming what was found, when the bytes are no row of this version or hold impossible values.
+    What remains to be compared is the request's prompt and the model's vocabulary."""
     if len(data) != ROW_BYTES:
         raise ValueError(f"a metadata row has {ROW_BYTES} bytes, not {len(data)}")
     row = np.frombuffer(data, ROW)[0]
@@ -77,11 +79,18 @@ def decode(data: bytes | memoryview) -> Metadata:
         raise ValueError(f"metadata row has {row['top_count']} alternatives, expected at most {MAX_TOP}")
     if min(row["token"], row["prompt_tokens"], row["cached_tokens"]) < 0:
         raise ValueError("metadata row has a negative token or count")
+    if row["cached_tokens"] > row["prompt_tokens"]:
+        raise ValueError(f"metadata row has {row['cached_tokens']} cached of {row['prompt_tokens']} prompt tokens")
+    logprob = _logprob(row) if row["flags"] & HAS_LOGPROB else None
+    if logprob is not None and min(logprob.top_ids, default=0) < 0:
+        raise ValueError(f"metadata row has the token {min(logprob.top_ids)} among its alternatives")
+    if logprob is not None and not all(map(math.isfinite, (logprob.logprob, *logprob.top_logprobs))):
+        raise ValueError("metadata row has a logprob that is not finite")
     first = FirstToken(
         token=int(row["token"]),
         prompt_tokens=int(row["prompt_tokens"]),
         cached_tokens=int(row["cached_tokens"]),
-        logprob=_logprob(row) if row["flags"] & HAS_LOGPROB else None,
+        logprob=logprob,
         finish_reason=FINISH_REASONS[row["finish_reason"]],
     )
     return Metadata(int(row["ticket_hash"]), int(row["generation"]), first)

@@ -28,6 +28,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Token ids."""
     choices: int = 1
     """Continuations of each prompt."""
+    salts: Sequence[str] = ()
+    """Prefix-cache salt of each prompt; empty if all have that of base."""
     list_response: bool = False
     """The response is a JSON list, which has no place for kv_transfer_params."""
 
@@ -38,14 +40,17 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
     def requests(self, max_model_len: int) -> list[GenerationRequest]:
         """One generation request for each prompt and choice, ordered prompt by prompt."""
+        salts = self.salts or [self.base.cache_salt] * len(self.prompts)
         requests = [
-            self._request(max_model_len, prompt, choice) for prompt in self.prompts for choice in range(self.choices)
+            self._request(max_model_len, prompt, salt, choice)
+            for prompt, salt in zip(self.prompts, salts, strict=True)
+            for choice in range(self.choices)
         ]
         if len(requests) == 1:
             return requests
         return [msgspec.structs.replace(each, rid=f"{each.rid}-{index}") for index, each in enumerate(requests)]
 
-    def _request(self, max_model_len: int, prompt: tuple[int, ...], choice: int) -> GenerationRequest:
+    def _request(self, max_model_len: int, prompt: tuple[int, ...], salt: str, choice: int) -> GenerationRequest:
         """max_tokens is cut to the room that the prompt leaves."""
         base = self.base
         room = max_model_len - len(prompt) if max_model_len else base.sampling.max_tokens
@@ -53,7 +58,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
         sampling = msgspec.structs.replace(
             seeded(base.sampling, choice), max_tokens=tokens, min_tokens=min(base.sampling.min_tokens, tokens)
         )
-        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling)
+        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling, cache_salt=salt)
 
 
 def prefill_requests(asked: CompletionRequest, body: HandoffFields, max_model_len: int) -> list[GenerationRequest]:

@@ -1,5 +1,6 @@
 """Sampling fields of a body as SamplingParams, every value checked against its range."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
+MAX_SALT_CHARS = 256
 MAX_INT64 = (1 << 63) - 1
 
 
@@ -52,15 +54,26 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
     """Fields of a GenerationRequest beside its prompt and sampling. Raises HeadraceError (400)."""
     if body.deadline_s is not None and not body.deadline_s > 0:
         raise invalid("deadline_s", f"deadline_s is {body.deadline_s}; it has to be above 0 seconds")
-    if body.cache_salt is not None and len(body.cache_salt) > 256:
-        raise invalid("cache_salt", f"cache_salt has {len(body.cache_salt)} characters; at most 256 are allowed")
     return {
         "stop": stop_strings(body),
         "ignore_eos": bool(body.ignore_eos),
         "priority": int(_within("priority", body.priority, 0, -(1 << 31), (1 << 31) - 1)),
         "deadline_s": body.deadline_s,
-        "cache_salt": body.cache_salt or "",
+        "cache_salt": prefix_salt(body.cache_salt, body.extra_key),
     }
+
+
+def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:
+    """The salt of the prefix cache for a request with these fields; another pair of them gives another salt. With an
+    extra_key it is a digest of both, so that it is no longer than a client's salt may be. Raises HeadraceError (400)
+    for a field that is too long."""
+    for field, given in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if given is not None and len(given) > MAX_SALT_CHARS:
+            raise invalid(field, f"{field} has {len(given)} characters; at most {MAX_SALT_CHARS} are allowed")
+    salt = cache_salt or ""
+    if not extra_key:
+        return salt
+    return hashlib.sha256(f"{len(salt)}:{salt}{extra_key}".encode()).hexdigest()
 
 
 def choice_count(body: OpenAIBody) -> int:

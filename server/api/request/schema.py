@@ -23,7 +23,8 @@ class ChatMessage(msgspec.Struct):
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """Sampling fields that all routes share; None means the default."""
+    """Sampling fields that all routes share; None means the default. cache_salt, extra_key (SGLang's name): requests
+    share cached prefixes only with those that have the same of both."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -39,6 +40,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     deadline_s: float | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     model: str | None = None
     stream: bool | None = None
 
@@ -143,7 +145,8 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
 
 
 class GenerateBody(HandoffParams, kw_only=True):
-    """POST /generate. logprob_start_len: from 0 on, logprobs of the prompt are wanted, too (of all of it)."""
+    """POST /generate. logprob_start_len: from 0 on, logprobs of the prompt are wanted, too (of all of it). cache_salt,
+    extra_key: for all prompts, or one for each."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -152,6 +155,8 @@ class GenerateBody(HandoffParams, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     rid: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
     priority: int | None = None
     model: str | None = None
     stream: bool | None = None

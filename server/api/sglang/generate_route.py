@@ -12,7 +12,13 @@ from starlette.responses import Response
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
-from headrace.server.api.request.sampling import choice_count, refuse_fields, request_fields, sampling_params
+from headrace.server.api.request.sampling import (
+    choice_count,
+    prefix_salt,
+    refuse_fields,
+    request_fields,
+    sampling_params,
+)
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
@@ -73,7 +79,25 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
             rid=f"{rid}-{secrets.token_hex(4)}", prompt=(), sampling=sampling, **request_fields(fields)
         )
         count = choice_count(fields)
-        return CompletionRequest(base, tokens, count, list_response=is_batch or count > 1)
+        salts = _salts(body, len(prompts))
+        return CompletionRequest(base, tokens, count, salts, list_response=is_batch or count > 1)
+
+
+def _salts(body: GenerateBody, prompts: int) -> list[str]:
+    """Prefix-cache salt of each prompt. Raises HeadraceError (400)."""
+    salts = _for_each("cache_salt", body.cache_salt, prompts)
+    keys = _for_each("extra_key", body.extra_key, prompts)
+    return [prefix_salt(salt, key) for salt, key in zip(salts, keys, strict=True)]
+
+
+def _for_each(field: str, value: str | list[str] | None, prompts: int) -> Sequence[str | None]:
+    """The value of a field for each prompt. Raises HeadraceError (400) for a list of another length."""
+    if not isinstance(value, list):
+        return [value] * prompts
+    if len(value) != prompts:
+        message = f"{field} has {len(value)} entries and the request has {prompts} prompts; send {prompts} or a string"
+        raise invalid(field, message)
+    return value
 
 
 @contextmanager

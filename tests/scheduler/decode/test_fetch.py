@@ -1,8 +1,18 @@
 """The way in by wire."""
 
-import pytest
+import math
 
-from headrace.core.messages.frontend import PrefillState, RemovePrefill, RequestFailed, RequestFinished, Reserved
+import pytest
+from msgspec.structs import replace
+
+from headrace.core.messages.frontend import (
+    PrefillState,
+    RemovePrefill,
+    RequestFailed,
+    RequestFinished,
+    Reserved,
+    Tokens,
+)
 from headrace.core.messages.orders import (
     CancelReceive,
     CloseSession,
@@ -182,19 +192,60 @@ def test_a_finished_ticket_ends_the_request_with_its_token() -> None:
     [
         FirstToken(1000, 10, 0),
         FirstToken(7, 10, 0, TokenLogprob(7, -0.5, (7, 1000), (-0.5, -1.0))),
+        FirstToken(-1, 10, 0),
+        FirstToken(7, 10, 0, TokenLogprob(7, -0.5, (7, -2), (-0.5, -1.0))),
         FirstToken(7, 10, 11),
+        FirstToken(7, 10, -1),
+        FirstToken(7, 11, 0),
+        FirstToken(7, 9, 0),
+        FirstToken(7, 10, 0, TokenLogprob(7, math.nan)),
+        FirstToken(7, 10, 0, TokenLogprob(7, -0.5, (7, 8), (-0.5, -math.inf))),
+        FirstToken(7, 10, 0, None, "tired"),
     ],
 )
-def test_a_first_token_that_the_model_does_not_have_fails_the_request(first: FirstToken) -> None:
+def test_metadata_that_cannot_be_of_the_request_fails_it(first: FirstToken) -> None:
     bench = connected()
     expect = reserved(bench)
     effects = bench.do(KvReceived(stage=0, request=expect.request, first=first, bytes=1, chunks=1))
     assert only(effects, RequestFailed).error.code == "bad_metadata"
     bench.forgotten(expect.request)
     other = reserved(bench, rid="b", ticket="u")
+    first = replace(first, finish_reason=first.finish_reason or "stop")
     effects = bench.do(TicketFinished(session="p1", ticket="u", generation=other.generation, first=first))
-    assert only(effects, RequestFailed).error.status == 502
+    assert (only(effects, RequestFailed).error.code, only(effects, RequestFailed).error.status) == ("bad_metadata", 502)
     bench.forgotten(other.request)
+    assert bench.tokens() == bench.tokens("b") == []
+    bench.assert_empty()
+
+
+def test_a_finished_ticket_whose_request_goes_on_fails_it() -> None:
+    """No KV has come: tokens would be decoded from pages that were never written."""
+    bench = connected()
+    expect = reserved(bench, max_tokens=8)
+    first = FirstToken(9, 10, 4)
+    effects = bench.do(TicketFinished(session="p1", ticket="t", generation=expect.generation, first=first))
+    assert (only(effects, RequestFailed).error.code, only(effects, RequestFailed).error.status) == ("bad_metadata", 502)
+    assert none(effects, AskCancel), "the ticket has ended there"
+    assert bench.plan() is None
+    assert bench.tokens() == []
+    bench.forgotten(expect.request)
+    bench.assert_empty()
+
+
+def test_logprobs_are_those_that_were_asked_for() -> None:
+    bench = connected()
+    first = FirstToken(7, 10, 0, TokenLogprob(7, -0.5, (7,), (-0.5,)))
+    for rid, asked, sent, shown in (
+        ("a", None, first, ()),
+        ("b", 1, first, (first.logprob,)),
+        ("c", 1, replace(first, logprob=None), None),
+    ):
+        expect = reserved(bench, rid=rid, ticket=rid, logprobs=asked, max_tokens=1)
+        bench.do(KvReceived(stage=0, request=expect.request, first=sent, bytes=1, chunks=1))
+        if shown is None:
+            assert (bench.error(rid).code, "logprob" in bench.error(rid).message) == ("bad_metadata", True)
+        else:
+            assert bench.last(Tokens).logprobs == shown
 
 
 def test_a_lost_prefill_server_fails_what_it_owes() -> None:

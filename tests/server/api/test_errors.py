@@ -49,6 +49,8 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "stream": "yes"}, 400, "stream", "expected true or false"),
     ({"prompt": "x", "deadline_s": 0}, 400, "deadline_s", "above 0"),
     ({"prompt": "x", "cache_salt": "s" * 257}, 400, "cache_salt", "at most 256"),
+    ({"prompt": "x", "extra_key": "s" * 257}, 400, "extra_key", "at most 256"),
+    ({"prompt": ["x", "y"], "cache_salt": ["s", "t"]}, 400, "cache_salt", "expected a string, got a list"),
     ({"prompt": "x", "priority": 1 << 40}, 400, "priority", "from"),
     ({"prompt": "x", "echo": True}, 400, "echo", "not supported"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),

@@ -60,6 +60,48 @@ async def test_prompts_in_all_forms(tokenizer: Tokenizer, prompt: dict[str, Any]
         assert [list(unpack(submit.prompt)) for submit in link.of(Submit)] == [[1, 2], [1, 2], [3], [3]]
 
 
+SALTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"text": "ab", "cache_salt": "s"}, ["s"]),
+    ({"text": ["ab", "cd"], "cache_salt": "s"}, ["s", "s"]),
+    ({"text": ["ab", "cd"], "cache_salt": ["s", "t"]}, ["s", "t"]),
+    ({"input_ids": [[1], [2]], "cache_salt": ["s", "t"], "sampling_params": {"n": 2}}, ["s", "s", "t", "t"]),
+    ({"text": ["ab", "cd"]}, ["", ""]),
+]
+
+
+@pytest.mark.parametrize(("body", "salts"), SALTS)
+@in_loop
+async def test_every_prompt_has_its_cache_salt(tokenizer: Tokenizer, body: dict[str, Any], salts: list[str]) -> None:
+    link = FakeLink(saying(tokenizer, "hello"))
+    async with running(link, tokenizer) as service, client(service) as http:
+        assert (await http.post("/generate", json=body)).status_code == 200
+    assert [submit.cache_salt for submit in link.of(Submit)] == salts
+
+
+@in_loop
+async def test_tenants_differ_in_cache_salt_or_extra_key(tokenizer: Tokenizer) -> None:
+    """Under every form and on every route, equal pairs share a salt and others do not."""
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]
+    asked: list[dict[str, Any]] = [{"cache_salt": salt, "extra_key": key} for salt, key in pairs]
+    lists = {"cache_salt": [salt for salt, _ in pairs], "extra_key": [key for _, key in pairs]}
+    link = FakeLink(saying(tokenizer, "hello"))
+    async with running(link, tokenizer) as service, client(service) as http:
+        await http.post("/generate", json={"text": ["x"] * len(pairs), **lists})
+        for path, prompt in (
+            ("/generate", {"text": "x"}),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/responses", {"input": "x"}),
+            ("/v1/prefill", {"prompt": "x", "handoff": "none"}),
+        ):
+            for fields in asked:
+                assert (await http.post(path, json={**prompt, **fields})).status_code == 200
+    salts = [submit.cache_salt for submit in link.of(Submit)]
+    assert salts == salts[: len(pairs)] * 6
+    assert len(set(salts)) == len(pairs)
+    assert all(len(salt) <= 256 for salt in salts), "a prefill server takes them from a decode server"
+
+
 @in_loop
 async def test_logprobs(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> Any:
@@ -111,6 +153,11 @@ async def test_a_stream_repeats_the_text(tokenizer: Tokenizer) -> None:
         ({"text": "x", "sampling_params": {"n": 0}}, "sampling_params.n"),
         ({"text": "x", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
+        ({"text": ["x", "y"], "cache_salt": ["s"]}, "cache_salt"),
+        ({"text": ["x", "y"], "extra_key": ["s", "t", "u"]}, "extra_key"),
+        ({"text": ["x", "y"], "extra_key": ["s", "t" * 257]}, "extra_key"),
+        ({"text": "x", "cache_salt": "s" * 257}, "cache_salt"),
+        ({"text": "x", "extra_key": 7}, "extra_key"),
     ],
 )
 @in_loop

@@ -1,15 +1,19 @@
 """Metadata rows: what is put in comes out, and nothing else is accepted."""
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.core.types.request import FirstToken, TokenLogprob
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.metadata import MetadataRows
 
 TOKENS = st.integers(0, 2**31 - 1)
-LOGPROBS = st.floats(max_value=0, allow_nan=False, width=32)
+LOGPROBS = st.floats(max_value=0, allow_nan=False, allow_infinity=False, width=32)
 
 
 @st.composite
@@ -17,10 +21,11 @@ def first_tokens(draw: st.DrawFn) -> FirstToken:
     token = draw(TOKENS)
     top = draw(st.lists(st.tuples(TOKENS, LOGPROBS), max_size=metadata.MAX_TOP))
     logprob = TokenLogprob(token, draw(LOGPROBS), tuple(i for i, _ in top), tuple(p for _, p in top))
+    cached, prompt = sorted((draw(TOKENS), draw(TOKENS)))
     return FirstToken(
         token=token,
-        prompt_tokens=draw(TOKENS),
-        cached_tokens=draw(TOKENS),
+        prompt_tokens=prompt,
+        cached_tokens=cached,
         logprob=draw(st.sampled_from([None, logprob])),
         finish_reason=draw(st.sampled_from(metadata.FINISH_REASONS)),
     )
@@ -54,6 +59,37 @@ def test_more_alternatives_than_fit_are_an_error() -> None:
     logprob = TokenLogprob(1, -1.0, tuple(range(21)), (-1.0,) * 21)
     with pytest.raises(ValueError, match="up to 20 pairs of alternatives, not 21"):
         metadata.encode("t", 1, FirstToken(token=1, prompt_tokens=1, cached_tokens=0, logprob=logprob))
+
+
+GOOD = TokenLogprob(7, -0.5, (7, 9), (-0.5, -1.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token": -1}, "negative token or count"),
+        ({"prompt_tokens": -1}, "negative token or count"),
+        ({"cached_tokens": -1}, "negative token or count"),
+        ({"cached_tokens": 11}, "11 cached of 10 prompt tokens"),
+        ({"logprob": TokenLogprob(7, math.nan)}, "not finite"),
+        ({"logprob": TokenLogprob(7, math.inf)}, "not finite"),
+        ({"logprob": replace(GOOD, top_logprobs=(-0.5, math.nan))}, "not finite"),
+        ({"logprob": replace(GOOD, top_logprobs=(-0.5, -math.inf))}, "not finite"),
+        ({"logprob": replace(GOOD, top_ids=(7, -9))}, "the token -9 among its alternatives"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    good = FirstToken(token=7, prompt_tokens=10, cached_tokens=0, logprob=GOOD)
+    assert metadata.decode(metadata.encode("t", 1, good)).first == good
+    with pytest.raises(ValueError, match=said):
+        metadata.decode(metadata.encode("t", 1, replace(good, **changes)))
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    data = bytearray(metadata.encode("t", 1, FirstToken(token=7, prompt_tokens=10, cached_tokens=0)))
+    data[4] = 3
+    with pytest.raises(ValueError, match="finish reason 3, expected < 3"):
+        metadata.decode(bytes(data))
 
 
 @given(st.binary(max_size=300) | st.binary(min_size=256, max_size=256))
