@@ -23,6 +23,11 @@ OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wi
 # Files of tests at a time: most of what the servers of a test do is to wait, for each other or for a deadline.
 WORKERS ?= 2
 
+# The kind of CPU that tests run as, whatever this one is: avx2 or bf16 (tests/cpus.py). Without it they run as on this
+# machine, and those that depend on the kind a second time as on the other one.
+CPU ?=
+PYTEST := $(BIN)/python -m pytest $(if $(CPU),--cpu $(CPU))
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test full wheel test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
@@ -47,11 +52,14 @@ wheel: venv ## Build the wheel and the source distribution into dist/.
 demo: venv ## Hand four prompts from a prefill server to a decode server, and compare the texts.
 	$(BIN)/headrace demo
 
-test: check ## Run every check and every test.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
+test: check ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
+ifeq ($(CPU),)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' tests
+endif
 
-full: venv ## Run the tests that take minutes each, too.
-	$(BIN)/python -m pytest -m full tests
+full: venv ## Run the tests that take minutes each, too; CPU= as in test.
+	$(PYTEST) -m full tests
 
 test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .

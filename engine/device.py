@@ -9,7 +9,6 @@ from headrace.core.types.errors import ConfigError
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
 # Devices of NVIDIA's driver, the same on Tegra and under WSL, and AMD's.
 _GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")))
-_CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -38,19 +37,37 @@ def own_device(device: str, local_rank: int) -> str:
     return f"cuda:{local_rank % torch.cuda.device_count()}"
 
 
-def resolve_dtype(dtype: Dtype, device: str) -> ResolvedDtype:
-    """ "auto" takes bfloat16 where the device multiplies it in hardware, float32 elsewhere."""
+def resolve_dtype(dtype: Dtype, device: str, cpuinfo: str) -> ResolvedDtype:
+    """ "auto" takes bfloat16 where the device multiplies it in hardware, float32 elsewhere. cpuinfo: as in
+    EngineConfig."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if has_matrix_units("bfloat16", device) else "float32"
+    return "bfloat16" if has_matrix_units("bfloat16", device, cpuinfo) else "float32"
 
 
-def has_matrix_units(dtype: str, device: str, cpuinfo: Path = _CPUINFO) -> bool:
+def has_matrix_units(dtype: str, device: str, cpuinfo: str) -> bool:
     """Whether matrices of this dtype are multiplied in hardware."""
     if dtype == "float32" or device != "cpu":
         return True
-    flags = _cpu_flags(cpuinfo)
-    return bool(flags & ({"avx512_bf16", "amx_bf16", "bf16"} if dtype == "bfloat16" else {"amx_fp16", "avx512_fp16"}))
+    units = {"avx512_bf16", "amx_bf16", "bf16"} if dtype == "bfloat16" else {"amx_fp16", "avx512_fp16"}
+    return bool(cpu_flags(cpuinfo) & units)
+
+
+def kernel_multiplies(cpuinfo: str) -> bool:
+    """Whether float32 matrices are multiplied by engine/native/kernels.c, which has vectors of 256 bits. Math libraries
+    have wider ones where the CPU has AVX-512."""
+    flags = cpu_flags(cpuinfo)
+    return "avx2" in flags and "avx512f" not in flags
+
+
+def cpu_flags(cpuinfo: str) -> frozenset[str]:
+    """What the CPU can do, in Linux's words; empty on other systems. Raises OSError for a file that cannot be read."""
+    path = Path(cpuinfo)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
 
 
 def available_memory(device: str) -> int:
@@ -77,11 +94,3 @@ def _cgroup_room() -> int:
     if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
         return 1 << 62
     return max(0, int(limit.read_text()) - int(used.read_text()))
-
-
-def _cpu_flags(cpuinfo: Path) -> set[str]:
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()

@@ -18,7 +18,7 @@ from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.decoder import Decoder
-from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.device import available_memory, has_matrix_units, kernel_multiplies, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
@@ -102,10 +102,12 @@ class ModelRunner:
         spec = load_spec(source)
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)
-        dtype = resolve_dtype(model.dtype, device)
+        dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
         length = spec.resolve_length(max_model_len or model.max_model_len)
-        native = has_matrix_units(dtype, device)
-        kernels = load_kernels() if device == "cpu" and (dtype != "float16" or not native) else None
+        native = has_matrix_units(dtype, device, engine.cpuinfo)
+        kernels = None
+        if device == "cpu" and (dtype != "float16" or not native):
+            kernels = load_kernels(multiply=kernel_multiplies(engine.cpuinfo))
         plan = plan_memory(
             spec,
             dtype,

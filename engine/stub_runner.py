@@ -51,7 +51,7 @@ class StubRunner:
         spec = self._model.spec()
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)
-        dtype = resolve_dtype(model.dtype, device)
+        dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
         length = spec.resolve_length(model.max_model_len)
         memory = available_memory(device)
         plan = plan_memory(

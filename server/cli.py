@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
+from headrace.core.config import EngineConfig
 from headrace.core.types.errors import ConfigError
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
-from headrace.server.config.load import load
+from headrace.server.config.load import CPUINFO_VARIABLE, load
 from headrace.server.config.settings import SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
@@ -122,6 +123,8 @@ def _check(given: argparse.Namespace) -> int:
     resolved = resolve(config)
     print(to_toml(resolved.config), end="")
     print()
+    if resolved.config.engine.cpuinfo != EngineConfig().cpuinfo:
+        print(f"# {CPUINFO_VARIABLE}: this CPU is taken for the one of {resolved.config.engine.cpuinfo}")
     for stage, memory in enumerate(resolved.memory):
         where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
         print(f"# memory{where}: {memory.explanation}")

@@ -1,6 +1,24 @@
 """For all tests."""
 
+import os
+
+import pytest
 from hypothesis import settings
+
+from headrace.server.config.load import CPUINFO_VARIABLE
+from tests.cpus import KINDS, cpuinfo, other_kind
 
 settings.register_profile("headrace", deadline=None)  # how fast a machine is, and how busy, is nobody's mistake
 settings.load_profile("headrace")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    kinds = (*KINDS, "other")
+    parser.addoption("--cpu", choices=kinds, help="run as on this kind of CPU, or the one that this machine is not")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Servers that tests start inherit the variable; runners in this process get it from make_runner()."""
+    kind = config.getoption("cpu")
+    if kind is not None:
+        os.environ[CPUINFO_VARIABLE] = cpuinfo(other_kind() if kind == "other" else kind)

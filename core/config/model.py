@@ -47,3 +47,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "torch.compile for norms, rotary embedding and activation; auto: on CUDA where Triton is installed",
         ),
     ] = "auto"
+    cpuinfo: str = "/proc/cpuinfo"
+    """File with the flags of this machine's CPU, in the format of /proc/cpuinfo; set by HEADRACE_CPUINFO."""

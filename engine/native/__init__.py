@@ -49,7 +49,8 @@ class Kernels:
     """Calls into the library. Tensors are on the CPU, in float32, or but for attend() in bfloat16, which is rounded
     where torch rounds it; rows may be apart, elements of a row may not."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, multiply: bool) -> None:
+        """multiply: matrices in float32, too; else they are left to torch."""
         self._add_norm = library.headrace_add_norm
         self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F, _I), None
         self._rotate = library.headrace_rotate
@@ -58,7 +59,7 @@ class Kernels:
         self._gate.argtypes, self._gate.restype = (_P, _P, _I, _I, _I), None
         self._multiply = library.headrace_multiply
         self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I, _I, _I), None
-        self._multiplies = bool(library.headrace_multiplies())
+        self._multiplies = multiply
         self._attend = library.headrace_attend
         self._attend.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _I, _P, _F)
 
@@ -126,12 +127,13 @@ class Kernels:
 
 
 @cache
-def load_kernels() -> Kernels | None:
-    """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared."""
+def load_kernels(*, multiply: bool) -> Kernels | None:
+    """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared.
+    multiply: see Kernels."""
     library = load_library(Path(__file__).with_name("kernels.c"))
     if library is None:
         log.warning("kernels.c was not compiled at the installation, for want of a C compiler: torch takes longer")
-    return Kernels(library) if library is not None and library.headrace_usable() else None
+    return Kernels(library, multiply) if library is not None and library.headrace_usable() else None
 
 
 def _dtype(rows: Tensor) -> int:

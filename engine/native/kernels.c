@@ -15,16 +15,9 @@ int headrace_usable(void)
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-/* Math libraries have wider vectors for products, where the CPU has. */
-int headrace_multiplies(void)
-{
-    __builtin_cpu_init();
-    return !__builtin_cpu_supports("avx512f");
-}
 #pragma GCC target("avx2,fma,f16c")
 #else
 int headrace_usable(void) { return 1; }
-int headrace_multiplies(void) { return 0; }
 #endif
 
 #define HOT static inline __attribute__((always_inline))

@@ -10,7 +10,8 @@ ROWS = 512  # the layout is the best one for so many, and good for any number
 
 
 def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this CPU, with units for it or without."""
+    """Whether oneDNN can multiply bfloat16 on this CPU, with units for it or without: whether it should is for
+    headrace.engine.device.has_matrix_units to say."""
     return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -6,11 +6,15 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import Config
+from headrace.core.config import Config, EngineConfig
+from headrace.core.types.errors import ConfigError
+from headrace.engine.device import cpu_flags
 from headrace.server.config.consistency import check
 from headrace.server.config.settings import BY_KEY, SETTINGS
 from headrace.server.config.toml_file import read_toml
 from headrace.server.config.values import parse_value
+
+CPUINFO_VARIABLE = "HEADRACE_CPUINFO"
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
@@ -30,7 +34,23 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
             values[key] = parse_value(BY_KEY[key], given, BY_KEY[key].option)
     config = _build(values)
     check(config)
-    return config
+    engine = msgspec.structs.replace(config.engine, cpuinfo=find_cpuinfo(environ))
+    return msgspec.structs.replace(config, engine=engine)
+
+
+def find_cpuinfo(environ: Mapping[str, str]) -> str:
+    """The file with the flags of this machine's CPU. HEADRACE_CPUINFO names another one than the system's, so that
+    tests can run as on another CPU. Raises ConfigError when that one has no flags."""
+    path = environ.get(CPUINFO_VARIABLE, "")
+    if not path:
+        return EngineConfig().cpuinfo
+    try:
+        flags = cpu_flags(path)
+    except OSError as error:
+        raise ConfigError(f"{CPUINFO_VARIABLE}: cannot read {path}: {error.strerror}") from error
+    if not flags:
+        raise ConfigError(f"{CPUINFO_VARIABLE}: expected a file like /proc/cpuinfo, with a line of flags, got {path}")
+    return str(Path(path).absolute())
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:

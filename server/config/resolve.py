@@ -31,10 +31,10 @@ def resolve(config: Config) -> Resolved:
     if config.group.start == "external":
         return _resolve_model(config, spec)
     device = resolve_device(config.model.device)
-    dtype = resolve_dtype(config.model.dtype, device)
+    dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
-    native = has_matrix_units(dtype, device)
+    native = has_matrix_units(dtype, device, config.engine.cpuinfo)
     plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length, native_units=native)
     available = available_memory(device)
     # Stages of one machine's CPU share its memory: what fits is what fits the whole model.

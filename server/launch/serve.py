@@ -24,10 +24,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.config import Config, StageConfig
+from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.process import freeze_loaded
 from headrace.core.types.addresses import url
+from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.supervisor import Child, Supervisor
@@ -43,6 +44,8 @@ def serve(config: Config) -> int:
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if config.engine.cpuinfo != EngineConfig().cpuinfo:
+        log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         return asyncio.run(_serve(config, Path(folder)))

@@ -25,6 +25,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.device import own_device
 from headrace.engine.parallel.pipeline import LinkBroken
 from headrace.engine.stage import run
+from headrace.server.config.load import find_cpuinfo
 from headrace.server.stage_group.join_client import JoinClient, MembershipOver
 from headrace.server.stage_group.rank_info import RankInfo, read_rank_info
 from headrace.server.version import headrace_version
@@ -36,6 +37,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run one stage until its group ends. Returns the exit status. Raises ConfigError for wrong flags or variables."""
     info = read_rank_info(vars(given), environ)
     endpoint = _endpoint(given.scheduler)
+    cpuinfo = find_cpuinfo(environ)
     if info.under_torchrun:
         die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save
@@ -46,7 +48,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         config = client.join()
         logging.getLogger().setLevel(config.log_level.upper())
         client.start_heartbeat()
-        return run(_complete(config, endpoint, info))
+        return run(_complete(config, cpuinfo, endpoint, info))
     except MembershipOver as error:
         print(f"headrace: {error}", file=sys.stderr)
         return error.end.status
@@ -78,7 +80,7 @@ def _join_request(given: argparse.Namespace, environ: Mapping[str, str], info: R
     )
 
 
-def _complete(config: StageConfig, endpoint: str, info: RankInfo) -> StageConfig:
+def _complete(config: StageConfig, cpuinfo: str, endpoint: str, info: RankInfo) -> StageConfig:
     """The scheduler's configuration, with what only this machine knows."""
     engine, model = config.engine, config.model
     threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // info.local_world_size)
@@ -87,6 +89,6 @@ def _complete(config: StageConfig, endpoint: str, info: RankInfo) -> StageConfig
         endpoint=endpoint,
         rendezvous=info.rendezvous,
         rendezvous_hosted=info.rendezvous_hosted,
-        engine=msgspec.structs.replace(engine, threads=threads),
+        engine=msgspec.structs.replace(engine, threads=threads, cpuinfo=cpuinfo),
         model=msgspec.structs.replace(model, device=own_device(model.device, info.local_rank)),
     )

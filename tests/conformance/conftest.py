@@ -12,13 +12,14 @@ from tests.conformance.client import Client, Target
 from tests.e2e.harness import serving
 from tests.transfer.harness import zmq_context
 
-STUB = ("--role", "prefill", "--model", "stub:layers=4,hidden=32", "--chunk-tokens", "96")
+DTYPE = os.environ.get("HEADRACE_DTYPE", "float32")
+STUB = ("--role", "prefill", "--model", "stub:layers=4,hidden=32", "--dtype", DTYPE, "--chunk-tokens", "96")
 
 
 @pytest.fixture(scope="session")
 def target() -> Iterator[Target]:
     """HEADRACE_LAYERS, _KV_HEADS, _HEAD_DIM and _DTYPE describe the KV of another server than ours, HEADRACE_COMPONENTS
-    (a list of their maps, in JSON) what it has beside that."""
+    (a list of their maps, in JSON) what it has beside that. Ours has the dtype of HEADRACE_DTYPE, too."""
     url = os.environ.get("HEADRACE_URL")
     if url is None:
         with serving(*STUB) as server:
@@ -33,7 +34,7 @@ def _target(url: str) -> Target:
     geometry: dict[str, Any] = {
         key: int(os.environ.get(f"HEADRACE_{key.upper()}", size)) for key, size in sizes.items()
     }
-    geometry |= {"dtype": os.environ.get("HEADRACE_DTYPE", "float32"), "page_size": 16}
+    geometry |= {"dtype": DTYPE, "page_size": 16}
     geometry["components"] = json.loads(os.environ.get("HEADRACE_COMPONENTS", "[]"))
     host = httpx.URL(url).host
     return Target(url, f"tcp://{host}:{handoff['control_port']}", host, handoff["fingerprint"], geometry)

@@ -29,13 +29,15 @@ from tests.transfer.control.test_control import CONFIG
 from tests.transfer.harness import Loop, gather, random_store, zmq_context
 
 PEER = Path(minimal_peer.__file__)
-GEOMETRY = Geometry("float32", layers=4, kv_heads=1, head_dim=32, page_size=16)
+DTYPE = "float32"
+GEOMETRY = Geometry(DTYPE, layers=4, kv_heads=1, head_dim=32, page_size=16)
 PROMPT = [7 * i % 250 for i in range(1, 400)]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--role", "prefill", "--model", "stub:layers=4,hidden=32", "--chunk-tokens", "96") as made:
+    model = ("--model", "stub:layers=4,hidden=32", "--dtype", DTYPE)
+    with serving("--role", "prefill", *model, "--chunk-tokens", "96") as made:
         yield made
 
 

@@ -13,10 +13,11 @@ from headrace.server.launch.local_server import LocalServer
 
 
 class Server(LocalServer):
-    """A server under test: its metrics, its child processes, its violent death."""
+    """A server under test: its metrics, its child processes, its violent death. In float32 unless flags name another
+    dtype, which "auto" may be on another machine: tests are to do the same everywhere."""
 
     def __init__(self, *flags: str, port: int = 0) -> None:
-        super().__init__(*flags, port=port)
+        super().__init__(*(() if "--dtype" in flags else ("--dtype", "float32")), *flags, port=port)
         self._children: list[psutil.Process] = []
 
     def started(self) -> "Server":

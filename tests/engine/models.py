@@ -1,5 +1,6 @@
 """Small random models of every family, and transformers' own results for them."""
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
+from headrace.server.config.load import find_cpuinfo
 
 VOCABULARY = 199
 GREEDY = SamplingParams(temperature=0.0, logprobs=VOCABULARY)
@@ -102,11 +104,13 @@ def make_runner(
     layers: range | None = None,
     dtype: Any = "float32",
     max_model_len: int = 256,
+    cpuinfo: str = "",
 ) -> ModelRunner:
-    """A runner whose pool is full of NaN: what was not written must not be read."""
+    """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
+    taken for, by default that of the test run."""
     runner = ModelRunner(
         ModelConfig(model=str(folder), dtype=dtype, device="cpu"),
-        EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1),
+        EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
         max_model_len,
         layers,
     )

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.core.config import Config
 from headrace.server import cli
-from headrace.server.config.load import load
+from headrace.server.config.load import CPUINFO_VARIABLE, load
+from tests.cpus import KINDS, cpuinfo
 
 MISTAKES = [
     ([], "COMMAND"),
@@ -53,6 +54,33 @@ def test_check_prints_a_configuration_that_can_be_used_and_the_memory(
     assert (config.model.dtype, config.engine.kv_pages, config.scheduler.max_model_len) == ("float32", 64, 512)
 
 
+@pytest.mark.parametrize(("kind", "dtype"), KINDS.items())
+def test_check_on_another_kind_of_cpu(
+    kind: str, dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What "auto" is there, and that this CPU is not asked."""
+    monkeypatch.setenv(CPUINFO_VARIABLE, cpuinfo(kind))
+    assert cli.main(["check", "--device", "cpu", "--dtype", "auto"]) == 0
+    out = capsys.readouterr().out
+    assert f'dtype = "{dtype}"' in out
+    assert f"# {CPUINFO_VARIABLE}: this CPU is taken for the one of {cpuinfo(kind)}" in out
+    assert cli.main(["check", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    assert f"MiB ({dtype}); KV" in capsys.readouterr().out, "in which 16-bit weights are held"
+
+
+@pytest.mark.parametrize("content", [None, "processor : 0\n"])
+def test_a_file_without_the_flags_of_a_cpu_is_a_mistake(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(CPUINFO_VARIABLE, str(path))
+    assert cli.main(["check"]) == 2
+    assert f"{CPUINFO_VARIABLE}: expected a file like /proc/cpuinfo" in capsys.readouterr().err
+
+
+@pytest.mark.cpu_kind
 def test_serve_gets_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Config] = []
 

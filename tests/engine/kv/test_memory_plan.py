@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.device import available_memory, has_matrix_units, kernel_multiplies, resolve_device, resolve_dtype
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
+from tests.cpus import cpuinfo
 from tests.engine.models import CONFIGS, Saved, save_model
 
 MIB = 1 << 20
@@ -78,16 +79,18 @@ def test_torch_is_asked_about_gpus_only_where_there_is_a_driver(
     assert resolve_device("cuda:1") == "cuda:1", "who names a GPU is not second-guessed"
 
 
-def test_dtype_follows_the_matrix_units(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags\t\t: fpu avx2 fma\n")
-    assert not has_matrix_units("bfloat16", "cpu", cpuinfo)
-    assert has_matrix_units("float32", "cpu", cpuinfo)
-    cpuinfo.write_text("flags\t\t: fpu avx512_bf16\n")
-    assert has_matrix_units("bfloat16", "cpu", cpuinfo)
-    assert not has_matrix_units("float16", "cpu", cpuinfo)
-    assert resolve_dtype("auto", "cuda") == "bfloat16"
-    assert resolve_dtype("float16", "cpu") == "float16"
+def test_dtype_and_kernels_follow_the_flags_of_the_cpu(tmp_path: Path) -> None:
+    plain, units, arm, none = cpuinfo("avx2"), cpuinfo("bf16"), str(tmp_path / "arm"), str(tmp_path / "none")
+    Path(arm).write_text("processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n")
+    assert [resolve_dtype("auto", "cpu", each) for each in (plain, units, arm, none)] == [
+        "float32", "bfloat16", "bfloat16", "float32",
+    ]  # fmt: skip
+    assert [kernel_multiplies(each) for each in (plain, units, arm, none)] == [True, False, False, False]
+    for each in (plain, units):
+        assert has_matrix_units("float32", "cpu", each)
+        assert not has_matrix_units("float16", "cpu", each)
+        assert resolve_dtype("auto", "cuda", each) == "bfloat16"
+        assert resolve_dtype("float16", "cpu", each) == "float16"
 
 
 def test_devices() -> None:

@@ -123,6 +123,7 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert eos_token_ids(source) == (2, 9)
 
 
+@pytest.mark.cpu_kind
 @pytest.mark.parametrize("name", ["llama", "qwen2-yarn"])
 def test_fingerprint_is_of_the_model_not_of_its_files(saved: Models, tmp_path: Path, name: str) -> None:
     """The same over dtypes of the run and of the file, shards and stages; another for another weight."""

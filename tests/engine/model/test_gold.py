@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.core.messages.orders import PlanRow
+from tests.cpus import KINDS, cpuinfo
 from tests.engine.models import (
     CONFIGS,
     VOCABULARY,
@@ -22,6 +23,8 @@ from tests.engine.models import (
     shuffled_pages,
 )
 
+pytestmark = pytest.mark.cpu_kind
+
 Models = Callable[[str], Saved]
 
 
@@ -30,8 +33,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-def check(saved: Saved, length: int, chunk: int, page_size: int) -> None:
-    runner = make_runner(saved.folder, page_size=page_size)
+def check(saved: Saved, length: int, chunk: int, page_size: int, kind: str = "") -> None:
+    """kind: of CPU, by default that of the test run."""
+    runner = make_runner(saved.folder, page_size=page_size, cpuinfo=kind and cpuinfo(kind))
     prompt = Prompt(1, random_tokens(length, seed=length), shuffled_pages(-(-length // page_size), 64), page_size)
     logprobs, keys_values = reference(saved.model, prompt.tokens)
     sampled = run_chunks(runner, prompt.chunks(chunk))
@@ -40,9 +44,10 @@ def check(saved: Saved, length: int, chunk: int, page_size: int) -> None:
     assert_close(pool_tokens(runner, prompt.pages, length), keys_values)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_in_two_chunks(saved: Models, name: str) -> None:
-    check(saved(name), length=41, chunk=25, page_size=16)
+def test_every_family_in_two_chunks(saved: Models, name: str, kind: str) -> None:
+    check(saved(name), length=41, chunk=25, page_size=16, kind=kind)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -135,11 +140,12 @@ def test_stages_in_a_row_equal_one(saved: Models, name: str) -> None:
     assert_close(pools, pool_tokens(whole, prompt.pages, 30))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [5, 70])
-def test_bfloat16_stays_close(saved: Models, length: int) -> None:
+def test_bfloat16_stays_close(saved: Models, length: int, kind: str) -> None:
     """16-bit weights and KV: near the float32 model, and the pool holds two bytes per element."""
     model = saved("llama")
-    runner = make_runner(model.folder, dtype="bfloat16")
+    runner = make_runner(model.folder, dtype="bfloat16", cpuinfo=cpuinfo(kind))
     prompt = Prompt(1, random_tokens(length), shuffled_pages(8, 64), 16)
     sampled = run_chunks(runner, prompt.chunks(32))
     _, keys_values = reference(model.model, prompt.tokens)
@@ -152,11 +158,11 @@ def test_bfloat16_stays_close(saved: Models, length: int) -> None:
 
 def test_weights_are_the_same_however_they_are_held(saved: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, or converted by every pass: on a CPU without 16-bit matrix units both compute in float32."""
-    monkeypatch.setattr("headrace.engine.runner.has_matrix_units", lambda dtype, device: False)
+    plain = cpuinfo("avx2")
     model = saved("llama-bias")
-    wide = make_runner(model.folder, dtype="bfloat16")
+    wide = make_runner(model.folder, dtype="bfloat16", cpuinfo=plain)
     monkeypatch.setattr("headrace.engine.kv.memory_plan.WIDE_SHARE", 0.0)
-    narrow = make_runner(model.folder, dtype="bfloat16")
+    narrow = make_runner(model.folder, dtype="bfloat16", cpuinfo=plain)
     rows = Prompt(1, random_tokens(70), shuffled_pages(8, 64), 16).chunks(32)
     one, other = (reported_logprobs(run_chunks(each, rows)) for each in (wide, narrow))
     torch.testing.assert_close(one, other, atol=0, rtol=0)

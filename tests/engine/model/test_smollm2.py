@@ -2,41 +2,35 @@
 
 import copy
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headrace.engine.runner
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention.cuda import VarlenAttention
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import CompiledArithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
+from tests.cpus import cpuinfo
 from tests.engine.flash import flash_on_cpu
-from tests.engine.models import (
-    Prompt,
-    make_runner,
-    pool_tokens,
-    reference,
-    reported_logprobs,
-    run_chunks,
-    smollm2,
-    transformers_tokenizer,
-)
+from tests.engine.models import Prompt, make_runner, pool_tokens, reference, smollm2, transformers_tokenizer
 
 TEXT = (
     "The water of the headrace turns the wheel, and the wheel turns the stone. The miller, who sleeps above, wakes "
     "when the stone stops, so he has a bell that rings when the hopper is empty. In 1969 three men flew to the moon; "
     "two of them walked on it, while the third waited in orbit."
 )
-PROMPTS = ((0, 12, 64), (0, 61, 33), (5, 50, 64), (40, 76, 64), (45, 60, 64), (50, 72, 64))  # first, end, and chunk
-LUCK = 1.05  # both round in the same places where both compute in bfloat16: who comes nearer is chance
+STRETCHES, LENGTH = 8, 48  # of the demo's text, and tokens in each
+SECOND_CHUNK = 32  # where it begins in every second stretch; the others are one chunk
+SEEN = 200  # tokens whose log-probabilities are compared at each position, the likeliest ones
+LUCK = 1.05  # see below
 LOGPROBS = SamplingParams(temperature=0.0, logprobs=20)
 
 
@@ -50,6 +44,7 @@ def runner() -> ModelRunner:
     return make_runner("smollm2")
 
 
+@pytest.mark.cpu_kind
 def test_logits_and_pages_equal_transformers(oracle: PreTrainedModel, runner: ModelRunner) -> None:
     tokenizer = transformers_tokenizer("smollm2")
     tokens = tokenizer(TEXT)["input_ids"]
@@ -67,66 +62,78 @@ def test_logits_and_pages_equal_transformers(oracle: PreTrainedModel, runner: Mo
     torch.testing.assert_close(written, keys_values, atol=2e-3, rtol=2e-3)
 
 
-def as_found(patch: pytest.MonkeyPatch) -> None:
-    """Computed in float32, unless this CPU multiplies bfloat16."""
+def plain_cpu(patch: pytest.MonkeyPatch) -> str:
+    """Held in 16 bits, computed in float32."""
+    return cpuinfo("avx2")
 
 
-def cpu_with_units(patch: pytest.MonkeyPatch) -> None:
+def cpu_with_units(patch: pytest.MonkeyPatch) -> str:
     """Computed in bfloat16, which torch does here one way or another."""
-    patch.setattr(headrace.engine.runner, "has_matrix_units", lambda dtype, device: True)
+    return cpuinfo("bf16")
 
 
-def gpu(patch: pytest.MonkeyPatch) -> None:
+def gpu(patch: pytest.MonkeyPatch) -> str:
     """What a GPU is given to do, down to its flash kernel."""
-    cpu_with_units(patch)
     patch.setattr(headrace.engine.runner, "choose_attention", lambda pool, **others: VarlenAttention(pool))
     patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: CompiledArithmetic("aot_eager"))
+    return cpuinfo("bf16")
 
 
 class SixteenBits(NamedTuple):
-    tokens: list[int]
-    logits: torch.Tensor  # of transformers in float32: those after each of the prompts
-    error: torch.Tensor  # of transformers in bfloat16
+    tokens: list[list[int]]  # of the stretches
+    logprobs: torch.Tensor  # of transformers in float32: [stretches, LENGTH, vocabulary]
+    error: torch.Tensor  # of transformers in bfloat16, see mean_error()
 
 
 @pytest.fixture(scope="module")
 def sixteen_bits(oracle: PreTrainedModel) -> SixteenBits:
-    tokens = transformers_tokenizer("smollm2")(TEXT)["input_ids"]
+    text = (files("server") / "data" / "adventure.txt").read_text(encoding="utf-8")
+    story = transformers_tokenizer("smollm2")(text)["input_ids"]
+    step = len(story) // STRETCHES
+    tokens = [story[first : first + LENGTH] for first in range(0, step * STRETCHES, step)]
 
-    def logits(model: PreTrainedModel) -> torch.Tensor:
+    def logprobs(model: PreTrainedModel) -> torch.Tensor:
         with torch.inference_mode():
-            inputs = [torch.tensor([tokens[first:end]]) for first, end, _ in PROMPTS]
-            return torch.cat([centred(model(ids, logits_to_keep=1).logits[0, -1]) for ids in inputs])
+            return torch.log_softmax(model(torch.tensor(tokens)).logits.float(), -1)
 
-    expected = logits(oracle)
-    return SixteenBits(tokens, expected, relative(logits(copy.deepcopy(oracle).to(torch.bfloat16)), expected))
+    expected = logprobs(oracle)
+    values, ids = logprobs(copy.deepcopy(oracle).to(torch.bfloat16)).topk(SEEN)
+    return SixteenBits(tokens, expected, mean_error(ids[:, :-1], values[:, :-1], expected))
 
 
-@pytest.mark.parametrize("machine", [as_found, cpu_with_units, gpu])
+@pytest.mark.parametrize("machine", [plain_cpu, cpu_with_units, gpu])
 def test_bfloat16_is_as_accurate_as_that_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, sixteen_bits: SixteenBits, machine: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch, sixteen_bits: SixteenBits, machine: Callable[..., str]
 ) -> None:
-    """By the relative norm of the distance from float32 logits, for several prompts in one chunk and in two."""
-    machine(monkeypatch)
-    runner = make_runner("smollm2", dtype="bfloat16")
-    everything = SamplingParams(temperature=0.0, logprobs=runner.vocab_size)
-    found = []
-    for first, end, chunk in PROMPTS:
-        prompt = Prompt(1, sixteen_bits.tokens[first:end], list(range(20, 0, -1)), 16)
-        rows = [row if row.sample is None else msgspec.structs.replace(row, sample=everything)
-                for row in prompt.chunks(chunk)]  # fmt: skip
-        with flash_on_cpu():
-            found.append(centred(reported_logprobs(run_chunks(runner, rows))))
-    assert 0 < relative(torch.cat(found), sixteen_bits.logits) <= LUCK * sixteen_bits.error
+    """By the mean error of log-probabilities at every position of several texts, in one chunk and in two.
+
+    Both round in the same places where both compute in bfloat16, so who comes nearer at one position is chance, and a
+    ratio over a handful of positions says nothing: it is 1 give or take 0.17 for one. These 376 tell. For eight other
+    choices of texts the ratio was 0.99 and scattered by 0.012 (AVX512-BF16), and it is within that by the code for AVX2
+    and for AVX-512 without units (torch 2.13). LUCK leaves five times the scatter; an RMSNorm computed in bfloat16,
+    which makes the ratio 1.10, is seen.
+    """
+    runner = make_runner("smollm2", dtype="bfloat16", cpuinfo=machine(monkeypatch))
+    found: list[TokenLogprob] = []
+    for number, tokens in enumerate(sixteen_bits.tokens):
+        prompt = Prompt(1, tokens, list(range(20, 0, -1)), 16)
+        for first, end in ((0, SECOND_CHUNK), (SECOND_CHUNK, LENGTH)) if number % 2 else ((0, LENGTH),):
+            following = tokens[end] if end < LENGTH else None
+            row = prompt.row(first, end - first, prompt_logprobs=SEEN, next_token=following, sample=None)
+            with flash_on_cpu():
+                found += runner.execute([row])[1][0].entries
+    shape = (STRETCHES, LENGTH - 1, SEEN)
+    ids = torch.tensor([entry.top_ids for entry in found]).view(shape)
+    values = torch.tensor([entry.top_logprobs for entry in found]).view(shape)
+    ratio = mean_error(ids, values, sixteen_bits.logprobs) / sixteen_bits.error
+    assert 0.1 < ratio <= LUCK, "below that it would not be 16 bits"
 
 
-def relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return (logits - expected).norm() / expected.norm()
-
-
-def centred(logits: torch.Tensor) -> torch.Tensor:
-    """Without what is common to all, which no probability shows."""
-    return logits.float() - logits.float().mean()
+def mean_error(ids: torch.Tensor, logprobs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Geometric mean over positions of the distance between log-probabilities [stretches, positions, SEEN] of the
+    tokens `ids` and the expected ones: no single position, and none that nobody is sure of, counts for more."""
+    distances = (logprobs - expected[:, : ids.shape[1]].gather(-1, ids)).norm(dim=-1)
+    return distances.log().mean().exp()
 
 
 def test_an_export_has_the_same_fingerprint(oracle: PreTrainedModel, runner: ModelRunner, tmp_path: Path) -> None:

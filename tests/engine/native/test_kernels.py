@@ -16,10 +16,10 @@ from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
 from headrace.engine.attention.native import NativeAttention
 from headrace.engine.attention.sdpa import SdpaAttention
-from headrace.engine.device import has_matrix_units
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.native import Kernels, load_kernels, onednn
+from tests.cpus import cpuinfo
 from tests.engine.attention.test_cpu import make_spans, poison_unused
 from tests.engine.models import Prompt, make_runner
 
@@ -28,7 +28,7 @@ PAGES = 96
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    found = load_kernels()
+    found = load_kernels(multiply=True)
     if found is None:
         assert shutil.which("gcc") is None or "avx2" not in torch.backends.cpu.get_cpu_capability().lower()
         pytest.skip("no compiler, or a CPU without AVX2")
@@ -186,16 +186,15 @@ def test_who_computes_attention(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, dtype: str) -> None:
-    """Chunks over a prefix, then the sampled token's logprobs: those of a machine without a compiler."""
-    if has_matrix_units("bfloat16", "cpu") and dtype == "bfloat16":
-        pytest.skip("computed by the CPU's matrix units")
+    """Chunks over a prefix, then the sampled token's logprobs: those of a machine without a compiler. On a CPU without
+    matrix units, where kernels compute 16-bit models in float32, too."""
     asked = SamplingParams(temperature=0.0, logprobs=5)
     prompt = Prompt(1, [(7 * index) % 4000 + 20 for index in range(200)], list(range(13)), 16)
     answers = []
     for found in (kernels, None):
         with monkeypatch.context() as patch:
-            patch.setattr(headrace.engine.runner, "load_kernels", lambda found=found: found)
-            runner = make_runner("smollm2", dtype=dtype)
+            patch.setattr(headrace.engine.runner, "load_kernels", lambda multiply, found=found: found)
+            runner = make_runner("smollm2", dtype=dtype, cpuinfo=cpuinfo("avx2"))
         for row in prompt.chunks(64)[:-1]:
             runner.execute([row])
         answers.append(runner.execute([prompt.row(192, 8, sample=asked)])[0][0])

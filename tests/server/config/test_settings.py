@@ -12,6 +12,7 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
+    "engine": {"cpuinfo"},
     "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
     "transfer": {"max_frame_bytes"},
 }
