@@ -121,8 +121,8 @@ class Stage:
 class Peer:
     """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the control endpoint refuses."""
 
-    def __init__(self, context, control_server, fingerprint, geometry, wait_s=30.0):
-        self.host, self.geometry, self.wait_s = control_server.rpartition(":")[0], geometry, wait_s
+    def __init__(self, context, control, fingerprint, geometry, wait_s=30.0):
+        self.host, self.geometry, self.wait_s = control.rpartition(":")[0], geometry, wait_s
         self.context, self.stages, self.ticket = context, [], None
         self.hello = {
             "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
@@ -132,14 +132,12 @@ class Peer:
         }  # fmt: skip
         answer, end = {"code": "not_ready"}, time.monotonic() + wait_s
         while answer.get("code") == "not_ready" and time.monotonic() < end:  # a fresh connection for every attempt
-            self.control_server = dial(self.context, control_server, 5 << 20)
-            self.control_server.send(encode(self.hello))
-            answer = (
-                decode(self.control_server.recv()) if self.control_server.poll(1000 * wait_s) else {"type": "silence"}
-            )
+            self.control = dial(self.context, control, 5 << 20)
+            self.control.send(encode(self.hello))
+            answer = decode(self.control.recv()) if self.control.poll(1000 * wait_s) else {"type": "silence"}
             if answer["type"] == "Welcome":
                 return self._welcomed(answer)
-            self.control_server.close()
+            self.control.close()
             time.sleep(0.2)
         raise Failure(f"{answer.get('code', 'peer_gone')}: {answer.get('message', 'no answer to the hello')}")
 
@@ -172,9 +170,7 @@ class Peer:
         for stage in self.stages:
             stage.chunks, stage.total = {}, 0
         names, place = {"ticket": ticket, "generation": generation}, {"pages": self.pages.tobytes(), "row": 0}
-        self.control_server.send(
-            encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place})
-        )
+        self.control.send(encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place}))
         try:
             while not self.ended:  # Finished, which the control endpoint sends when it has all our Acks
                 self._turn()
@@ -186,13 +182,13 @@ class Peer:
         return self.first, self.kv
 
     def close(self):
-        self.control_server.send(encode({"type": "Goodbye"}))
+        self.control.send(encode({"type": "Goodbye"}))
 
     def _turn(self):
         """Read what has come, then say what is due."""
-        zmq.select([self.control_server, *(stage.socket for stage in self.stages)], [], [], 0.05)
-        while self.control_server.poll(0):
-            self._told(self.control_server.recv_multipart())
+        zmq.select([self.control, *(stage.socket for stage in self.stages)], [], [], 0.05)
+        while self.control.poll(0):
+            self._told(self.control.recv_multipart())
         now = time.monotonic()
         for stage in self.stages:
             while stage.socket.poll(0):
@@ -205,7 +201,7 @@ class Peer:
         if now > self.heard + self.welcome["timeout_s"]:
             raise Failure(f"peer_gone: the control endpoint is silent for {self.welcome['timeout_s']:g} s")
         if self.ping <= now:
-            self.control_server.send(encode(PING))
+            self.control.send(encode(PING))
             self.ping = now + self.welcome["heartbeat_s"]
 
     def _told(self, frames):
@@ -290,8 +286,8 @@ def main():
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
     with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer, zmq.Context() as context:
         server = json.load(answer)
-        control_server = f"{urllib.parse.urlsplit(args.url).hostname}:{server['control_port']}"
-        peer = Peer(context, control_server, server["fingerprint"], geometry)
+        control = f"{urllib.parse.urlsplit(args.url).hostname}:{server['control_port']}"
+        peer = Peer(context, control, server["fingerprint"], geometry)
         first, kv = peer.fetch(args.ticket, args.tokens)
         print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
         peer.close()
