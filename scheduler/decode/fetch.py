@@ -174,7 +174,7 @@ class RemoteFetch:
             self._accept_first_token(request, event.first, now)
 
     def ticket_cancelled(self, event: TicketCancelled) -> None:
-        """The answer to our cancel. The client was answered before; pages that the prefill server writes are freed now."""
+        """The answer to our cancel. Pages that the prefill server could write directly are freed now."""
         if self._state.prefills.fetched((event.session, event.ticket, event.generation)) is not None:
             self._end_ticket(event)
 
@@ -186,7 +186,7 @@ class RemoteFetch:
             self._completion.release_if_safe(request)
 
     def _reject_metadata(self, request: Request, first: FirstToken, now: float) -> bool:
-        """Fail a request whose metadata row cannot be right, before the model is given a token that it does not have."""
+        """Fail a request whose metadata row cannot be right: the model may not have the token that it names."""
         vocab = self._state.engine.vocab_size
         tokens = (first.token, *(first.logprob.top_ids if first.logprob is not None else ()))
         if vocab and not all(0 <= token < vocab for token in tokens):

@@ -18,7 +18,7 @@ ROOT = b"headrace kv 1\0"
 
 
 class CacheEventLog:
-    """Collects cache events in order. Consecutive stored pages of one path, and consecutive evictions, share an event."""
+    """Collects cache events in order. Consecutive stored pages of a path share an event, as do evictions in a row."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
