@@ -1,14 +1,14 @@
 """The scheduler's event loop: the only place where the pure scheduler meets sockets and time.
 
-                 ┌──────────────────────────── one turn ────────────────────────────┐
-    front end ──►│                                                                   │──► front end
-    stages    ──►│ wait ─► receive ─► handle(event) ─► plan while credits ─► apply   │──► stages (orders)
-    control endpoint      ──►│  (sockets readable,                   effects in order            │──► control endpoint
-    control client    ──►│   or next deadline)                                               │──► control client
-                 │                                                                   │──► publisher (KV events)
-                 └───────────────────────────────────────────────────────────────────┘
+                  ┌───────────────────────── one turn ─────────────────────────┐
+front end      ──►│                                                            │──► front end
+stages         ──►│ wait ─► receive ─► handle(event) ─► plan while credits     │──► stages (orders)
+control server ──►│  (sockets readable,        └─► apply effects in order      │──► control server
+control client ──►│   or next deadline)                                        │──► control client
+                  │                                                            │──► publisher (KV events)
+                  └────────────────────────────────────────────────────────────┘
 
-Nothing in a turn blocks but the wait. Applying an effect may bring events (a port that closes a session, say); they
+Nothing in a turn blocks but the wait. Applying an effect may bring events (a source that closes a session, say); they
 are handled in the same turn.
 """
 
@@ -30,26 +30,26 @@ from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)
 
-AnyPort = EventSource[Any, Any]  # of one kind of Event each
+AnySource = EventSource[Any, Any]  # of one kind of event each
 
 
 class SchedulerLoop:
-    """Drains ports into one Scheduler and applies what it decides.
+    """Feeds the events of all sources to one Scheduler, and applies the effects that it decides on.
 
-    front takes SchedulerReply effects, stages Orders, control endpoint and control client their own, publisher
-    KvEvents; the last three may be absent, and effects for them are then a programming error. observe sees every event
-    before it is handled.
+    front takes SchedulerReply effects, stages take Orders, control_server and control_client their own effects,
+    publisher KvEvents. The last three may be absent; an effect for an absent one is a programming error and raises
+    TypeError. observe sees every event before it is handled.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         *,
-        front: AnyPort,
-        stages: AnyPort,
-        control_server: AnyPort | None,
-        control_client: AnyPort | None,
-        publisher: AnyPort | None,
+        front: AnySource,
+        stages: AnySource,
+        control_server: AnySource | None,
+        control_client: AnySource | None,
+        publisher: AnySource | None,
         clock: Clock,
         observe: Callable[[Event], None] = lambda _event: None,
     ) -> None:
@@ -59,46 +59,47 @@ class SchedulerLoop:
         self._control_server = control_server
         self._control_client = control_client
         self._publisher = publisher
-        ports = [port for port in (front, stages, control_server, control_client, publisher) if port is not None]
-        self._loop = EventLoop(ports, zmq.Poller, clock)
+        sources = (front, stages, control_server, control_client, publisher)
+        self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock)
         self._clock = clock
         self._observe = observe
         self._stopping = False
 
     def run(self) -> None:
         """Turn until Shutdown has been handled."""
-        self._settle(self._scheduler.tick(self._clock.now()))
+        self._apply(self._scheduler.tick(self._clock.now()))
         while not self._stopping:
             self.turn()
 
     def turn(self) -> None:
+        """Wait for events or the next deadline, handle them, and plan while the pipeline has credits."""
         self._loop.wait(deadlines=[self._scheduler.next_deadline()])
         for _, events in self._loop.events():
             for event in events:
                 self._handle(event)
         if is_due(self._scheduler.next_deadline(), self._clock.now()):
-            self._settle(self._scheduler.tick(self._clock.now()))
+            self._apply(self._scheduler.tick(self._clock.now()))
         while effects := self._scheduler.plan(self._clock.now()):
-            self._settle(effects)
+            self._apply(effects)
 
     def _handle(self, event: Event) -> None:
-        """The clock is read for every event: to the scheduler, time never runs backwards."""
+        """Handle one event, at the time of now: the scheduler's time never runs backwards."""
         if isinstance(event, Shutdown):
             self._stopping = True
         self._observe(event)
-        self._settle(self._scheduler.handle(event, self._clock.now()))
+        self._apply(self._scheduler.handle(event, self._clock.now()))
 
-    def _settle(self, effects: Iterable[Effect]) -> None:
+    def _apply(self, effects: Iterable[Effect]) -> None:
         """Apply effects in order, and handle the events that applying them brings."""
         pending: deque[Effect] = deque(effects)
         while pending:
             effect = pending.popleft()
             now = self._clock.now()
-            for event in self._port_for(effect).apply(effect, now):
+            for event in self._source_for(effect).apply(effect, now):
                 self._observe(event)
                 pending.extend(self._scheduler.handle(event, now))
 
-    def _port_for(self, effect: Effect) -> AnyPort:
+    def _source_for(self, effect: Effect) -> AnySource:
         if isinstance(effect, Order):
             return self._stages
         if isinstance(effect, SchedulerReply):
@@ -109,4 +110,4 @@ class SchedulerLoop:
             return self._control_client
         if isinstance(effect, KvEvent) and self._publisher is not None:
             return self._publisher
-        raise TypeError(f"no port takes a {type(effect).__name__} in this role")
+        raise TypeError(f"no source takes a {type(effect).__name__} in this role")

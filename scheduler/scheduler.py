@@ -4,13 +4,14 @@ Submit ─► admission ─► rendezvous (SendTo) ─► waiting ─► planner
                 │                                │                                          │
                 └───────── FetchFrom ─────────► fetch ────────────────────────────────────► │
                                                                   handoff (SendTo) ◄────────┘
-every request ends in completion
+Every request ends in completion.
 """
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import (
     Abort,
     AddPrefill,
+    AnyFrontendRequest,
     Drain,
     Drained,
     EndTrace,
@@ -29,6 +30,7 @@ from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import (
     EndPeer,
     PeerCancelled,
+    PeerEvent,
     PeerGone,
     PeerJoined,
     PeerReleased,
@@ -53,8 +55,8 @@ from headrace.core.messages.stage_events import (
     SendCancelled,
     SendFailed,
     SessionClosed,
+    StageEvent,
     StageFailed,
-    StageHeartbeat,
     StageReady,
 )
 from headrace.core.stats import Stats
@@ -64,8 +66,9 @@ from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
+from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.lifecycle import integrity
-from headrace.scheduler.lifecycle.completion import Completion, release
+from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -86,28 +89,37 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._state = State(config)
-        self._completion = Completion(self._state)
-        self._holding = HeldRequests(self._state, self._completion)
-        self._handoff = KvHandoff(self._state, self._completion, self._holding)
-        self._rendezvous = Rendezvous(self._state, self._completion, self._handoff)
-        self._admission = Admission(self._state, self._rendezvous)
-        self._generate = TokenGeneration(self._state, self._completion, self._handoff)
-        self._fetch = RemoteFetch(self._state, self._completion, self._generate)
-        self._planner = Planner(self._state, self._generate, self._handoff, self._fetch)
-        self._stages = StageGroup(self._state, self._completion, self._generate)
-        self._tracing = Tracing(self._state)
+        self._state = state = State(config)
+        self._completion = Completion(state)
+        self._holding = HeldRequests(state, self._completion)
+        self._handoff = KvHandoff(state, self._completion, self._holding)
+        self._rendezvous = Rendezvous(state, self._completion, self._handoff)
+        self._admission = Admission(state, self._rendezvous)
+        self._generation = TokenGeneration(state, self._completion, self._handoff)
+        self._fetch = RemoteFetch(state, self._completion, self._generation)
+        self._prefills = PrefillSessions(state, self._completion)
+        self._planner = Planner(state, self._generation, self._handoff, self._fetch)
+        self._stages = StageGroup(state, self._completion, self._generation)
+        self._tracing = Tracing(state)
         self._drained = False
         self._problems: list[str] = []
 
     @property
     def idle(self) -> bool:
-        """No request is left, not even its pages."""
-        return not self._state.records
+        """No request is left, and no page is leased."""
+        return not self._state.requests
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
-        self._dispatch(event, now)
+        match event:
+            case PeerEvent():
+                self._peer_event(event, now)
+            case StageEvent():
+                self._stage_event(event, now)
+            case JoinProgress():
+                self._stages.gathering(event)
+            case _:
+                self._front_end_request(event, now)
         return self._conclude(now)
 
     def plan(self, now: float) -> list[Effect]:
@@ -122,123 +134,130 @@ class Scheduler:
         return self._conclude(now)
 
     def next_deadline(self) -> float | None:
-        """When tick() wants to be called."""
+        """When to call tick()."""
         return self._state.deadlines.next()
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the books; empty when nothing is. Takes time in proportion to all that is held."""
+        """Discrepancies in the state; empty when there are none. Takes time in proportion to all that is held."""
         self._problems = integrity.check(self._state)
         return list(self._problems)
 
     def statistics(self) -> Stats:
+        """The scheduler's metrics as of now."""
         return snapshot(self._state, len(self._problems))
 
-    def _dispatch(self, event: Event, now: float) -> None:
-        state = self._state
+    def _front_end_request(self, event: AnyFrontendRequest, now: float) -> None:
         match event:
             case Submit():
                 self._admission.submit(event, now)
-            case PlanDone():
-                self._stages.done(event, now)
-            case ChunkAcked():
-                self._handoff.acked(event, now)
-            case SendCancelled() | ReceiveCancelled():
-                self._answered(event)
-            case SendFailed():
-                self._handoff.send_failed(event, now)
-            case PeerLost():
-                state.out.add(EndPeer(session=event.session, reason=f"stage {event.stage}: {event.reason}"))
-            case ReceivePrepared():
-                self._fetch.expecting(event)
-            case ChunkReceived():
-                self._fetch.chunk_arrived(event)
-            case KvReceived():
-                self._fetch.arrived(event, now)
-            case ReceiveFailed():
-                self._fetch.fetch_failed(event, now)
-            case PeerReserved():
-                self._rendezvous.reserved(event, now)
-            case PeerRenewed():
-                self._holding.renewed(event, now)
-            case PeerReleased():
-                self._holding.released(event, now)
-            case PeerCancelled():
-                self._rendezvous.cancelled(event, now)
-            case PeerJoined():
-                self._rendezvous.joined(event, now)
-            case PeerGone():
-                self._rendezvous.gone(event, now)
-            case TicketFailed():
-                self._fetch.ticket_failed(event, now)
-            case TicketFinished():
-                self._fetch.ticket_finished(event, now)
-            case PrefillUp():
-                self._fetch.up(event, now)
-            case PrefillDown():
-                self._fetch.down(event, now)
             case Abort():
                 self._abort(event, now)
             case RefuseTicket():
                 self._rendezvous.refuse(event.ticket, event.error)
             case ReleaseTicket():
-                release(state, event.prefill, event.ticket, event.reason)
+                release_ticket(self._state, event.prefill, event.ticket, event.reason)
             case AddPrefill():
-                self._fetch.add(event)
+                self._prefills.add(event)
             case RemovePrefill():
-                self._fetch.remove(event, now)
-            case StageReady():
-                if self._stages.ready(event, now):
-                    self._rendezvous.introduce()
-                    self._fetch.introduce()
-                    self._tracing.introduce()
-            case JoinProgress():
-                self._stages.gathering(event)
-            case StageFailed() | StageLost():
-                self._stages.failed(event.stage, event.message, now)
+                self._prefills.remove(event, now)
+            case StageLost():
+                self._stages.stage_failed(event.stage, event.message, now)
             case QueryStats():
                 if self.idle:
                     self.check_integrity()
-                state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+                self._state.out.add(StatsReply(token=event.token, stats=self.statistics()))
             case StartTrace():
                 self._tracing.start(event, now)
             case EndTrace():
                 self._tracing.end(event, now)
-            case RecordingStopped():
-                self._tracing.recorded(event)
             case Drain():
                 self._drain(now)
             case Shutdown():
                 self._shutdown(now)
+
+    def _stage_event(self, event: StageEvent, now: float) -> None:
+        match event:
+            case PlanDone():
+                self._stages.plan_done(event, now)
+            case ChunkAcked():
+                self._handoff.acked(event, now)
+            case SendCancelled() | ReceiveCancelled():
+                self._stage_stopped(event)
+            case SendFailed():
+                self._handoff.send_failed(event, now)
+            case PeerLost():
+                reason = f"stage {event.stage}: {event.reason}"
+                self._state.out.add(EndPeer(session=event.session, reason=reason))
+            case ReceivePrepared():
+                self._fetch.receive_prepared(event)
+            case ChunkReceived():
+                self._fetch.chunk_received(event)
+            case KvReceived():
+                self._fetch.kv_received(event, now)
+            case ReceiveFailed():
+                self._fetch.receive_failed(event, now)
+            case SessionClosed():
+                self._fetch.session_closed(event)
+            case StageReady():
+                if self._stages.stage_ready(event, now):
+                    self._rendezvous.stages_up()
+                    self._prefills.stages_up()
+                    self._tracing.stages_up()
+            case StageFailed():
+                self._stages.stage_failed(event.stage, event.message, now)
+            case RecordingStopped():
+                self._tracing.recorded(event)
+            case _:
+                pass  # StageHeartbeat: the loop keeps the stages' counters
+
+    def _peer_event(self, event: PeerEvent, now: float) -> None:
+        match event:
+            case PeerJoined():
+                self._rendezvous.joined(event, now)
+            case PeerGone():
+                self._rendezvous.gone(event, now)
+            case PeerReserved():
+                self._rendezvous.reserved(event, now)
+            case PeerCancelled():
+                self._rendezvous.cancelled(event, now)
+            case PeerRenewed():
+                self._holding.renewed(event, now)
+            case PeerReleased():
+                self._holding.released(event, now)
+            case PrefillUp():
+                self._prefills.up(event, now)
+            case PrefillDown():
+                self._prefills.down(event, now)
+            case TicketFailed():
+                self._fetch.ticket_failed(event, now)
+            case TicketFinished():
+                self._fetch.ticket_finished(event, now)
             case TicketCancelled():
                 self._fetch.ticket_cancelled(event)
-            case SessionClosed():
-                self._fetch.hung_up(event)
-            case StageHeartbeat():
-                pass  # the loop keeps the stages' counters; pages come back with ReceiveCancelled, not with Cancelled
 
     def _conclude(self, now: float) -> list[Effect]:
-        """What any change may have made possible."""
+        """Do what any change may have made possible; return the effects of the event."""
         state = self._state
-        self._rendezvous.promote(now)
+        self._rendezvous.give_out_rows(now)
         self._planner.start(None, now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True
             state.out.add(Drained())
-        if state.journal is not None:
-            for event in state.journal.take():
+        if state.cache_events is not None:
+            for event in state.cache_events.take():
                 state.out.add(event)
         return state.out.take()
 
-    def _answered(self, event: SendCancelled | ReceiveCancelled) -> None:
-        request = self._state.records.get(event.request)
+    def _stage_stopped(self, event: SendCancelled | ReceiveCancelled) -> None:
+        request = self._state.requests.by_serial(event.request)
         if request is None:
             self._state.drop("unknown_request")
         else:
-            self._completion.answered(request, event.stage)
+            self._completion.stage_stopped(request, event.stage)
 
     def _abort(self, event: Abort, now: float) -> None:
-        request = self._state.rids.get(event.rid)
+        request = self._state.requests.live(event.rid)
         if request is None:
             self._state.drop("unknown_rid")
         elif event.finish and request.decodes_here:
@@ -248,7 +267,7 @@ class Scheduler:
             self._completion.fail(request, error, now)
 
     def _drain(self, now: float) -> None:
-        """Requests that only a lease keeps are not waited for."""
+        """Refuse new requests. Those that only a lease keeps are not waited for."""
         error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         self._state.draining = True
         self._stages.announce("draining")
@@ -271,7 +290,7 @@ class Scheduler:
         if isinstance(key, str):
             self._rendezvous.reservation_timed_out(key)
             return
-        request = self._state.arrivals.get(key)
+        request = self._state.requests.by_arrival(key)
         if request is None:
             return
         match timer:

@@ -17,7 +17,7 @@ from headrace.core.types.request import (
 
 
 class FrontendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Base of what the front end sends."""
+    """Base of the front end's messages to the scheduler."""
 
 
 class Submit(FrontendRequest, frozen=True, kw_only=True):
@@ -45,24 +45,26 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
 
 
 class Abort(FrontendRequest, frozen=True, kw_only=True):
-    """Take a request back. Answered by RequestFailed with this error unless the request has already ended.
-    finish: the request is complete for its owner (a stop string was seen); answered by RequestFinished."""
+    """End a request. Answered by RequestFailed, or RequestFinished, unless the request has already ended."""
 
     rid: str
     error: ErrorInfo | None = None
+    """Why it fails; None: it was cancelled."""
+
     finish: bool = False
+    """The request is complete (a stop string was seen), and finishes."""
 
 
 class RefuseTicket(FrontendRequest, frozen=True, kw_only=True):
-    """A prompt was refused before it was submitted: the peer that has come for its ticket, or will, is to be told."""
+    """A prompt was refused before it was submitted: tell the peer that has reserved its ticket, or will."""
 
     ticket: str
     error: ErrorInfo
 
 
 class ReleaseTicket(FrontendRequest, frozen=True, kw_only=True):
-    """A request for a ticket that somebody else has posted was refused before it was submitted: the prefill server is
-    to hear that nobody will come."""
+    """A request to fetch a ticket was refused before it was submitted: tell the prefill server, to which a router has
+    posted the prompt, that the ticket will not be reserved."""
 
     prefill: str
     ticket: str
@@ -70,16 +72,20 @@ class ReleaseTicket(FrontendRequest, frozen=True, kw_only=True):
 
 
 class AddPrefill(FrontendRequest, frozen=True, kw_only=True):
-    """Dial a prefill server's control endpoint. name: its URL as configured; endpoint: tcp://host:port; server_key:
-    its CURVE public key, "" to connect in the clear."""
+    """Connect to a prefill server's control endpoint."""
 
     name: str
+    """Its URL as configured."""
+
     endpoint: str
+    """tcp://host:port"""
+
     server_key: str = ""
+    """Its CURVE public key; "" to connect in the clear."""
 
 
 class RemovePrefill(FrontendRequest, frozen=True, kw_only=True):
-    """Hang up on a prefill server."""
+    """Disconnect from a prefill server."""
 
     name: str
 
@@ -95,7 +101,7 @@ class QueryStats(FrontendRequest, frozen=True, kw_only=True):
 
 
 class StartTrace(FrontendRequest, frozen=True, kw_only=True):
-    """Have the scheduler and its stages record what they do. A recording that is under way is dropped."""
+    """Record a trace of the scheduler and its stages. A recording that is under way is dropped."""
 
     trace: int
 
@@ -118,7 +124,7 @@ class Shutdown(FrontendRequest, frozen=True, kw_only=True):
 
 
 class SchedulerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Base of what the scheduler sends."""
+    """Base of the scheduler's messages to the front end."""
 
 
 class EngineState(SchedulerReply, frozen=True, kw_only=True):
@@ -154,13 +160,15 @@ class ServerInfo(SchedulerReply, frozen=True, kw_only=True):
 
 
 class StageDown(SchedulerReply, frozen=True, kw_only=True):
-    """A stage has failed or fell silent: its group, whose start was the epoch-th, is of no use any more.
-    served: the group had computed something by then."""
+    """A stage has failed or fell silent: its group has to be started again."""
 
     stage: int
     message: str
     epoch: int
+    """Number of the group's start."""
+
     served: bool = False
+    """The group has computed a plan."""
 
 
 class PrefillState(SchedulerReply, frozen=True, kw_only=True):
@@ -178,35 +186,43 @@ class Reserved(SchedulerReply, frozen=True, kw_only=True):
 
 
 class Progress(SchedulerReply, frozen=True, kw_only=True):
-    """phase: bootstrapped, computing, transferring. done of total prompt tokens are computed."""
+    """Progress of a request that asked for it."""
 
     rid: str
     phase: str
+    """bootstrapped, computing or transferring"""
+
     done: int
+    """Prompt tokens that are computed."""
+
     total: int
+    """Prompt tokens."""
 
 
 class Tokens(SchedulerReply, frozen=True, kw_only=True):
-    """New tokens of a request, in order; logprobs has one entry per token where asked for."""
+    """New tokens of a request, in order."""
 
     rid: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry per token, where asked for."""
 
 
 class Held(SchedulerReply, frozen=True, kw_only=True):
-    """The prompt of a request with hold set is computed; RequestFinished or RequestFailed follows when its KV is
-    fetched or let go. lease_s: how long a peer has to come for it or renew it; 0 when one has come already."""
+    """The prompt of a held request (SendTo.hold) is computed. RequestFinished or RequestFailed follows when its KV is
+    fetched or released."""
 
     rid: str
     lease_s: float
+    """Seconds that a peer has to reserve the ticket or renew the lease; 0 when one has reserved already."""
+
     usage: Usage
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
-    """The end of a request that went well; all its tokens were sent in Tokens before."""
+    """A request has ended well; all its tokens were sent in Tokens before."""
 
     rid: str
     reason: str
@@ -217,7 +233,7 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
 
 
 class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
-    """The end of a request that did not go well."""
+    """A request has failed."""
 
     rid: str
     error: ErrorInfo
@@ -242,11 +258,12 @@ class Traced(SchedulerReply, frozen=True, kw_only=True):
 
 
 class StageTraced(SchedulerReply, frozen=True, kw_only=True):
-    """A stage's part of a recording. spans: an encoded headrace.core.trace.StageTrace."""
+    """A stage's part of a recording."""
 
     trace: int
     stage: int
     spans: bytes
+    """An encoded headrace.core.trace.StageTrace."""
 
 
 AnyFrontendRequest = (

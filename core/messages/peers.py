@@ -1,8 +1,7 @@
-"""What the control endpoint (prefill side) and the control client (decode side) tell the scheduler, and what it has
-them say.
+"""Messages between the scheduler and the control server (prefill side) or the control client (decode side).
 
-These pass inside one process, as values. The wire messages behind them are in transfer/protocol/messages.py; whatever
-gets this far has been checked against what the peer said in its hello.
+They are passed inside one process, as values. The protocol messages behind them are in transfer/protocol/messages.py.
+Events have been checked against the peer's hello.
 """
 
 import msgspec
@@ -14,57 +13,75 @@ from headrace.core.types.request import FirstToken
 
 
 class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of events from the control endpoint and the control client."""
+    """Base of events from the control server and the control client."""
 
 
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: a decode peer was welcomed. name is what it calls itself, for logs. geometry: of its first
-    stage; geometries: of all of them (empty: it has but one). backend: how bytes go there, and why that one; memory:
-    its stages' pools, where it writes into them."""
+    """Control server: a decode peer was welcomed."""
 
     session: str
     name: str
+    """What it calls itself, for logs."""
+
     geometry: Geometry
+    """Of its first stage's pool."""
+
     window_bytes: int
+    """Payload that may be unacknowledged on each data connection."""
+
     geometries: tuple[Geometry, ...] = ()
+    """Of the pools of all its stages; empty if there is one."""
+
     backend: str = ZMQ
+    """How bytes are moved."""
+
     backend_reason: str = ""
+    """Why that backend was chosen."""
+
     memory: tuple[PoolMemory, ...] = ()
+    """Its stages' pools, where the backend writes into them."""
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
+    """Control server: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
 
     session: str
     reason: str
 
 
 class PeerReserved(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: the peer has pages for a ticket. pages: packed ids in its pool; the first holds position
-    cached_tokens, and they cover the rest of prompt_tokens. row: its metadata row. wait: for a prompt that has not
-    come yet; otherwise that is a failure. prompt_hash: of the prompt that the peer has (see
-    headrace.core.types.packed); "" if it does not say."""
+    """Control server: the peer has reserved pages for a ticket."""
 
     session: str
     ticket: str
     generation: int
     prompt_tokens: int
     cached_tokens: int
+    """Tokens whose KV the peer has."""
+
     pages: bytes
+    """Packed page ids in the peer's pool for positions [cached_tokens, prompt_tokens); the first page holds position
+    cached_tokens."""
+
     row: int
+    """The peer's metadata row."""
+
     wait: bool = True
+    """Keep the reservation if the prompt has not come yet; otherwise fail it."""
+
     prompt_hash: str = ""
+    """Of the prompt that the peer has (headrace.core.types.packed.prompt_hash); "" if it does not say."""
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: the peer will come for these tickets; their leases begin anew."""
+    """Control server: the peer is going to reserve these tickets; their leases begin anew."""
 
     session: str
     tickets: tuple[str, ...]
 
 
 class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: the peer takes a ticket back; to be answered by TellCancelled."""
+    """Control server: the peer cancels a ticket that it has reserved; to be answered by TellCancelled."""
 
     session: str
     ticket: str
@@ -73,7 +90,7 @@ class PeerCancelled(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerReleased(PeerEvent, frozen=True, kw_only=True):
-    """Control endpoint: the peer cancels a ticket that it has not reserved: nobody will come for it."""
+    """Control server: the peer cancels a ticket that it has not reserved, and that no peer will reserve."""
 
     session: str
     ticket: str
@@ -81,26 +98,38 @@ class PeerReleased(PeerEvent, frozen=True, kw_only=True):
 
 
 class PrefillUp(PeerEvent, frozen=True, kw_only=True):
-    """Control client: a prefill server welcomed us. backend: how bytes will come. server_key: its CURVE public key, ""
-    where connections are in the clear."""
+    """Control client: a prefill server welcomed us."""
 
     name: str
+    """As in AddPrefill."""
+
     session: str
     endpoints: tuple[str, ...]
+    """Data endpoints of its stages, in stage order."""
+
     geometries: tuple[Geometry, ...]
+    """Of the pools of its stages."""
+
     window_bytes: int
+    """Payload that may be unacknowledged on each data connection."""
+
     backend: str = ZMQ
+    """How bytes are moved."""
+
     server_key: str = ""
+    """Its CURVE public key; "" where connections are in the clear."""
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
-    """Control client: a prefill server refused us or fell silent. session is None if it never welcomed us. unfit: the
-    two do not fit each other, so that trying again does not help."""
+    """Control client: a prefill server refused us or fell silent."""
 
     name: str
     session: str | None
+    """None if it never welcomed us."""
+
     reason: str
     unfit: bool = False
+    """The two servers do not fit each other, so that trying again does not help."""
 
 
 class TicketFailed(PeerEvent, frozen=True, kw_only=True):
@@ -122,8 +151,8 @@ class TicketFinished(PeerEvent, frozen=True, kw_only=True):
 
 
 class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
-    """Control client: answer to AskCancel; no byte is written for it any more. None comes when the session ends
-    before."""
+    """Control client: the answer to AskCancel: no byte is written for the ticket any more. There is no answer if the
+    session ends first."""
 
     session: str
     ticket: str
@@ -131,11 +160,11 @@ class TicketCancelled(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of effects for the control endpoint and the control client."""
+    """Base of effects for the control server and the control client."""
 
 
 class TellFailed(PeerEffect, frozen=True, kw_only=True):
-    """Control endpoint: the ticket has failed."""
+    """Control server: the ticket has failed."""
 
     session: str
     ticket: str
@@ -144,17 +173,18 @@ class TellFailed(PeerEffect, frozen=True, kw_only=True):
 
 
 class TellFinished(PeerEffect, frozen=True, kw_only=True):
-    """Control endpoint: the ticket is finished. first is set when the request ended with its first token and no KV
-    moved; None when every chunk was acknowledged (the end of the ticket at both sides)."""
+    """Control server: the ticket is finished."""
 
     session: str
     ticket: str
     generation: int
     first: FirstToken | None = None
+    """The first token of a request that ended with it, so that no KV is sent. None: every chunk was acknowledged, and
+    the ticket has ended at both sides."""
 
 
 class TellCancelled(PeerEffect, frozen=True, kw_only=True):
-    """Control endpoint: no byte follows for this generation."""
+    """Control server: no byte follows for this generation."""
 
     session: str
     ticket: str
@@ -162,14 +192,14 @@ class TellCancelled(PeerEffect, frozen=True, kw_only=True):
 
 
 class EndPeer(PeerEffect, frozen=True, kw_only=True):
-    """Control endpoint: end the session, since nobody can vouch any more that its pages are not written."""
+    """Control server: end the session, since it is not certain any more that nothing is written into its pages."""
 
     session: str
     reason: str
 
 
 class ConnectPrefill(PeerEffect, frozen=True, kw_only=True):
-    """Control client: keep a connection to this control endpoint (server_key as in PrefillUp)."""
+    """Control client: connect to this control endpoint, and stay connected (fields as in AddPrefill)."""
 
     name: str
     endpoint: str
@@ -183,7 +213,7 @@ class DisconnectPrefill(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskReserve(PeerEffect, frozen=True, kw_only=True):
-    """Control client: announce pages for a ticket (fields as in PeerReserved)."""
+    """Control client: reserve pages for a ticket (fields as in PeerReserved)."""
 
     session: str
     ticket: str
@@ -204,7 +234,7 @@ class AskRenew(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskCancel(PeerEffect, frozen=True, kw_only=True):
-    """Control client: take a ticket back; answered by TicketCancelled or PrefillDown."""
+    """Control client: cancel a ticket (generation 0: not reserved). Answered by TicketCancelled or PrefillDown."""
 
     session: str
     ticket: str

@@ -77,6 +77,7 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -95,6 +96,7 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page over this rank's layers and heads, components included."""
         return self.token_bytes * self.page_size
 
     def pages_for(self, tokens: int) -> int:

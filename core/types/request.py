@@ -64,24 +64,27 @@ AnyRoute = DecodeHere | SendTo | FetchFrom | Discard
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens.
+    """How to choose tokens."""
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch those filters off. The same seed gives the
-    same tokens whatever else is in the batch. logprobs is the number of alternatives reported beside each
-    sampled token (None: no logprobs at all), prompt_logprobs the same for each prompt token. stop_token_ids
-    end the request (EOS ids are merged in by the front end unless ignore_eos).
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: no such filter
+    top_p: float = 1.0  # 1: no such filter
+    min_p: float = 0.0  # 0: no such filter
     seed: int | None = None
+    """The same seed gives the same tokens whatever else is in the batch."""
+
     max_tokens: int = 16
     min_tokens: int = 0
+    """No stop token is sampled before so many tokens were generated."""
+
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request. The front end adds the EOS ids, unless they are to be ignored."""
+
     logprobs: int | None = None
+    """Alternatives reported beside each sampled token; None: no logprobs at all."""
+
     prompt_logprobs: int | None = None
+    """Alternatives reported beside each prompt token; None: no logprobs at all."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -94,45 +97,54 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """What the metadata row carries to the decode peer. finish_reason "" means decoding goes on."""
+    """The first generated token, which the metadata row carries to the decode peer."""
 
     token: int
     prompt_tokens: int
     cached_tokens: int
     logprob: TokenLogprob | None = None
     finish_reason: str = ""
+    """Why the request ends with this token; "" if decoding goes on."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds a request spent in each phase; the phases sum to total_s.
-
-    bootstrap_s: waiting for a peer to reserve pages. queue_s: planned by nobody yet. forward_s: from the
-    first plan to the first token. transfer_s: from the first token to the last acknowledgement (prefill),
-    or from the reservation to the last byte (decode, where forward_s is zero). decode_s: tokens after the first.
-    """
+    """Seconds that a request spent in each phase."""
 
     bootstrap_s: float = 0.0
+    """Waiting for a peer to reserve pages."""
+
     queue_s: float = 0.0
+    """In the waiting queue."""
+
     forward_s: float = 0.0
+    """From the first plan to the first token; zero where the KV was fetched."""
+
     transfer_s: float = 0.0
+    """From the first token to the last acknowledgement (prefill), or from the reservation to the last byte (decode)."""
+
     decode_s: float = 0.0
+    """Generating the tokens after the first one."""
 
     @property
     def total_s(self) -> float:
+        """The sum of the phases."""
         return self.bootstrap_s + self.queue_s + self.forward_s + self.transfer_s + self.decode_s
 
 
 class HandoffStats(msgspec.Struct, frozen=True):
-    """What crossed the wire for one request."""
+    """What was sent or fetched for one request."""
 
     pages: int = 0
     bytes: int = 0
+    """Payload, over all stages."""
+
     chunks: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts. cached_tokens of the prompt came from the prefix tree and were not computed."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    """Prompt tokens whose KV was found in the prefix cache, and not computed."""

@@ -1,4 +1,4 @@
-"""The engine as the scheduler sees it: stages that come up, plans that come back, a watchdog for those that do not."""
+"""The stage group: stages that come up, plans that they have computed, a watchdog for those that they have not."""
 
 from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.membership import JoinProgress
@@ -15,100 +15,94 @@ from headrace.scheduler.state.state import State
 
 
 class StageGroup:
-    """Ready when every stage is. A stage that fails takes the whole engine with it: all stages have to come up anew.
+    """Ready when every stage is. A stage that fails ends the whole engine: all stages have to come up again.
 
-    Every start of the group has its epoch, so that stages of different starts are never taken for one engine.
+    Each start of the group has its own epoch, so that stages of different starts are never taken for one engine.
     """
 
-    def __init__(self, state: State, completion: Completion, generate: TokenGeneration) -> None:
+    def __init__(self, state: State, completion: Completion, generation: TokenGeneration) -> None:
         self._state = state
         self._completion = completion
-        self._generate = generate
+        self._generation = generation
         self._up: dict[int, StageReady] = {}
         self._epoch = 0
         self._served = False  # the group has computed a plan
-        self._told = EngineState(ready=False)
+        self._announced = EngineState(ready=False)
 
-    def ready(self, event: StageReady, now: float) -> bool:
-        """A stage is up; True when it was the last one."""
+    def stage_ready(self, event: StageReady, now: float) -> bool:
+        """A stage is up; True when it was the last one, and the group is ready."""
         state = self._state
         if event.epoch < self._epoch:
             state.drop("old_stage")
             return False
-        if state.ready:  # it has restarted on its own, and its pool is empty
-            self.failed(event.stage, f"stage {event.stage} has restarted", now)
+        if state.engine.ready:  # it has restarted on its own, and its pool is empty
+            self.stage_failed(event.stage, f"stage {event.stage} has restarted", now)
         if event.epoch > self._epoch:
             self._epoch = event.epoch
             self._up.clear()
         page_size = event.geometry.page_size
-        if event.stage not in state.stages or page_size != state.config.page_size:
+        if event.stage not in state.engine.stages or page_size != state.config.page_size:
             expected = f"{state.config.stages} stages with pages of {state.config.page_size} tokens"
             self.announce(f"stage {event.stage} has pages of {page_size} tokens; expected are {expected}")
             return False
         self._up[event.stage] = event
         if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
-            text = (
-                f"its model is another one than that of stage {other.stage}: {event.fingerprint}, {other.fingerprint}"
-            )
-            self.failed(event.stage, text, now)
+            fingerprints = f"{event.fingerprint}, {other.fingerprint}"
+            text = f"its model is another one than that of stage {other.stage}: {fingerprints}"
+            self.stage_failed(event.stage, text, now)
             return False
         if len(self._up) < state.config.stages:
             return False
-        sizes = [stage.kv_pages for stage in self._up.values()]
-        state.new_cache(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
-        state.vocab_size = state.config.vocab_size or min(stage.vocab_size for stage in self._up.values())
-        costs = [stage.cost for stage in self._up.values() if stage.cost is not None]
-        state.costs = tuple(costs) if state.config.chunking == "dynamic" else ()
-        state.ready = True
-        state.out.add(BeginEpoch(seq=state.out.next_seq(), epoch=self._epoch))
-        self.announce("draining" if state.draining else "")
+        self._start()
         return True
 
     def gathering(self, event: JoinProgress) -> None:
-        """StageGroup that others start are on their way; while they are not up, that is why we do not serve."""
-        if not self._state.ready:
+        """The stages are not up yet: say what they wait for."""
+        if not self._state.engine.ready:
             self.announce(event.message)
 
-    def done(self, event: PlanDone, now: float) -> None:
+    def plan_done(self, event: PlanDone, now: float) -> None:
         """A stage has computed a plan; with the last stage, it is done."""
-        state = self._state
-        plan = state.plans.get(event.seq)
+        state, metrics = self._state, self._state.metrics
         if event.stage != state.config.stages - 1:
-            state.bubbles.computed(event.stage, event.duration_s, now)
-            if plan is not None:  # else the last stage's word has overtaken it
+            metrics.bubbles.computed(event.stage, event.duration_s, now)
+            plan = state.plans.get(event.seq)
+            if plan is not None:  # else the last stage's message has overtaken it
                 plan.reported.add(event.stage)
             return
+        plan = state.plans.pop(event.seq)
         if plan is None:
             state.drop("unknown_plan")
             return
-        del state.plans[event.seq]
-        state.bubbles.computed(event.stage, event.duration_s, now)
+        metrics.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
         if state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
         else:
             state.deadlines.clear(Timer.PLAN, 0)
-            state.bubbles.end(now)
-        state.rate.observe(plan.tokens, event.duration_s)
-        state.histograms.observe("plan_duration_seconds", event.duration_s)
-        self._generate.done(plan, event, now)
+            metrics.bubbles.end(now)
+        metrics.rate.observe(plan.tokens, event.duration_s)
+        metrics.histograms.observe("plan_duration_seconds", event.duration_s)
+        self._generation.plan_done(plan, event, now)
 
     def plan_timed_out(self, now: float) -> None:
-        plan = next(iter(self._state.plans.values()), None)
+        """No plan was done in time: the first stage that has not computed the oldest one has failed."""
+        plan = self._state.plans.oldest
         if plan is not None:
-            silent = next((stage for stage in self._state.stages if stage not in plan.reported), 0)
+            silent = next((stage for stage in self._state.engine.stages if stage not in plan.reported), 0)
             text = f"stage {silent} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
-            self.failed(silent, text, now)
+            self.stage_failed(silent, text, now)
 
     def answer_timed_out(self, request: Request, now: float) -> None:
+        """A stage has not answered PrepareReceive, CancelSend or CancelReceive in time: it has failed."""
         silent = request.awaiting_stages or (request.incoming.unready if request.incoming is not None else set())
         if silent:
             stage = min(silent)
             text = f"stage {stage} has not answered in {self._state.config.stage_timeout_s:g} s"
-            self.failed(stage, text, now)
+            self.stage_failed(stage, text, now)
 
-    def failed(self, stage: int, message: str, now: float) -> None:
-        """Nothing that the engine holds is of use any more: every request fails, and the pool starts over."""
+    def stage_failed(self, stage: int, message: str, now: float) -> None:
+        """Nothing that the engine holds is of use any more: fail every request, and start over with an empty pool."""
         error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
         self.stop(error, now)
         self.announce(error.message)
@@ -116,23 +110,35 @@ class StageGroup:
         self._served = False
 
     def stop(self, error: ErrorInfo, now: float) -> None:
-        """End every request with this error, without waiting for the stages. Peers whose pages they write must not take
-        that for a promise that they have ceased: their sessions end, and they see for themselves."""
+        """Fail every request with this error, without waiting for the stages. This does not confirm to peers that
+        writes into their pages have stopped, so the sessions of peers that we write to directly are ended first."""
         state = self._state
-        for session, peer in state.peers.items():
-            if writes_directly(peer.backend):
-                state.out.add(EndPeer(session=session, reason=error.message))
-        state.ready = False
+        for peer in state.peers:
+            if writes_directly(peer.hello.backend):
+                state.out.add(EndPeer(session=peer.hello.session, reason=error.message))
+        state.engine.stop()
         self._up.clear()
-        state.plans.clear()
-        state.bubbles.reset()
+        state.metrics.bubbles.reset()
         state.deadlines.clear(Timer.PLAN, 0)
-        self._completion.void(error, now)
-        state.new_cache(state.cache.total)
+        self._completion.end_all(error, now)
+        state.cache.reset(state.cache.total)
 
     def announce(self, reason: str) -> None:
-        """Tell the front end whether we would serve, when that has changed."""
-        told = EngineState(ready=self._state.ready and not self._state.draining, reason=reason)
-        if told != self._told:
-            self._told = told
-            self._state.out.add(told)
+        """Tell the front end whether this server would serve, if that has changed."""
+        engine = EngineState(ready=self._state.engine.ready and not self._state.draining, reason=reason)
+        if engine != self._announced:
+            self._announced = engine
+            self._state.out.add(engine)
+
+    def _start(self) -> None:
+        """Every stage is up: the pool is as large as that of the smallest stage, or as configured."""
+        state, stages = self._state, list(self._up.values())
+        sizes = [stage.kv_pages for stage in stages]
+        state.cache.reset(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
+        costs = [stage.cost for stage in stages if stage.cost is not None]
+        state.engine.start(
+            vocab_size=state.config.vocab_size or min(stage.vocab_size for stage in stages),
+            costs=tuple(costs) if state.config.chunking == "dynamic" else (),
+        )
+        state.out.add(BeginEpoch(seq=state.out.next_seq(), epoch=self._epoch))
+        self.announce("draining" if state.draining else "")

@@ -1,4 +1,4 @@
-"""The journal of the prefix cache: which pages it gained and lost, for routers that follow it from outside.
+"""Cache events: which pages the prefix cache gained and lost, for routers that follow it.
 
 A page is named by a chain of SHA-256 digests, so that equal prefixes have equal names on every server:
 
@@ -6,7 +6,7 @@ A page is named by a chain of SHA-256 digests, so that equal prefixes have equal
     digest_0 = SHA-256(root,       then the page's token ids as little-endian int32)
     digest_n = SHA-256(digest_n-1, then the page's token ids as little-endian int32)
 
-What is told is the last eight bytes of a digest as a big-endian number, which is how vLLM shortens its own.
+Events carry the last eight bytes of a digest as a big-endian number, as vLLM shortens its own.
 """
 
 from hashlib import sha256
@@ -18,7 +18,7 @@ ROOT = b"headrace kv 1\0"
 
 
 class CacheEventLog:
-    """Collects events in order. Stored pages that follow each other, and pages evicted in a row, share one event."""
+    """Collects cache events in order. Consecutive stored pages of a path share an event, as do evictions in a row."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -46,12 +46,12 @@ class CacheEventLog:
         self._removed.append(short(digest))
 
     def cleared(self) -> None:
-        """Note that the cache is empty; what happened to it before is of no interest any more."""
+        """Note that the cache is empty. Events before that are discarded."""
         self.take()
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KvEventMessage]:
-        """What was noted since the last call."""
+        """The events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events
@@ -74,5 +74,5 @@ class CacheEventLog:
 
 
 def short(digest: bytes) -> Hash:
-    """The 64 bits of a digest that are told."""
+    """The 64 bits of a digest that events carry."""
     return int.from_bytes(digest[-8:], "big")

@@ -1,4 +1,6 @@
-"""Leases: the right of one request to KV pages, with one owner and one end.
+"""The KV pool of an engine: leases on its pages, and the prefix cache.
+
+A lease is the right of one request to KV pages. It has one owner and one end.
 
 pool   = free | tree (cached) | private
 leased = private pages of leases + pages of the tree that some lease has locked
@@ -10,7 +12,7 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import ITEM_BYTES
@@ -23,43 +25,54 @@ TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbe
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """pages: the page table. path: locked nodes for its first pages. matched: pages that came from the tree."""
+    """The right of one request to KV pages; ended by KvCache.release()."""
 
     owner: int
+    """Owner of its private pages in the allocator."""
+
     salt: str
     pages: "array[int]"
+    """The page table: the page of position p is pages[p // page_size]."""
+
     path: list[Node]
+    """Locked nodes of the prefix tree for its first pages."""
+
     matched: int
-    ended: bool = field(default=False)
+    """Pages that were found in the tree when the lease began."""
+
+    ended: bool = False
 
 
 class KvCache:
-    """The pool of one engine: the page allocator, the prefix tree, and the leases on both.
-
-    version rises whenever a lease that was refused might now be granted. journal: is told what the tree holds.
-    """
+    """The KV pool of one engine: the page allocator, the prefix tree, and the leases on both."""
 
     def __init__(
-        self, pages: int, page_size: int, prefix_cache: bool = True, journal: CacheEventLog | None = None
+        self, pages: int, page_size: int, prefix_cache: bool = True, events: CacheEventLog | None = None
     ) -> None:
+        """events: is told of every page that the tree gains or loses."""
+        self._events = events
         self._page_size = page_size
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(pages)
-        self._tree = PrefixTree(journal)
+        self._tree = PrefixTree(events)
         self._leases: dict[int, Lease] = {}
         self._owners = 0
         self.version = 0
+        """Rises whenever a lease that was refused might now be granted."""
 
     @property
     def page_size(self) -> int:
+        """Token positions in one page."""
         return self._page_size
 
     @property
     def total(self) -> int:
+        """Pages of the pool."""
         return self._allocator.total
 
     @property
     def free(self) -> int:
+        """Pages that are neither leased nor in the tree."""
         return self._allocator.free
 
     @property
@@ -69,6 +82,7 @@ class KvCache:
 
     @property
     def leased(self) -> int:
+        """Pages that some lease uses."""
         return self.total - self.free - self.cached
 
     @property
@@ -76,7 +90,19 @@ class KvCache:
         """Leases that have not ended."""
         return len(self._leases)
 
+    def reset(self, pages: int) -> None:
+        """Start over with an empty pool of so many pages: the one before is gone with its engine. Raises ValueError
+        while a lease has not ended."""
+        if self._leases:
+            raise ValueError(f"{len(self._leases)} leases have not ended")
+        self._allocator = PageAllocator(pages)
+        self._tree = PrefixTree(self._events)
+        self.version += 1
+        if self._events is not None:
+            self._events.cleared()
+
     def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many token positions."""
         return ceil_div(tokens, self._page_size)
 
     def acquire(self, tokens: bytes | bytearray, salt: str, extra: int = 0, match: bool = True) -> Lease | None:
@@ -109,7 +135,7 @@ class KvCache:
         return True
 
     def publish(self, lease: Lease, tokens: bytes | bytearray, computed: int) -> None:
-        """Put the lease's full pages among the first computed positions into the tree, for others to find.
+        """Insert the lease's full pages among the first computed positions into the prefix tree.
 
         Where the tree already has an equal page, the lease keeps its own, and later pages go below that one.
         """
@@ -137,7 +163,7 @@ class KvCache:
         self.version += 1
 
     def check(self) -> list[str]:
-        """What is wrong with the pool; empty when free + cached + leased pages are the pool and locks match leases."""
+        """Discrepancies; none when free + cached + leased pages are the pool and the locks match the leases."""
         problems: list[str] = []
         locks: dict[int, int] = {}
         private = 0
@@ -145,9 +171,9 @@ class KvCache:
             private += sum(1 for _ in self._private(lease))
             for node in lease.path:
                 locks[node.number] = locks.get(node.number, 0) + 1
-            strangers = [page for page in self._private(lease) if self._allocator.owner(page) != lease.owner]
-            if strangers:
-                problems.append(f"lease {lease.owner} holds pages of others: {strangers}")
+            foreign = [page for page in self._private(lease) if self._allocator.owner(page) != lease.owner]
+            if foreign:
+                problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
         nodes = unlocked = 0
         for node in self._tree.walk():
             nodes += 1

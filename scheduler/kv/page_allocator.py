@@ -1,13 +1,12 @@
-"""The free list of KV pages (and of metadata rows): who owns which one."""
+"""The allocator of KV pages and of metadata rows: the free list, and the owner of each id."""
 
-FREE = 0
+FREE = 0  # owner of ids that are not allocated
 
 
 class PageAllocator:
     """Hands out ids in [0, count), O(1) each. Every id has one owner, and only the owner may give it away.
 
-    Owners are non-zero integers; FREE (0) owns what nobody has. Ids come back last in, first out, so that a
-    small working set stays small.
+    Owners are non-zero integers. Ids come back last in, first out, so that a small working set stays small.
     """
 
     def __init__(self, count: int) -> None:
@@ -16,18 +15,20 @@ class PageAllocator:
 
     @property
     def total(self) -> int:
+        """Ids, allocated or not."""
         return len(self._owner)
 
     @property
     def free(self) -> int:
-        """Ids that nobody owns."""
+        """Ids that are not allocated."""
         return len(self._free)
 
     def owner(self, page: int) -> int:
+        """Who has the id; FREE when it is not allocated."""
         return self._owner[page]
 
     def allocate(self, count: int, owner: int) -> list[int]:
-        """Give count ids to owner. Raises ValueError when fewer are free: callers look at `free` first."""
+        """Give count ids to owner. Raises ValueError when fewer are free (see `free`), or for FREE as the owner."""
         if owner == FREE:
             raise ValueError("FREE can own nothing")
         if not 0 <= count <= len(self._free):
@@ -37,15 +38,15 @@ class PageAllocator:
             self._owner[page] = owner
         return pages
 
-    def transfer(self, page: int, owner: int, heir: int) -> None:
-        """Pass a page from its owner to another one. Raises ValueError for a page owner does not have."""
+    def transfer(self, page: int, owner: int, new_owner: int) -> None:
+        """Pass a page to another owner. Raises ValueError for a page that its owner does not have."""
         self._check(page, owner)
-        if heir == FREE:
+        if new_owner == FREE:
             raise ValueError("a page is freed with release()")
-        self._owner[page] = heir
+        self._owner[page] = new_owner
 
     def release(self, pages: list[int], owner: int) -> None:
-        """Take pages back. Raises ValueError for a page owner does not have (a double free is one), taking none."""
+        """Take pages back. Raises ValueError, taking none, for a page that owner does not have or that comes twice."""
         if len(set(pages)) != len(pages):
             raise ValueError("a page is freed twice in one call")
         for page in pages:

@@ -1,7 +1,7 @@
-"""The prefix tree: full KV pages of finished computations, found again by the tokens they hold.
+"""The prefix cache as a tree of full KV pages, found by the tokens that they hold.
 
 One node is one page. Its key is the packed token ids of that page, its place in the tree the pages before it, so a
-path from the root is a prompt prefix. Every cache salt has a root of its own: tenants never see each other's pages.
+path from the root is a prompt prefix. Every cache salt has a root of its own, so tenants share no pages.
 A lease locks every node of its path; what is locked cannot be evicted, and a locked node's ancestors are locked too.
 """
 
@@ -12,8 +12,7 @@ from headrace.scheduler.kv.cache_events import CacheEventLog
 
 
 class Node:
-    """One cached page. locks: leases whose path runs through it. used: tick of its last use. digest: its name in
-    the journal; None when there is none, and in roots."""
+    """One cached page, or the root of a cache salt."""
 
     __slots__ = ("children", "digest", "key", "locks", "number", "page", "parent", "queued", "used")
 
@@ -23,22 +22,29 @@ class Node:
         self.parent = parent
         self.number = number
         self.digest: bytes | None = None
+        """Its name in the cache events; None without them, and in roots."""
+
         self.children: dict[bytes, Node] = {}
         self.locks = 0
+        """Leases whose path runs through it."""
+
         self.used = 0
+        """Tick of its last use."""
+
         self.queued = False
+        """It is in the heap of eviction candidates."""
 
 
 class PrefixTree:
     """Longest-prefix match, insertion and LRU eviction of unlocked leaves, O(log n) a page evicted.
 
     Candidates for eviction stand in a heap by the tick at which they were last seen unlocked; a node has at most
-    one entry there, which is checked, and put back or dropped, when it comes up. journal: is told of every page that
-    comes and goes.
+    one entry there, which is checked, and put back or dropped, when it comes up.
     """
 
-    def __init__(self, journal: CacheEventLog | None = None) -> None:
-        self._journal = journal
+    def __init__(self, events: CacheEventLog | None = None) -> None:
+        """events: is told of every page that comes and goes."""
+        self._events = events
         self._roots: dict[bytes, Node] = {}
         self._heap: list[tuple[int, int, Node]] = []
         self._tick = 0
@@ -82,8 +88,8 @@ class PrefixTree:
             raise ValueError("an equal page is already in the tree")
         self._numbers += 1
         node = Node(key, page, parent, self._numbers)
-        if self._journal is not None:
-            node.digest = self._journal.stored(parent.digest, salt.encode(), key)
+        if self._events is not None:
+            node.digest = self._events.stored(parent.digest, salt.encode(), key)
         parent.children[key] = node
         self._nodes += 1
         self._unlocked += 1
@@ -91,14 +97,14 @@ class PrefixTree:
         return node
 
     def lock(self, path: Sequence[Node]) -> None:
-        """Keep these nodes until unlock(). The path starts below the root or below nodes locked before."""
+        """Keep these nodes from eviction until unlock(). The path starts below the root or below locked nodes."""
         for node in path:
             if node.locks == 0:
                 self._unlocked -= 1
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Give back one lock of each node, leaves first. Raises ValueError for a node without locks."""
+        """Take one lock off each node, leaves first. Raises ValueError for a node without locks."""
         for node in reversed(path):
             if node.locks == 0:
                 raise ValueError("a node is unlocked more often than it was locked")
@@ -145,8 +151,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "roots are never queued"
         del parent.children[node.key]
-        if self._journal is not None and node.digest is not None:
-            self._journal.removed(node.digest)
+        if self._events is not None and node.digest is not None:
+            self._events.removed(node.digest)
         self._nodes -= 1
         self._unlocked -= 1
         if parent.children:

@@ -1,44 +1,46 @@
-"""How requests end: once for their owner, at once; and once for their pages, when nobody can touch them any more.
+"""The end of a request: the client is answered at once, pages are freed when no stage and no peer can access them.
 
-fail() / complete()      the client hears of it now
+fail() / complete()      the client is answered
     │  CancelSend or CancelReceive to the stages, where bytes may be under way
     ▼
-every stage Quiet/Forgotten ─► the last word to the peer: no byte can follow it
-    │  and whoever writes into our pages itself has said that it has ceased, or cannot write any more
-    │  and every plan in flight with the request done
+SendCancelled / ReceiveCancelled from every stage, and
+a prefill server that writes into our pages itself can do so no more
+    │  the final reply to the peer: no byte can follow it
     ▼
-finish()                 ReleaseRequest; the lease and the metadata row end here and nowhere else
+every plan in flight with the request is done
+    ▼
+ReleaseRequest           the lease and the metadata row end, here and nowhere else
 """
 
 from headrace.core.messages.frontend import RequestFailed, RequestFinished
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
-from headrace.core.messages.peers import AskCancel, ControlServerEffect, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.tickets import Ended
+from headrace.scheduler.state.tickets import EndedTicket
 from headrace.scheduler.state.transfers import IncomingState, OutgoingTransfer
 
 
 class Completion:
-    """The only way out for a request, whatever its phase."""
+    """Ends requests, whatever their phase."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def fail(self, request: Request, error: ErrorInfo, now: float) -> None:
-        """End a request with an error. The first reason stays; later ones do nothing."""
+        """End a request with an error. The first error stays; later ones do nothing."""
         if request.ended:
             return
         request.error = error
         self._end(request, Phase.FAILED, error.code, now)
         self._state.out.add(RequestFailed(rid=request.rid, error=error))
         outgoing = request.outgoing
-        if outgoing is not None:
-            self._prepare(outgoing, _tell_failed(outgoing, error))
-        self._quiesce(request, now)
+        if outgoing is not None and outgoing.final_reply is None:  # else the peer's cancel came first: answer that
+            outgoing.final_reply = _tell_failed(outgoing, error)
+        self._stop_transfers(request, now)
         self.release_if_safe(request)
 
     def complete(self, request: Request, reason: str, now: float, first: FirstToken | None = None) -> None:
@@ -58,11 +60,11 @@ class Completion:
         if outgoing is not None:
             session, ticket, generation = outgoing.key
             outgoing.final_reply = TellFinished(session=session, ticket=ticket, generation=generation, first=first)
-        self._quiesce(request, now)
+        self._stop_transfers(request, now)
         self.release_if_safe(request)
 
     def cancelled_by_peer(self, request: Request, reason: str, now: float) -> None:
-        """The peer takes its ticket back, from a live request or from one that is ending."""
+        """The peer that has reserved a request cancels it. The request may be ending already."""
         outgoing = request.outgoing
         assert outgoing is not None, "only a peer that has reserved can cancel"
         session, ticket, generation = outgoing.key
@@ -72,8 +74,8 @@ class Completion:
         else:
             self.fail(request, ErrorInfo(code=CANCELLED, message=f"the peer cancelled: {reason}", status=499), now)
 
-    def answered(self, request: Request, stage: int) -> None:
-        """A stage can write no more bytes for the request (Quiet, Forgotten)."""
+    def stage_stopped(self, request: Request, stage: int) -> None:
+        """A stage sends or writes no more bytes for the request (SendCancelled, ReceiveCancelled)."""
         if not request.awaiting_stages:
             self._state.drop("duplicate_answer")
             return
@@ -83,18 +85,19 @@ class Completion:
         self.release_if_safe(request)
 
     def release_if_safe(self, request: Request) -> None:
-        """Go as far with an ended request as is safe by now."""
+        """Send the final reply and free the pages of an ended request, each as soon as it is safe."""
         incoming, outgoing = request.incoming, request.outgoing
         if not request.ended or request.awaiting_stages or (incoming is not None and incoming.remote_writes):
             return
         if outgoing is not None and outgoing.final_reply is not None:
-            self._say(outgoing.final_reply)
+            if outgoing.session in self._state.peers:
+                self._state.out.add(outgoing.final_reply)
             outgoing.final_reply = None
         if request.in_flight == 0:
-            self._finish(request)
+            self._release(request)
 
-    def give_up(self, request: Request) -> None:
-        """Take the pages of a request from it without an end of its own: it is preempted, or its engine is gone."""
+    def free_pages(self, request: Request) -> None:
+        """Take the pages and the metadata row of a request that has ended or was preempted."""
         state = self._state
         if request.lease is not None:
             state.cache.release(request.lease)
@@ -105,19 +108,18 @@ class Completion:
         if request.known_to_stages:
             state.out.add(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
             request.known_to_stages = False
-        del state.records[request.serial]
 
-    def void(self, error: ErrorInfo, now: float) -> None:
-        """The engine and all its pages are gone: end every request, waiting for no answer."""
+    def end_all(self, error: ErrorInfo, now: float) -> None:
+        """End every request without waiting for answers: the stages and all their pages are gone."""
         state = self._state
-        state.revoking.clear()
-        for request in list(state.records.values()):
+        state.plans.clear()
+        state.prefills.forget_revocations()
+        for request in list(state.requests):
             outgoing = request.outgoing
             if request.incoming is not None:
                 request.incoming.stop_writer()
-            if outgoing is not None and outgoing.final_reply is not None:  # its stages can no longer vouch for anything
+            if outgoing is not None and outgoing.final_reply is not None:  # what it says cannot be relied on any more
                 outgoing.final_reply = _tell_failed(outgoing, error)
-            request.in_flight = 0
             request.awaiting_stages.clear()
             request.known_to_stages = False
             state.deadlines.clear(Timer.ANSWER, request.arrival)
@@ -126,87 +128,73 @@ class Completion:
             else:
                 self.fail(request, error, now)
 
-    def _finish(self, request: Request) -> None:
-        self.give_up(request)
-        del self._state.arrivals[request.arrival]
+    def _release(self, request: Request) -> None:
+        state = self._state
+        self.free_pages(request)
+        state.requests.remove(request)
         if request.outgoing is not None:
-            self._state.tickets.forget(request.outgoing.key)
-        if request.incoming is not None:
-            self._state.fetches.pop(request.incoming.key, None)
+            state.tickets.forget(request.outgoing.key)
+        state.prefills.end_fetch(request)
 
     def _end(self, request: Request, phase: Phase, reason: str, now: float) -> None:
-        """Take a request out of every queue, index and deadline of the living."""
+        """Take a request out of every queue, index and deadline of live requests."""
         state = self._state
-        state.unplanned -= request.unplanned
-        left = request.phase
         state.enter(request, phase, now)
-        state.counters.add("requests_total", labels=("finished" if phase is Phase.DONE else "failed", reason))
-        del state.rids[request.rid]
-        for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST):
+        outcome = "finished" if phase is Phase.DONE else "failed"
+        state.metrics.counters.add("requests_total", labels=(outcome, reason))
+        state.requests.end(request)
+        for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
             state.deadlines.clear(timer, request.arrival)
-        if left is Phase.WAITING:
-            state.waiting.remove(request)
-        state.unhold(request)
-        state.awaiting_row.pop(request.arrival, None)
-        state.prefilling.pop(request.arrival, None)
-        state.decoding.pop(request.arrival, None)
-        if request.preempting:
-            request.preempting = False
-            state.preempting -= 1
-        self._leave_peers(request, now)
+        state.held.remove(request)
+        state.peers.detach(request)
+        state.prefills.detach(request)
+        if isinstance(request.route, SendTo):
+            self._end_ticket(request, request.route.ticket, now)
 
-    def _leave_peers(self, request: Request, now: float) -> None:
+    def _end_ticket(self, request: Request, ticket: str, now: float) -> None:
+        """Remember how the ticket's use ended: for stale messages, or for a peer that has not reserved yet."""
+        state, outgoing = self._state, request.outgoing
+        if outgoing is not None:
+            ended = EndedTicket(outgoing.session, outgoing.generation, request.error)
+        else:
+            ended = EndedTicket(None, 0, request.error, request.first, now + state.config.hold_lease_s)
+        state.tickets.end(ticket, ended)
+
+    def _stop_transfers(self, request: Request, now: float) -> None:
+        """Stop bytes that may be under way, out or in. Pages are kept until every stage has answered."""
         state = self._state
-        route, outgoing = request.route, request.outgoing
-        if isinstance(route, SendTo):
-            session, generation = (outgoing.session, outgoing.generation) if outgoing else (None, 0)
-            first = request.first if outgoing is None else None
-            until = now + state.config.hold_lease_s
-            state.tickets.end(route.ticket, Ended(session, generation, request.error, first, until))
-        if outgoing is not None and outgoing.session in state.peers:
-            state.peers[outgoing.session].requests.pop(request.arrival, None)
-        if isinstance(route, FetchFrom) and route.prefill in state.prefills:
-            state.prefills[route.prefill].requests.pop(request.arrival, None)
-
-    def _quiesce(self, request: Request, now: float) -> None:
-        """Stop bytes that may be under way, in or out."""
-        state, route = self._state, request.route
         outgoing, incoming = request.outgoing, request.incoming
         sending = outgoing is not None and outgoing.chunks and (outgoing.unacked or request.phase is Phase.FAILED)
         receiving = incoming is not None and incoming.state is not IncomingState.RECEIVED
-        if incoming is not None and incoming.state is IncomingState.RESERVED:
-            session, ticket, generation = incoming.key
-            reason = request.error.message if request.error else "no longer needed"
-            state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
-        elif (
-            isinstance(route, FetchFrom)
-            and route.posting != "local"
-            and request.error is not None
-            and (incoming is None or incoming.state is IncomingState.PREPARING)
-        ):
-            release(state, route.prefill, route.ticket, request.error.message)
-        if not state.ready or not (sending or receiving):
+        if isinstance(request.route, FetchFrom):
+            self._cancel_at_prefill_server(request, request.route)
+        if not state.engine.ready or not (sending or receiving):
             return
         order = CancelSend if sending else CancelReceive
         state.out.add(order(seq=state.out.next_seq(), request=request.serial))
-        request.awaiting_stages = set(state.stages)
+        request.awaiting_stages = set(state.engine.stages)
         state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
 
-    def _prepare(self, outgoing: OutgoingTransfer, final_reply: ControlServerEffect) -> None:
-        if outgoing.final_reply is None:  # else the peer's cancel came first, and is what gets answered
-            outgoing.final_reply = final_reply
+    def _cancel_at_prefill_server(self, request: Request, route: FetchFrom) -> None:
+        """Tell the prefill server that the KV is not needed, where it has been reserved or was posted by a router."""
+        incoming, error = request.incoming, request.error
+        if incoming is not None and incoming.state is IncomingState.RESERVED:
+            session, ticket, generation = incoming.key
+            reason = error.message if error else "no longer needed"
+            self._state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
+        elif (
+            (incoming is None or incoming.state is IncomingState.PREPARING)
+            and route.posting != "local"
+            and error is not None
+        ):
+            release_ticket(self._state, route.prefill, route.ticket, error.message)
 
-    def _say(self, final_reply: ControlServerEffect) -> None:
-        if final_reply.session in self._state.peers:
-            self._state.out.add(final_reply)
 
-
-def release(state: State, prefill: str, ticket: str, reason: str) -> None:
-    """Tell a prefill server, if its control endpoint can be reached, that nobody will come for a ticket that was not
-    reserved."""
-    server = state.prefills.get(prefill)
-    if server is not None and server.session is not None:
-        state.out.add(AskCancel(session=server.session, ticket=ticket, generation=0, reason=reason))
+def release_ticket(state: State, prefill: str, ticket: str, reason: str) -> None:
+    """Tell a prefill server, if it is up, that a ticket that was not reserved will not be."""
+    session = state.prefills.session(prefill)
+    if session is not None:
+        state.out.add(AskCancel(session=session, ticket=ticket, generation=0, reason=reason))
 
 
 def _tell_failed(outgoing: OutgoingTransfer, error: ErrorInfo) -> TellFailed:

@@ -1,8 +1,8 @@
-"""The way out by wire: SendChunk orders behind the Forwards that compute their pages, and the acknowledgements.
+"""The handoff: SendChunk orders behind the Forwards that compute their pages, and the peer's acknowledgements.
 
 Forward [0, 512)   SendChunk [0, 512)   Forward [512, 1000)   (first token known)   SendChunk [512, 1000) + metadata
                    └ page-aligned                                              └ unless that token ends the request
-A held request that is computed before its peer comes is sent then, in chunks of about the same size.
+A request that is computed before its peer reserves is sent then, in chunks of about the same size.
 """
 
 from headrace.core.messages.frontend import Progress
@@ -15,33 +15,35 @@ from headrace.core.types.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.record import Phase, Request
-from headrace.scheduler.state.state import Plan, State
+from headrace.scheduler.state.state import State
 from headrace.scheduler.state.transfers import OutgoingTransfer
 
-COMPLETE = "handoff"  # finish reason of a request that decodes elsewhere
+HANDED_OVER = "handoff"  # finish reason of a request that decodes elsewhere
 
 
 class KvHandoff:
-    """Sends what is computed, counts what has arrived, and ends the request when all of it has."""
+    """Sends what is computed, and ends the request when all of it is acknowledged."""
 
     def __init__(self, state: State, completion: Completion, holding: HeldRequests) -> None:
         self._state = state
         self._completion = completion
         self._holding = holding
 
-    def follow(self, plan: Plan, request: Request, end: int) -> None:
-        """Tokens below end are computed once the plan is done: send the full pages among them."""
+    def planned(self, plan: Plan, request: Request, end: int) -> None:
+        """The plan computes the request's positions below end: order the full pages among them out behind it."""
         outgoing = request.outgoing
         if outgoing is None or request.row is None or request.max_tokens == 1 or end >= request.prompt_tokens:
-            return  # the last chunk waits for the first token, and a sole token needs no KV at all
+            return  # the last chunk waits for the first token, and a request of one token needs no KV at all
         aligned = end - end % self._state.config.page_size
         if aligned > outgoing.sent:
             plan.sends.append((request, outgoing.chunks))
             self._send(request, outgoing, aligned, plan.seq, None)
 
-    def first(self, plan: Plan, request: Request, sampled: SampledToken, reason: str, now: float) -> None:
-        """The plan has given the first token: send the rest, or end the request with that token."""
+    def first_token(self, plan: Plan, request: Request, sampled: SampledToken, reason: str, now: float) -> None:
+        """The plan has given the first token: send the rest. reason: why the request ends with that token, "" if it
+        does not; then the peer is sent the token alone."""
         request.first = request.make_first_token(sampled.token, sampled.logprob, reason)
         request.first_token_plan = plan.seq
         if reason:
@@ -49,32 +51,30 @@ class KvHandoff:
             return
         self._state.enter(request, Phase.INFLIGHT, now)
         if request.row is not None:
-            proceed = self.resume if request.early_prefill else self._finish
-            proceed(request, now)
+            send = self.send_all if request.early_prefill else self._send_last
+            send(request, now)
         if request.held:
             self._holding.computed(request, now)
 
-    def resume(self, request: Request, now: float) -> None:
-        """A request that began ahead of its peer is computed, and has a metadata row since then: send all that is
-        left."""
+    def send_all(self, request: Request, now: float) -> None:
+        """Order out all that is left of a computed request that got its metadata row after it was started."""
         outgoing = request.outgoing
-        assert outgoing is not None, "a row is given out with the peer"
+        assert outgoing is not None, "a row is given out when a peer has reserved"
         size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)
         while (end := outgoing.sent + length) < request.prompt_tokens:
             self._send(request, outgoing, end - end % size, request.first_token_plan, None)
-        self._finish(request, now)
+        self._send_last(request, now)
 
     def reached(self, request: Request, chunk: int, now: float) -> None:
-        """The stages have come to this SendChunk: from now on silence about it is the peer's."""
-        outgoing = request.outgoing
-        if request.ended or outgoing is None:
-            return
-        outgoing.reach(chunk, now)
-        self._watch(request, outgoing)
+        """Every stage has come to this SendChunk: silence about it is the peer's from now on."""
+        if not request.ended and request.outgoing is not None:
+            request.outgoing.reach(chunk, now)
+            self._set_deadline(request, request.outgoing)
 
     def acked(self, event: ChunkAcked, now: float) -> None:
+        """The peer has acknowledged a chunk of one stage; the last acknowledgement completes the request."""
         state = self._state
-        request = state.records.get(event.request)
+        request = state.requests.by_serial(event.request)
         outgoing = request.outgoing if request is not None else None
         if request is None or outgoing is None:
             state.drop("unknown_request")
@@ -87,12 +87,13 @@ class KvHandoff:
             peer.last_ack = now
         if request.ended:
             return
-        self._watch(request, outgoing)
+        self._set_deadline(request, outgoing)
         if outgoing.acknowledged:
-            self._completion.complete(request, COMPLETE, now)
+            self._completion.complete(request, HANDED_OVER, now)
 
     def send_failed(self, event: SendFailed, now: float) -> None:
-        request = self._state.records.get(event.request)
+        """The peer refused a chunk, or it could not be sent."""
+        request = self._state.requests.by_serial(event.request)
         if request is None or request.ended:
             self._state.drop("unknown_request")
             return
@@ -101,23 +102,23 @@ class KvHandoff:
         self._completion.fail(request, error, now)
 
     def timed_out(self, request: Request, now: float) -> None:
-        """No acknowledgement for this request; its peer is silent only if nobody's acknowledgements come."""
+        """No acknowledgement for this request. The peer is silent only if it acknowledges nothing at all."""
         outgoing = request.outgoing
         if outgoing is None or not outgoing.awaits_ack:
             return
         timeout = self._state.config.transfer_timeout_s
         peer = self._state.peers.get(outgoing.session)
-        heard = outgoing.silent_since if peer is None else max(outgoing.silent_since, peer.last_ack)
-        if heard + timeout > now:
-            self._state.deadlines.set(Timer.TRANSFER, request.arrival, heard + timeout)
+        last_ack = outgoing.silent_since if peer is None else max(outgoing.silent_since, peer.last_ack)
+        if last_ack + timeout > now:
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, last_ack + timeout)
             return
         text = f"the decode peer acknowledged nothing for {timeout:g} s"
         self._completion.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
 
-    def _finish(self, request: Request, now: float) -> None:
+    def _send_last(self, request: Request, now: float) -> None:
         """Order the last chunk out, with the metadata row."""
         outgoing = request.outgoing
-        assert outgoing is not None, "a row is given out with the peer"
+        assert outgoing is not None, "a row is given out when a peer has reserved"
         if request.submit.progress:
             total = request.prompt_tokens
             self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
@@ -125,7 +126,7 @@ class KvHandoff:
         self._send(request, outgoing, request.prompt_tokens, request.first_token_plan, request.first)
         self.reached(request, outgoing.chunks - 1, now)
 
-    def _watch(self, request: Request, outgoing: OutgoingTransfer) -> None:
+    def _set_deadline(self, request: Request, outgoing: OutgoingTransfer) -> None:
         if outgoing.awaits_ack:
             timeout = self._state.config.transfer_timeout_s
             self._state.deadlines.set(Timer.TRANSFER, request.arrival, outgoing.silent_since + timeout)
@@ -135,11 +136,10 @@ class KvHandoff:
     def _send(
         self, request: Request, outgoing: OutgoingTransfer, end: int, after: int, last: FirstToken | None
     ) -> None:
-        """Order tokens [sent, end) out. Pages on both sides start with the one that holds the first of them."""
+        """Order positions [sent, end) out. The first page on either side is the one that holds position sent."""
         state = self._state
-        lease = request.lease
-        assert lease is not None, "a request that was computed has pages"
-        assert request.row is not None, "a metadata row is given out with the peer"
+        assert request.lease is not None, "a request that was computed has pages"
+        assert request.row is not None, "a row is given out when a peer has reserved"
         start, size = outgoing.sent, state.config.page_size
         state.out.add(
             SendChunk(
@@ -152,11 +152,11 @@ class KvHandoff:
                 chunk=outgoing.chunks,
                 start=start,
                 count=end - start,
-                pages=pack(lease.pages[start // size : ceil_div(end, size)]),
+                pages=pack(request.lease.pages[start // size : ceil_div(end, size)]),
                 dst_pages=pack(outgoing.dst_pages_until(end)),
                 row=request.row,
                 dst_row=outgoing.dst_row,
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.stages)
+        outgoing.add_chunk(end, state.engine.stages)

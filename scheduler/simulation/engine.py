@@ -1,11 +1,9 @@
-"""A pipeline that computes nothing but the truth: the engine of the simulator.
+"""The simulated engine: a pipeline of stages whose "KV" shows every mistake.
 
 The "KV" of a position is a hash of all tokens up to it, kept in the slot that the page table names, on every stage.
-A wrong page, a page that was given away too early, a lost or misplaced token: each changes the tokens that come out.
+A wrong page, a page that was freed too early, a lost or misplaced token: each changes the tokens that are sampled.
 """
 
-import heapq
-import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,83 +32,53 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
     StageReady,
 )
-from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.simulation.model import VOCABULARY, extend, next_token
-
-
-class World:
-    """Virtual time, randomness by seed, and what is going to happen."""
-
-    def __init__(self, seed: int) -> None:
-        self.clock = VirtualClock()
-        self.random = random.Random(seed)
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    @property
-    def now(self) -> float:
-        return self.clock.now()
-
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, action))
-
-    def after(self, mean_s: float, action: Callable[[], None]) -> None:
-        """Do it after a random delay."""
-        self.at(self.now + self.random.expovariate(1 / mean_s), action)
-
-    def run(self, limit: int) -> bool:
-        """Let everything happen; False when more than limit events did."""
-        for _ in range(limit):
-            if not self._heap:
-                return True
-            when, _, action = heapq.heappop(self._heap)
-            self.clock.advance(max(0.0, when - self.now))
-            action()
-        return False
-
-
-class Channel:
-    """First in, first out, after random delays; different channels overtake each other."""
-
-    def __init__(self, world: World, mean_s: float) -> None:
-        self._world = world
-        self._mean_s = mean_s
-        self._last = 0.0
-
-    def put(self, deliver: Callable[[], None]) -> None:
-        delay = self._world.random.expovariate(1 / self._mean_s)
-        self._last = max(self._last, self._world.now + delay)
-        self._world.at(self._last, deliver)
+from headrace.scheduler.simulation.world import Channel, World
 
 
 @dataclass(slots=True)
 class SimulatedChunk:
-    """One SendChunk of one stage on its way. values: the KV of positions [start, start + len(values)). written: it is
-    in the peer's pages already."""
+    """The KV of one SendChunk of one stage, on its way."""
 
     stage: int
+    """The stage that sends it."""
+
     stages: int
+    """Stages of the prefill server."""
+
     order: SendChunk
     values: list[int]
+    """KV of positions [order.start, order.start + len(values))."""
+
     acked: Callable[[], None]
+    """To be called when every receiver has it."""
+
     receivers: int = 0
+    """Stages of the decode server that have not received it."""
+
     written: bool = False
+    """It was written into the peer's pages directly."""
 
 
 @dataclass(slots=True)
-class Expectation:
+class PendingReceive:
+    """KV that a stage was ordered to receive, as far as it has come."""
+
     order: PrepareReceive
     seen: set[tuple[int, int]] = field(default_factory=set)
+    """Chunks that have come, by sending stage and number."""
+
     totals: dict[int, int] = field(default_factory=dict)
+    """Chunks to come from each sending stage whose last chunk has come."""
+
     first: FirstToken | None = None
 
 
 class SimulatedPipeline:
-    """The stages of one engine. report: takes what they have to say, in order for each stage. ship: takes chunks."""
+    """The stages of one engine."""
 
     def __init__(
         self,
@@ -122,24 +90,33 @@ class SimulatedPipeline:
         report: Callable[[AnyStageEvent], None],
         ship: Callable[[SimulatedChunk], None],
     ) -> None:
+        """token_s: seconds that a stage takes for a token. report: takes events, in order for each stage. ship: takes
+        chunks that are sent."""
         self.world = world
         self.report = report
         self.ship = ship
         self.token_s = token_s
         self.page_size = page_size
         self.sampled: dict[tuple[int, int], int] = {}
+        """Tokens that this pipeline sampled, by request and position."""
+
         self.computed: list[set[int]] = [set() for _ in range(stages)]
+        """Order numbers of the Forwards that each stage has computed."""
+
         self.stages = [SimulatedStage(self, index, pages, page_size) for index in range(stages)]
         self.dead = False
+        """It has crashed: nothing is reported any more."""
 
     @property
     def last(self) -> int:
+        """Index of the last stage."""
         return len(self.stages) - 1
 
     def start(self, pages: int, page_size: int) -> None:
+        """Have every stage report that it is ready."""
         geometry = Geometry("float32", 1, 1, 1, page_size)
         for stage in self.stages:
-            stage.say(
+            stage.report(
                 StageReady(
                     stage=stage.index,
                     geometry=geometry,
@@ -150,12 +127,13 @@ class SimulatedPipeline:
                 )
             )
 
-    def obey(self, order: Order) -> None:
+    def order(self, order: Order) -> None:
+        """Send an order to every stage."""
         for stage in self.stages:
-            stage.inbox.put(lambda stage=stage: stage.obey(order))  # type: ignore[misc]
+            stage.inbox.put(lambda stage=stage: stage.execute(order))  # type: ignore[misc]
 
-    def poke(self) -> None:
-        """Something was computed: whoever waits for it may go on."""
+    def wake(self) -> None:
+        """A Forward was computed: stages that wait for its results may go on."""
         for stage in self.stages:
             stage.compute()
 
@@ -179,19 +157,21 @@ class SimulatedStage:
         self.inbox = Channel(pipeline.world, 0.001)
         self._outbox = Channel(pipeline.world, 0.001)
         self._queue: deque[Forward] = deque()
-        self._held: list[SendChunk] = []  # until the Forward that computes their pages is done
+        self._waiting_sends: list[SendChunk] = []  # wait for the Forward that computes their pages
         self._busy = False
         self._cancelled: set[int] = set()
-        self._quiet_asked: set[int] = set()
+        self._cancel_asked: set[int] = set()
         self._sending: Counter[int] = Counter()
-        self._expected: dict[tuple[str, str, int], Expectation] = {}
-        self.revoked: set[str] = set()  # sessions through which nobody can write any more
+        self._pending: dict[tuple[str, str, int], PendingReceive] = {}
+        self.revoked: set[str] = set()  # sessions through which nothing can be written any more
 
-    def say(self, event: AnyStageEvent) -> None:
+    def report(self, event: AnyStageEvent) -> None:
+        """Send an event to the scheduler, unless the engine has crashed meanwhile."""
         pipeline = self.pipeline
         self._outbox.put(lambda: None if pipeline.dead else pipeline.report(event))
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
+        """Act on an order, as a stage does."""
         if self.pipeline.dead:
             return
         self.log.append(order)
@@ -200,29 +180,29 @@ class SimulatedStage:
                 self._queue.append(order)
                 self.compute()
             case SendChunk() if order.after not in self.pipeline.computed[self.index]:
-                self._held.append(order)
+                self._waiting_sends.append(order)
             case SendChunk():
                 self._start_sending(order)
             case ReleaseRequest():
                 self._cancelled.discard(order.request)
-                self._forget(order.request)
+                self._drop_receive(order.request)
             case CancelSend():
                 self._cancelled.add(order.request)
-                self._quiet_asked.add(order.request)
-                self._quiet(order.request)
+                self._cancel_asked.add(order.request)
+                self._report_cancelled(order.request)
             case PrepareReceive():
-                self._expected[(order.session, order.ticket, order.generation)] = Expectation(order)
-                self.say(ReceivePrepared(stage=self.index, request=order.request))
+                self._pending[(order.session, order.ticket, order.generation)] = PendingReceive(order)
+                self.report(ReceivePrepared(stage=self.index, request=order.request))
             case CancelReceive():
-                self._forget(order.request)
-                self.say(ReceiveCancelled(stage=self.index, request=order.request))
-            case CloseSession():  # whoever sends may be stopped, and goes on for as long
+                self._drop_receive(order.request)
+                self.report(ReceiveCancelled(stage=self.index, request=order.request))
+            case CloseSession():  # as long as the sender may go on writing
                 self.pipeline.world.after(0.05, lambda: self._revoke(order.session))
             case _:
                 pass
 
     def compute(self) -> None:
-        """Start the next Forward, unless one is running or its input is not there yet."""
+        """Start the next Forward, unless one is running or its input is missing."""
         if not self._queue or self._busy or not self._can_start(self._queue[0]):
             return
         self._busy = True
@@ -238,39 +218,40 @@ class SimulatedStage:
             self.pool[pages[offset // self.page_size - base]][offset % self.page_size] = value
 
     def receive(self, chunk: SimulatedChunk) -> None:
-        """A chunk from a prefill stage. Acknowledged only while it is expected, and written here unless it has been."""
+        """Take in a chunk from a prefill stage: write it, unless it has been written, and acknowledge it. A chunk that
+        is not expected any more is ignored."""
         send = chunk.order
-        expectation = self._expected.get((send.session, send.ticket, send.generation))
-        if expectation is None or self.pipeline.dead:
+        pending = self._pending.get((send.session, send.ticket, send.generation))
+        if pending is None or self.pipeline.dead:
             return
         if not chunk.written:
             self.write(send, chunk.values)
-        expectation.seen.add((chunk.stage, send.chunk))
+        pending.seen.add((chunk.stage, send.chunk))
         if send.last is not None:
-            expectation.totals[chunk.stage] = send.chunk + 1
-            expectation.first = send.last
+            pending.totals[chunk.stage] = send.chunk + 1
+            pending.first = send.last
         chunk.receivers -= 1
         if chunk.receivers == 0:
             chunk.acked()
-        self.say(ChunkReceived(stage=self.index, request=expectation.order.request))
-        self._arrived(expectation, chunk.stages)
+        self.report(ChunkReceived(stage=self.index, request=pending.order.request))
+        self._arrived(pending, chunk.stages)
 
-    def _arrived(self, expectation: Expectation, stages: int) -> None:
-        if len(expectation.totals) < stages or len(expectation.seen) < sum(expectation.totals.values()):
+    def _arrived(self, pending: PendingReceive, stages: int) -> None:
+        if len(pending.totals) < stages or len(pending.seen) < sum(pending.totals.values()):
             return
-        assert expectation.first is not None, "the last chunk carries it"
-        self._forget(expectation.order.request)
-        chunks = len(expectation.seen)
-        request = expectation.order.request
-        self.say(KvReceived(stage=self.index, request=request, first=expectation.first, bytes=chunks, chunks=chunks))
+        assert pending.first is not None, "the last chunk carries it"
+        self._drop_receive(pending.order.request)
+        chunks = len(pending.seen)
+        request = pending.order.request
+        self.report(KvReceived(stage=self.index, request=request, first=pending.first, bytes=chunks, chunks=chunks))
 
     def _revoke(self, session: str) -> None:
         self.revoked.add(session)
-        self.say(SessionClosed(stage=self.index, session=session))
+        self.report(SessionClosed(stage=self.index, session=session))
 
-    def _forget(self, request: int) -> None:
-        for key in [key for key, expected in self._expected.items() if expected.order.request == request]:
-            del self._expected[key]
+    def _drop_receive(self, request: int) -> None:
+        for key in [key for key, pending in self._pending.items() if pending.order.request == request]:
+            del self._pending[key]
 
     def _can_start(self, order: Forward) -> bool:
         upstream = self.index == 0 or order.seq in self.pipeline.computed[self.index - 1]
@@ -287,11 +268,11 @@ class SimulatedStage:
             if row.feeds:
                 self.pipeline.sampled[(row.request, row.start + row.count)] = sampled.token
         self.pipeline.computed[self.index].add(order.seq)
-        for send in [send for send in self._held if send.after == order.seq]:
-            self._held.remove(send)
+        for send in [send for send in self._waiting_sends if send.after == order.seq]:
+            self._waiting_sends.remove(send)
             self._start_sending(send)
-        self.say(PlanDone(stage=self.index, seq=order.seq, duration_s=seconds, samples=samples))
-        self.pipeline.poke()
+        self.report(PlanDone(stage=self.index, seq=order.seq, duration_s=seconds, samples=samples))
+        self.pipeline.wake()
 
     def _run(self, row: PlanRow) -> SampledToken | None:
         """Compute a row: extend the hash of the prefix in the pool by the row's tokens."""
@@ -311,7 +292,7 @@ class SimulatedStage:
             self.pipeline.world.after(0.003, lambda: self._sent(order))
 
     def _sent(self, order: SendChunk) -> None:
-        """The bytes have left: until now the pages must have been what they were."""
+        """Ship the chunk as the pages are now: until then they must not have been changed."""
         pipeline = self.pipeline
         if pipeline.dead:
             return
@@ -323,14 +304,14 @@ class SimulatedStage:
 
         def acked() -> None:
             for _ in range(1 if pipeline.world.random.random() < 0.9 else 2):
-                self.say(event)
+                self.report(event)
 
         pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), order, values, acked))
         self._sending[order.request] -= 1
-        self._quiet(order.request)
+        self._report_cancelled(order.request)
 
-    def _quiet(self, request: int) -> None:
-        if request in self._quiet_asked and not self._sending[request]:
-            self._quiet_asked.discard(request)
+    def _report_cancelled(self, request: int) -> None:
+        if request in self._cancel_asked and not self._sending[request]:
+            self._cancel_asked.discard(request)
             del self._sending[request]
-            self.say(SendCancelled(stage=self.index, request=request))
+            self.report(SendCancelled(stage=self.index, request=request))

@@ -1,4 +1,4 @@
-"""The wire of the simulator: control messages and chunks between a prefill and a decode server."""
+"""The simulated connection of a decode server to a prefill server: control messages and chunks."""
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.peers import (
@@ -24,26 +24,32 @@ from headrace.core.messages.peers import (
 from headrace.core.types.backends import SHM
 from headrace.core.types.geometry import Geometry
 from headrace.scheduler.scheduler import Effect, Event
-from headrace.scheduler.simulation.engine import Channel, SimulatedChunk, SimulatedPipeline, World
+from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
 from headrace.scheduler.simulation.server import SimulatedServer
+from headrace.scheduler.simulation.world import Channel, World
 
 WINDOW = 1 << 20
 
 
 class SimulatedLink:
-    """The connection of a decode server to a prefill server's control endpoint, and their data connections. By "shm"
-    the prefill stages write into the pool that the decode server had when the session began, until they are kept from
-    it."""
+    """The connection to the prefill server's control endpoint, and the data connections.
+
+    With backend "shm" the prefill stages write into the pool that the decode server had when the session began, until
+    their access is revoked.
+    """
 
     def __init__(
         self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
     ) -> None:
+        """stall: probability that a chunk never arrives. backend: "zmq" or "shm"."""
         self._world = world
         self._prefill = prefill
         self._decode = decode
         self._stall = stall
         self._sessions = 0
         self.session: str | None = None
+        """The open session."""
+
         self._to_prefill = Channel(world, 0.002)
         self._to_decode = Channel(world, 0.002)
         self._data: dict[tuple[int, int], Channel] = {}
@@ -53,9 +59,10 @@ class SimulatedLink:
         prefill.ship = self._ship
         decode.on_peer = self._from_control_client
         if self._backend == SHM:
-            decode.on_restart = self.lose  # its pool is another one, so its hello is
+            decode.on_restart = self.lose  # its hello describes another pool
 
     def connect(self) -> None:
+        """Begin a session; both sides learn of it."""
         self._sessions += 1
         session = self.session = f"session-{self._sessions}"
         self._pools[session] = self._decode.pipeline
@@ -82,7 +89,7 @@ class SimulatedLink:
         self._send(self._to_decode, self._decode, up)
 
     def lose(self) -> None:
-        """The connection breaks; both sides notice in their own time, and it comes back later."""
+        """Break the connection; each side notices after a delay, and it comes back later."""
         session, self.session = self.session, None
         if session is None:
             return
@@ -92,12 +99,12 @@ class SimulatedLink:
         self._world.after(0.05, self.connect)
 
     def renew(self, ticket: str) -> None:
-        """A heartbeat names the ticket."""
+        """Send a heartbeat that renews the ticket."""
         if self.session is not None:
             self._send(self._to_prefill, self._prefill, PeerRenewed(session=self.session, tickets=(ticket,)))
 
     def release(self, ticket: str) -> None:
-        """The peer lets a ticket go that it has not reserved."""
+        """Have the decode server release a ticket that it has not reserved."""
         if self.session is not None:
             event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
             self._send(self._to_prefill, self._prefill, event)
@@ -141,7 +148,7 @@ class SimulatedLink:
         self._send(self._to_decode, self._decode, event)
 
     def _ship(self, chunk: SimulatedChunk) -> None:
-        """Deliver a chunk to every stage of the decode server; some are lost with their session, or stall for ever."""
+        """Deliver a chunk to every stage of the decode server, unless it stalls or its session is lost."""
         if self._backend == SHM:
             self._write(chunk)
         if self._world.random.random() < self._stall:
@@ -152,7 +159,7 @@ class SimulatedLink:
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
 
     def _write(self, chunk: SimulatedChunk) -> None:
-        """The prefill stages do it themselves, whether or not the session has ended, unless they are kept from it."""
+        """Write a chunk into the decode server's pages directly: until access is revoked, session or not."""
         send, pipeline = chunk.order, self._pools[chunk.order.session]
         chunk.written = True
         for stage in pipeline.stages:

@@ -1,4 +1,4 @@
-"""The model of the simulator: the "KV" of a position is a hash of all tokens up to it, and says what follows."""
+"""The simulated model: the "KV" of a position is a hash of all tokens up to it, and gives the next token."""
 
 MODULUS = (1 << 61) - 1
 VOCABULARY = 61
@@ -10,12 +10,12 @@ def extend(state: int, token: int) -> int:
 
 
 def next_token(state: int) -> int:
-    """What the model says after a prefix with this hash."""
+    """The token that follows a prefix with this hash."""
     return state % VOCABULARY
 
 
 def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop: tuple[int, ...], min_tokens: int) -> list[int]:
-    """What a request must generate, from its prompt alone."""
+    """The tokens that a request must generate, from its prompt alone."""
     state = 0
     for token in prompt:
         state = extend(state, token)

@@ -1,16 +1,17 @@
-"""One server of the simulator: a real Scheduler on a simulated engine, with everything it does checked on the way."""
+"""One server of the simulator: a real Scheduler on a simulated engine. All that it does is checked as it happens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
-from headrace.core.messages.orders import BeginEpoch, Forward, Order, PrepareReceive, SendChunk
-from headrace.core.messages.stage_events import ChunkAcked, KvReceived, ReceiveCancelled, SendCancelled, StageFailed
-from headrace.core.types.packed import unpack
+from headrace.core.messages.orders import BeginEpoch, Order
+from headrace.core.messages.stage_events import StageFailed
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
-from headrace.scheduler.simulation.engine import Channel, SimulatedChunk, SimulatedPipeline, World
+from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
 from headrace.scheduler.simulation.model import expected_tokens
+from headrace.scheduler.simulation.page_guard import PageGuard
+from headrace.scheduler.simulation.world import Channel, World
 
 
 @dataclass(slots=True)
@@ -20,93 +21,39 @@ class SimulatedClient:
     submit: Submit
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
+    """Tokens that were reported."""
+
     ends: list[RequestFinished | RequestFailed] = field(default_factory=list)
+    """How it ended; there must be exactly one end."""
+
     finished_early: bool = False
+    """The client has ended it as complete."""
 
 
 @dataclass(slots=True)
 class SimulationReport:
-    """What came of a run. violations: empty when everything held. results: tokens and reason of every request that
-    finished, by server and rid."""
+    """The result of a run."""
 
     violations: list[str] = field(default_factory=list)
+    """What was wrong; empty when every check passed."""
+
     outcomes: dict[str, int] = field(default_factory=dict)
+    """Requests by server and finish reason or error code, as "server:reason"."""
+
     results: dict[tuple[str, str], tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    """Tokens and finish reason of every request that finished, by server and rid."""
+
     events: int = 0
     seconds: float = 0.0
-
-
-class PageGuard:
-    """Watches one server's orders and events: pages that bytes may still touch are not given to anybody else."""
-
-    def __init__(self, stages: int, page_size: int) -> None:
-        self._stages = stages
-        self._page_size = page_size
-        self._held: dict[int, set[int]] = {}
-        self._open: dict[int, set[tuple[int, int]]] = {}
-        self._requests: dict[tuple[str, str, int], int] = {}
-        self._owners: dict[int, int] = {}
-
-    def order(self, order: Order) -> str | None:
-        """Note an order; say what it violates."""
-        if isinstance(order, Forward):
-            for row in order.rows:
-                written = set(unpack(row.pages)[row.start // self._page_size :])
-                self._owners.update(dict.fromkeys(written, row.request))
-                if problem := self._clash(row.request, written):
-                    return problem
-        elif isinstance(order, PrepareReceive):
-            pages = set(unpack(order.pages))
-            if problem := self._clash(order.request, pages):
-                return problem
-            self._requests[order.session, order.ticket, order.generation] = order.request
-            self._owners.update(dict.fromkeys(pages, order.request))
-            self._hold(order.request, pages, {(stage, -1) for stage in range(self._stages)})
-        elif isinstance(order, SendChunk):
-            self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in range(self._stages)})
-        return None
-
-    def written(self, send: SendChunk) -> str | None:
-        """A prefill server has written into our pages by itself; say what that violates."""
-        request = self._requests.get((send.session, send.ticket, send.generation))
-        others = {owner for page in unpack(send.dst_pages) if (owner := self._owners.get(page)) != request}
-        return f"{send.ticket} was written into pages of requests {others}" if others else None
-
-    def event(self, event: Event) -> None:
-        """Acknowledged, arrived or promised not to be touched again."""
-        if isinstance(event, ChunkAcked):
-            self._free(event.request, {(event.stage, event.chunk)})
-        elif isinstance(event, KvReceived):
-            self._free(event.request, {(event.stage, -1)})
-        elif isinstance(event, SendCancelled | ReceiveCancelled):
-            mine = {entry for entry in self._open.get(event.request, set()) if entry[0] == event.stage}
-            self._free(event.request, mine)
-
-    def reset(self) -> None:
-        """The engine is gone, and all bytes with it."""
-        self._held.clear()
-        self._open.clear()
-
-    def _clash(self, request: int, pages: set[int]) -> str | None:
-        for other, held in self._held.items():
-            if other != request and held & pages:
-                return f"request {request} is given pages {held & pages} that bytes of {other} may still touch"
-        return None
-
-    def _hold(self, request: int, pages: set[int], entries: set[tuple[int, int]]) -> None:
-        self._held.setdefault(request, set()).update(pages)
-        self._open.setdefault(request, set()).update(entries)
-
-    def _free(self, request: int, entries: set[tuple[int, int]]) -> None:
-        if request in self._open:
-            self._open[request] -= entries
-            if not self._open[request]:
-                del self._open[request], self._held[request]
+    """Virtual time at the end."""
 
 
 class SimulatedServer:
-    """A Scheduler, its simulated engine, and its front end's view. dial and control endpoint: where peers' effects
-    go."""
+    """A Scheduler, its simulated engine, and what its front end sees.
+
+    The callbacks on_output, on_peer, ship and on_restart are set by the simulation that the server is part of: they
+    take replies to the front end, effects for peers, chunks that are sent, and the restart of the engine.
+    """
 
     def __init__(
         self, world: World, name: str, config: SchedulerConfig, token_s: float, report: SimulationReport
@@ -128,21 +75,23 @@ class SimulatedServer:
         self.pipeline = self._new_pipeline()
         self._front = Channel(world, 0.001)
 
-    def intake(self, event: Event) -> None:
-        """SendChunk something from the front end."""
+    def send(self, event: Event) -> None:
+        """Send a message from the front end, which arrives after a delay."""
         self._front.put(lambda: self.handle(event))
 
     def submit(self, client: SimulatedClient) -> None:
+        """Submit a client's request."""
         self.clients[client.submit.rid] = client
-        self.intake(client.submit)
+        self.send(client.submit)
 
     def handle(self, event: Event) -> None:
+        """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
         self.guard.event(event)
         self._apply(self.scheduler.handle(event, self.world.now))
 
     def crash(self) -> None:
-        """A stage dies; the whole engine comes up anew a little later."""
+        """End a stage; the whole engine comes up again a little later."""
         self._check_streams()
         self.pipeline.dead = True
         self.guard.reset()
@@ -150,7 +99,7 @@ class SimulatedServer:
         self.world.after(0.05, self._restart)
 
     def finish(self) -> None:
-        """Check what must be true when nothing happens any more."""
+        """Check what must be true at the end of a run."""
         self._check_streams()
         if not self.scheduler.idle:
             self.violation("requests are left at the end")
@@ -162,6 +111,7 @@ class SimulatedServer:
                 self.violation(f"{rid} ended {len(client.ends)} times: {client.ends}")
 
     def violation(self, text: str) -> None:
+        """Add to the report what was wrong."""
         self.report.violations.append(f"{self.world.now:.6f} {self.name}: {text}")
 
     def _new_pipeline(self) -> SimulatedPipeline:
@@ -187,7 +137,7 @@ class SimulatedServer:
         self._perform_all(effects)
         while effects := self.scheduler.plan(self.world.now):
             self._perform_all(effects)
-        self._arm()
+        self._schedule_tick()
 
     def _perform_all(self, effects: list[Effect]) -> None:
         for problem in self.scheduler.check_integrity():
@@ -200,7 +150,7 @@ class SimulatedServer:
             if problem := self.guard.order(effect):
                 self.violation(problem)
             self._stream.append(effect)
-            self.pipeline.obey(effect)
+            self.pipeline.order(effect)
         elif isinstance(effect, SchedulerReply):
             self._output(effect)
         else:
@@ -220,7 +170,7 @@ class SimulatedServer:
         self.on_output(output)
 
     def _check_tokens(self, client: SimulatedClient, finished: RequestFinished) -> None:
-        """The tokens are those of the model, all of them unless the pool or the owner ended it before."""
+        """The tokens are those of the model, all of them unless a full pool or the client ended it before."""
         submit = client.submit
         sampling = submit.sampling
         room = self.config.max_model_len - len(client.prompt)
@@ -239,8 +189,8 @@ class SimulatedServer:
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size
 
-    def _arm(self) -> None:
-        """Have tick() called at the next deadline."""
+    def _schedule_tick(self) -> None:
+        """Schedule tick() for the next deadline."""
         deadline = self.scheduler.next_deadline()
         if deadline is None or (self._tick_at is not None and self._tick_at <= deadline):
             return
@@ -249,10 +199,10 @@ class SimulatedServer:
 
     def _tick(self, at: float) -> None:
         if self._tick_at != at:
-            return  # an earlier one has taken its place
+            return  # an earlier tick has taken its place
         self._tick_at = None
         self._apply(self.scheduler.tick(self.world.now))
-        self._arm()
+        self._schedule_tick()
 
     def _check_streams(self) -> None:
         """Every stage has logged the beginning of the same list."""
@@ -260,4 +210,4 @@ class SimulatedServer:
             if stage.log != self._stream[: len(stage.log)]:
                 self.violation(f"stage {stage.index} logged another stream")
             if stage.log and not isinstance(stage.log[0], BeginEpoch):
-                self.violation(f"stage {stage.index} was ordered about before all of its group were ready")
+                self.violation(f"stage {stage.index} got an order before all of its group were ready")

@@ -1,9 +1,10 @@
-"""Runs schedulers against a simulated world: random delays, cancels, lost peers and crashed stages, by seed.
+"""The simulator: runs schedulers under virtual time with random delays, cancels, lost peers and crashed stages.
 
     colocated:   clients ─► server (some requests are dropped after the first token)
     pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
 
-Everything is checked as it happens, against what must hold whatever the schedule; violations are collected.
+A run follows from its seed. All that must hold whatever the schedule is checked as it happens, and violations are
+collected.
 """
 
 import random
@@ -18,10 +19,10 @@ from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
-from headrace.scheduler.simulation.engine import World
 from headrace.scheduler.simulation.link import SimulatedLink
 from headrace.scheduler.simulation.model import VOCABULARY
 from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
+from headrace.scheduler.simulation.world import World
 
 Shape = Literal["colocated", "pair"]
 MAX_EVENTS = 200_000
@@ -29,26 +30,37 @@ MAX_EVENTS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What to simulate. Probabilities are per request, those of lost_peer and crash per run.
-
-    cancel: the client goes away at some point. stall: a chunk never arrives. abandon: the prompt is never posted to
-    the prefill server. hold: the prompt is held there first, and fetched later. lost_peer: the connection breaks.
-    crash: a stage dies; engines come up again. depth: plans in flight beyond one per stage; None draws it. The requests
-    are the same whatever it is.
-    """
+    """What to simulate."""
 
     seed: int
     shape: Shape = "colocated"
     requests: int = 12
     arrivals_s: float = 0.01
+    """Mean time between two requests."""
+
     token_s: float = 0.0005
+    """Seconds that a stage takes for a token."""
+
     cancel: float = 0.3
+    """Probability that a client goes away at some point."""
+
     stall: float = 0.0
+    """Probability that a chunk never arrives."""
+
     abandon: float = 0.05
+    """Probability that a prompt is not posted to the prefill server after it was reserved."""
+
     hold: float = 0.3
+    """Probability that a prompt is held at the prefill server first, and fetched later."""
+
     lost_peer: float = 0.2
+    """Probability that the connection breaks in a run."""
+
     crash: float = 0.05
+    """Probability that a stage fails in a run; the engine comes up again."""
+
     depth: int | None = None
+    """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -57,13 +69,13 @@ def simulate(scenario: Scenario) -> SimulationReport:
 
 
 class Simulation:
-    """Draws servers and clients from the scenario's seed."""
+    """One run: servers and clients are drawn from the scenario's seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._world = World(scenario.seed)
         self._random = self._world.random
-        self._clients = random.Random(scenario.seed)  # what they ask must not depend on how fast they are served
+        self._clients = random.Random(scenario.seed)  # the requests must not depend on how fast they are served
         self._report = SimulationReport()
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
@@ -75,12 +87,13 @@ class Simulation:
             self._servers.append(self._prefill)
             backend = (ZMQ, SHM)[scenario.seed % 2]
             self._link = SimulatedLink(self._world, self._prefill, self._server, scenario.stall, backend)
-            self._server.intake(AddPrefill(name="prefill", endpoint="simulated"))
+            self._server.send(AddPrefill(name="prefill", endpoint="simulated"))
             self._server.on_output = self._on_decode_output
             self._prefill.on_output = self._on_prefill_output
         self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
 
     def run(self) -> SimulationReport:
+        """Run until nothing happens any more."""
         when = 0.0
         for number in range(self._scenario.requests):
             when += self._random.expovariate(1 / self._scenario.arrivals_s)
@@ -93,7 +106,7 @@ class Simulation:
         for server in self._servers:
             server.finish()
             if not self._crashed and f"{server.name}:stage_failed" in self._report.outcomes:
-                server.violation("the watchdog found a stage silent that was not")
+                server.violation("the watchdog declared a stage silent that was not")
         self._report.seconds = self._world.now
         return self._report
 
@@ -170,10 +183,10 @@ class Simulation:
 
     def _cancel(self, client: SimulatedClient, finish: bool) -> None:
         client.finished_early = finish
-        self._server.intake(Abort(rid=client.submit.rid, finish=finish))
+        self._server.send(Abort(rid=client.submit.rid, finish=finish))
 
     def _post(self, client: SimulatedClient, hold: bool = False) -> None:
-        """The decode server's front end (to have it held: a router) sends the prompt to the prefill server, once."""
+        """Post the prompt to the prefill server, once: as the decode server's front end, or (hold) as a router."""
         prefill, submit = self._prefill, client.submit
         if prefill is None or submit.rid in prefill.clients:
             return
@@ -184,7 +197,7 @@ class Simulation:
             self._follow_hold(client)
 
     def _follow_hold(self, client: SimulatedClient) -> None:
-        """The ticket of a held prompt is fetched early or late, kept alive meanwhile or let go; some are forgotten."""
+        """Renew the ticket of a held prompt or not, and fetch, release or abort it early or late, or do nothing."""
         rng, world = self._random, self._world
         ticket = _ticket(client)
         for _ in range(rng.choice([0, 0, 1, 6])):
@@ -196,7 +209,7 @@ class Simulation:
             world.after(0.05, lambda: self._release(ticket))
         elif fate < 0.9 and self._prefill is not None:
             prefill, rid = self._prefill, client.submit.rid
-            world.after(0.05, lambda: prefill.intake(Abort(rid=rid)))
+            world.after(0.05, lambda: prefill.send(Abort(rid=rid)))
 
     def _renew(self, ticket: str) -> None:
         if self._link is not None:
@@ -215,12 +228,12 @@ class Simulation:
             if self._random.random() >= self._scenario.abandon:
                 self._post(self._server.clients[output.rid])
         elif isinstance(output, RequestFailed) and self._prefill is not None and self._random.random() < 0.8:
-            self._prefill.intake(Abort(rid=output.rid))
+            self._prefill.send(Abort(rid=output.rid))
 
     def _on_prefill_output(self, output: SchedulerReply) -> None:
         if isinstance(output, RequestFailed):
             error = ErrorInfo(code=f"prefill_{output.error.code}", message=output.error.message, status=502)
-            self._server.intake(Abort(rid=output.rid, error=error))
+            self._server.send(Abort(rid=output.rid, error=error))
 
     def _lose_peer(self) -> None:
         if self._link is not None:

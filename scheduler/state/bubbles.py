@@ -4,9 +4,8 @@
     stage 0 computes     ├[1][2][3]                          ┤    bubble: all the rest of the time
     stage 2 computes     ├          [1][2][3]                ┤
 
-Whether a stage waits for another one, for an order or for nothing any more makes no difference. The time of a stage is
-counted when it reports a plan, and when the last plan is done: what has passed since the report before, less the time
-that computing the plan took.
+It makes no difference what a stage waits for. Its time is counted when it reports a plan, and when the last plan is
+done: the time since its previous report, less the time that computing the plan took.
 """
 
 from headrace.core.stats import Counters
@@ -22,9 +21,9 @@ class Bubbles:
         self.reset()
 
     def reset(self) -> None:
-        """Start over with other stages: of the old ones, nothing is reported any more."""
+        """Start over with other stages: the old ones report nothing any more."""
         self._since = None
-        self._counted = dict.fromkeys(range(self._stages), 0.0)  # active seconds that were made bubble or compute
+        self._counted = dict.fromkeys(range(self._stages), 0.0)  # active seconds counted as bubble or compute
         self._active = 0.0
 
     def begin(self, now: float) -> None:
@@ -50,8 +49,8 @@ class Bubbles:
             self._since = now
 
     def _count(self, stage: int, seconds: float) -> None:
-        """What is left of the active time was a bubble. Messages take their time, so a report may claim more than there
-        is: the rest is taken off the next bubble."""
+        """Count the rest of the active time as a bubble. Messages are delayed, so a report may claim more time than has
+        passed: the excess is taken off the next bubble."""
         bubble = max(0.0, self._active - self._counted[stage] - seconds)
         self._counted[stage] += seconds + bubble
         self._counters.add("stage_bubble_seconds_total", bubble, (str(stage),))

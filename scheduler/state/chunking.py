@@ -1,8 +1,8 @@
-"""How long the next chunk of a prompt should be, so that every chunk takes a stage the same time. Pure arithmetic.
+"""Dynamic chunk sizes: the length of the next chunk of a prompt, so that every chunk takes a stage the same time.
 
 A stage computes l tokens from the start in f(l) = a·l² + b·l + c seconds, and the chunk of x tokens after a prefix of L
-in f(L + x) − f(L), for attention looks back at all of the prefix. Chunks of one length take longer and longer, and a
-pipeline runs at the pace of whoever has the longest. So chunks shrink as the prefix grows:
+in f(L + x) − f(L), since attention reads all of the prefix. Chunks of one length take longer and longer, and a
+pipeline runs at the pace of its slowest stage. So chunks shrink as the prefix grows:
 
     f(L + x) − f(L) = f(chunk) − f(0)          the constant c is in neither difference
 """
@@ -12,7 +12,7 @@ from math import sqrt
 
 Cost = tuple[float, float, float]  # a, b, c of one stage: seconds per token², per token, and per forward pass
 
-LEAST_SHARE = 4  # no chunk is shorter than this part of the first one: short chunks keep matrix units waiting
+LEAST_SHARE = 4  # no chunk is shorter than the first one divided by this: short chunks leave matrix units idle
 ALIGNMENT = 64  # tokens; tiles of matrix products are that long
 
 

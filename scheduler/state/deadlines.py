@@ -1,4 +1,4 @@
-"""Deadlines by name, moved and cleared in O(1), found in O(log n)."""
+"""Deadlines by timer and key: moved and cleared in O(1), the earliest found in O(log n)."""
 
 import heapq
 import math
@@ -11,19 +11,19 @@ Key = int | str
 class Timer(IntEnum):
     """What a deadline watches. The key beside it is an arrival number, or a ticket for RESERVATION."""
 
-    BOOTSTRAP = 0  # a ticket without its peer
-    RESERVATION = 1  # a peer's pages without their prompt
+    BOOTSTRAP = 0  # a request whose ticket no peer has reserved
+    RESERVATION = 1  # a reservation whose prompt has not come
     TRANSFER = 2  # bytes without an acknowledgement
-    REQUEST = 3  # what the client is willing to wait
-    ANSWER = 4  # Cancel, Expect or Forget without its answer from every stage
+    REQUEST = 3  # the time that the client is willing to wait
+    ANSWER = 4  # PrepareReceive, CancelSend or CancelReceive without an answer from every stage
     PLAN = 5  # plans in flight without any of them done
     LEASE = 6  # a held ticket that no peer reserves or renews
 
 
 class Deadlines:
-    """Each (timer, key) has one deadline and one entry in the heap, at most as late as the deadline.
+    """Each (timer, key) has at most one deadline, and one entry in the heap that is not later than the deadline.
 
-    Moving a deadline back, or clearing it, leaves the entry alone; it is put right when it comes up.
+    Moving a deadline back, or clearing it, leaves the entry where it is; it is corrected when it comes up.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,14 @@ class Deadlines:
         self._count = 0
 
     def set(self, timer: Timer, key: Key, at: float) -> None:
+        """Set or move a deadline."""
         name = (timer, key)
         self._at[name] = at
         if at < self._entry.get(name, math.inf):
             self._push(name, at)
 
     def clear(self, timer: Timer, key: Key) -> None:
+        """Remove a deadline, if there is one."""
         self._at.pop((timer, key), None)
 
     def active(self, timer: Timer, key: Key) -> bool:
@@ -67,7 +69,7 @@ class Deadlines:
         return None
 
     def due(self, now: float) -> Iterator[tuple[Timer, Key]]:
-        """Take out what has passed, earliest first. Deadlines set meanwhile, if past, come up too."""
+        """Remove and yield what has passed, earliest first, including deadlines that are set in the past meanwhile."""
         while (at := self.next()) is not None and at <= now:
             _, _, name = heapq.heappop(self._heap)
             self._at.pop(name, None)

@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out of it."""
+"""The scheduler's events and effects, as unions of all messages that it takes and gives."""
 
 from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
 from headrace.core.messages.kv_events import KvEventMessage
@@ -40,9 +40,10 @@ class Effects:
         return self._seq
 
     def add(self, effect: Effect) -> None:
+        """Append an effect."""
         self._effects.append(effect)
 
     def take(self) -> list[Effect]:
-        """What was collected since the last call."""
+        """The effects since the last call."""
         effects, self._effects = self._effects, []
         return effects

@@ -1,4 +1,4 @@
-"""Who of the waiting goes next. A policy orders requests; whether the head fits is none of its business."""
+"""Scheduling policies: the order in which waiting requests are started. Whether the head fits is decided elsewhere."""
 
 import heapq
 from typing import Protocol
@@ -10,7 +10,7 @@ from headrace.scheduler.state.record import Request
 class Policy(Protocol):
     """The waiting queue. A request is in it at most once; its fields do not change while it is.
 
-    The scheduler starts the head and nobody behind it: a head that does not fit waits, and nothing overtakes it.
+    Only the head is started: a head that does not fit waits, and no request overtakes it.
     """
 
     def push(self, request: Request) -> None:
@@ -18,7 +18,7 @@ class Policy(Protocol):
         ...
 
     def head(self, now: float) -> Request | None:
-        """The next to start; None when nobody waits."""
+        """The next to start; None when no request waits."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -39,11 +39,13 @@ class Fcfs:
         self._entries = 0
 
     def push(self, request: Request) -> None:
+        """Add a request at the place of its arrival number."""
         self._entries += 1
         self._waiting[request.arrival] = self._entries
         heapq.heappush(self._heap, (request.arrival, self._entries, request))
 
     def head(self, now: float) -> Request | None:
+        """The request that arrived first."""
         while self._heap:
             arrival, entry, request = self._heap[0]
             if self._waiting.get(arrival) == entry:
@@ -52,6 +54,7 @@ class Fcfs:
         return None
 
     def remove(self, request: Request) -> None:
+        """Take a request out. Raises KeyError when it is not waiting."""
         del self._waiting[request.arrival]
 
     def __len__(self) -> int:

@@ -1,71 +1,97 @@
-"""TicketTable of this server's control endpoint: who uses which, which peers came too early, and how recent ones
-ended."""
+"""The tickets of this server's control endpoint: which requests use them, and what is remembered of ended ones."""
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headrace.core.messages.peers import PeerReserved
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FirstToken
+from headrace.core.types.request import FirstToken, SendTo
 from headrace.scheduler.state.record import Request
-
-Key = tuple[str, str, int]  # session, ticket, generation
+from headrace.scheduler.state.transfers import TransferKey
 
 
 @dataclass(slots=True)
-class Ended:
-    """How a ticket's last use ended. session is None while no peer has come for it; error None: it went well.
-    first: of a held request that its first token ended; a peer may come to hear of it until that time."""
+class EndedTicket:
+    """How the last use of a ticket ended."""
 
     session: str | None
+    """Of the peer that reserved it; None while no peer has, so that one that does is told."""
+
     generation: int
     error: ErrorInfo | None
+    """Why it failed; None if it did not."""
+
     first: FirstToken | None = None
+    """The first token of a request that ended with it before a peer had reserved."""
+
     until: float = 0.0
+    """A peer that reserves before this time is told the first token."""
 
 
 class TicketTable:
-    """One use of a ticket is a (session, generation). A use that has ended is never revived.
+    """Uses of tickets. One use is a (session, generation); a use that has ended is never revived.
 
-    early: reservations whose prompt has not come. limit bounds them, and what is remembered of ended tickets and of
-    those that nobody will come for.
+    prompt first:       claim() ─► match() ─► end() ─► forget()
+    reservation first:  reserve_early() ─► pop_early() ─► claim(), match() ─► …
+
+    limit bounds each of: reservations whose prompt has not come, ended tickets, abandoned tickets.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._active: dict[str, Request] = {}
-        self._handoffs: dict[Key, Request] = {}
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
-        self._unwanted: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self.early: dict[str, PeerReserved] = {}
+        self._matched: dict[TransferKey, Request] = {}
+        self._early: dict[str, PeerReserved] = {}
+        self._ended: OrderedDict[str, EndedTicket] = OrderedDict()
+        self._abandoned: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     @property
     def full(self) -> bool:
-        return len(self.early) >= self._limit
+        """No more reservations may wait for their prompts."""
+        return len(self._early) >= self._limit
+
+    @property
+    def early_reservations(self) -> list[PeerReserved]:
+        """Reservations whose prompt has not come."""
+        return list(self._early.values())
 
     def holder(self, ticket: str) -> Request | None:
         """The live request that uses the ticket."""
         return self._active.get(ticket)
 
     def claim(self, ticket: str, request: Request) -> None:
-        """A new use begins. An end that no peer came to hear of is forgotten."""
+        """A new use begins. How the last one ended is forgotten if no peer has asked for it."""
         self._active[ticket] = request
         ended = self._ended.get(ticket)
         if ended is not None and ended.session is None:
             del self._ended[ticket]
 
-    def match(self, key: Key, request: Request) -> None:
-        """A peer has come for the request; it is found by this key until forget()."""
-        self._handoffs[key] = request
+    def reserve_early(self, event: PeerReserved) -> None:
+        """Keep a reservation whose prompt has not come."""
+        self._early[event.ticket] = event
+
+    def early(self, ticket: str) -> PeerReserved | None:
+        """The reservation that waits for the ticket's prompt."""
+        return self._early.get(ticket)
+
+    def pop_early(self, ticket: str) -> None:
+        """The reservation does not wait any more: its prompt has come, or it has failed."""
+        self._early.pop(ticket, None)
+
+    def match(self, key: TransferKey, request: Request) -> None:
+        """A peer has reserved pages for the request, which is found by this key until forget()."""
+        self._matched[key] = request
 
     def find(self, session: str, ticket: str, generation: int) -> Request | None:
         """The request of that use, live or still holding pages."""
-        return self._handoffs.get((session, ticket, generation))
+        return self._matched.get((session, ticket, generation))
 
-    def forget(self, key: Key) -> None:
-        self._handoffs.pop(key, None)
+    def forget(self, key: TransferKey) -> None:
+        """The request with this key holds nothing any more."""
+        self._matched.pop(key, None)
 
-    def end(self, ticket: str, ended: Ended) -> None:
+    def end(self, ticket: str, ended: EndedTicket) -> None:
         """The use is over; the ticket may be used again."""
         self._active.pop(ticket, None)
         self._ended.pop(ticket, None)
@@ -80,37 +106,45 @@ class TicketTable:
         request = self._active.get(ticket)
         if request is not None and request.outgoing is not None:
             seen.append((request.outgoing.session, request.outgoing.generation))
-        early = self.early.get(ticket)
+        early = self._early.get(ticket)
         if early is not None:
             seen.append((early.session, early.generation))
         return any(session == other and generation <= latest for other, latest in seen)
 
-    def taken(self, ticket: str) -> bool:
-        """Some peer has come for the ticket, and its use has not ended."""
+    def reserved(self, ticket: str) -> bool:
+        """A peer has reserved the ticket, and that use has not ended."""
         request = self._active.get(ticket)
-        return ticket in self.early or (request is not None and request.outgoing is not None)
+        return ticket in self._early or (request is not None and request.outgoing is not None)
 
-    def unheard(self, ticket: str) -> Ended | None:
-        """How the ticket's request ended before any peer came for it."""
+    def unreported_end(self, ticket: str) -> EndedTicket | None:
+        """How the ticket's request ended, if that was before any peer reserved."""
         ended = self._ended.get(ticket)
         return ended if ended is not None and ended.session is None else None
 
     def abandon(self, ticket: str, reason: str, until: float) -> None:
-        """A peer will not come for the ticket. Remembered for a prompt that comes before that time."""
-        self._unwanted.pop(ticket, None)
-        self._unwanted[ticket] = (reason, until)
-        while len(self._unwanted) > self._limit:
-            self._unwanted.popitem(last=False)
+        """A peer will not reserve the ticket. Remembered for a prompt that comes before that time."""
+        self._abandoned.pop(ticket, None)
+        self._abandoned[ticket] = (reason, until)
+        while len(self._abandoned) > self._limit:
+            self._abandoned.popitem(last=False)
 
     def pop_abandoned(self, ticket: str, now: float) -> str | None:
-        """Why no peer will come for the ticket, None if one may. Asked once: it is forgotten with the answer."""
-        reason, until = self._unwanted.pop(ticket, ("", now))
+        """Why no peer will reserve the ticket, None if one may. The answer is forgotten once it is given."""
+        reason, until = self._abandoned.pop(ticket, ("", now))
         return reason if now < until else None
 
-    @property
-    def active(self) -> int:
-        return len(self._active)
-
-    @property
-    def handoffs(self) -> int:
-        return len(self._handoffs)
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Requests that are not found by their ticket, and tickets of requests that are gone."""
+        active: dict[str, Request] = {}
+        matched: dict[TransferKey, Request] = {}
+        for request in requests:
+            if isinstance(request.route, SendTo) and not request.ended:
+                active[request.route.ticket] = request
+            if request.outgoing is not None:
+                matched[request.outgoing.key] = request
+        if active != self._active:
+            yield f"tickets {set(self._active)} are active; requests use {set(active)}"
+        if matched != self._matched:
+            yield f"handoffs {set(self._matched)} are listed; there are {set(matched)}"
+        if both := self._active.keys() & self._early.keys():
+            yield f"reservations for {both} wait for prompts that are here"

@@ -1,4 +1,4 @@
-"""What the scheduler notes while it records: phases as requests leave them, and its counts whenever they change."""
+"""The scheduler's part of a trace: phases as requests leave them, and its counts whenever they change."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ MAX_LOADS = 100_000
 
 
 class TraceLog:
-    """One recording, from its making to close()."""
+    """One recording, until close(). Buffers are bounded; what does not fit is counted as dropped."""
 
     def __init__(self, trace: int, now: float) -> None:
         self.trace = trace
@@ -34,14 +34,14 @@ class TraceLog:
         self._issued += 1
 
     def load(self, now: float, in_flight: int, queues: Sequence[int], unplanned: int) -> None:
-        """The counts as they are by now; kept if they have changed."""
+        """Record the counts as of now, if they have changed."""
         counts = (in_flight, self._issued, tuple(queues), unplanned)
         if counts != self._last:
             self._last = counts
             self._loads.add(LoadSample(now, *counts))
 
     def close(self, now: float, requests: Iterable[tuple[Request, str]], stages: int) -> SchedulerTrace:
-        """What was noted. requests: who is still there, with their peers; stages: how many of them will report."""
+        """The recording. requests: all known ones, with their peers' names; stages: how many will report."""
         for request, peer in requests:
             self._name(request, peer)
             if not request.ended:
@@ -60,7 +60,7 @@ class TraceLog:
         )
 
     def _name(self, request: Request, peer: str) -> None:
-        """Note who a request is, under the serial of the moment."""
+        """Record the names of a request, under the serial that it has now."""
         serial = request.serial
         if serial in self._names or len(self._names) < MAX_SPANS:
             self._names[serial] = RequestName(serial, request.arrival, request.rid, request.ticket, peer)

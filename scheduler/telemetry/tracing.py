@@ -1,4 +1,4 @@
-"""Recording on demand: the scheduler's own log, and the orders that have the stages record with it.
+"""Traces on demand: the scheduler's own recording, and the orders that have the stages record with it.
 
 StartTrace ─► StartRecording to the stages (again to a group that comes up meanwhile) ··· EndTrace ─► Traced
                                                                                     └► StopRecording ─►
@@ -13,39 +13,42 @@ from headrace.scheduler.state.trace_log import TraceLog
 
 
 class Tracing:
-    """At most one recording at a time; nothing is noted without one."""
+    """At most one recording at a time."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def start(self, event: StartTrace, now: float) -> None:
-        state = self._state
-        state.trace_log = TraceLog(event.trace, now)
-        self.introduce()
+        """Begin a recording; one that is under way is dropped."""
+        self._state.metrics.trace = TraceLog(event.trace, now)
+        self.stages_up()
 
-    def introduce(self) -> None:
-        """Have the stages record, if they are up and there is a recording."""
-        state = self._state
-        if state.trace_log is not None and state.ready:
-            state.out.add(StartRecording(seq=state.out.next_seq(), trace=state.trace_log.trace))
+    def stages_up(self) -> None:
+        """Order the stages, if they are up, to record with us."""
+        state, trace = self._state, self._state.metrics.trace
+        if trace is not None and state.engine.ready:
+            state.out.add(StartRecording(seq=state.out.next_seq(), trace=trace.trace))
 
     def end(self, event: EndTrace, now: float) -> None:
-        state, log = self._state, self._state.trace_log
-        if log is None or log.trace != event.trace:
+        """Report the recording, and order the stages to report theirs."""
+        state, trace = self._state, self._state.metrics.trace
+        if trace is None or trace.trace != event.trace:
             state.drop("unknown_trace")
             return
-        state.trace_log = None
-        if state.ready:
+        state.metrics.trace = None
+        if state.engine.ready:
             state.out.add(StopRecording(seq=state.out.next_seq(), trace=event.trace))
-        requests = [(request, state.peer_of(request)) for request in state.records.values()]
-        stages = state.config.stages if state.ready else 0
-        state.out.add(Traced(trace=event.trace, scheduler=log.close(now, requests, stages)))
+        requests = [(request, state.peer_of(request)) for request in state.requests]
+        stages = state.config.stages if state.engine.ready else 0
+        state.out.add(Traced(trace=event.trace, scheduler=trace.close(now, requests, stages)))
 
     def recorded(self, event: RecordingStopped) -> None:
+        """Pass a stage's recording on to the front end."""
         self._state.out.add(StageTraced(trace=event.trace, stage=event.stage, spans=event.spans))
 
     def observe(self, now: float) -> None:
-        """Note the counts, after whatever may have changed them."""
+        """Record the counts, if an event has changed them."""
         state = self._state
-        if state.trace_log is not None:
-            state.trace_log.load(now, len(state.plans), tuple(state.queue_requests.values()), state.unplanned)
+        if state.metrics.trace is not None:
+            queues = state.queues
+            state.metrics.trace.load(now, len(state.plans), tuple(queues.requests.values()), queues.unplanned)

@@ -96,8 +96,8 @@ def test_such_schedules_store_remove_and_clear() -> None:
 )
 def test_many_changes_may_pass_between_two_looks(steps: list[tuple[str, list[int], bool]], pool: int) -> None:
     """Nothing depends on how often the events are taken."""
-    journal, router, leases = CacheEventLog(2), Router(), list[Lease]()
-    cache = KvCache(pool, 2, journal=journal)
+    events, router, leases = CacheEventLog(2), Router(), list[Lease]()
+    cache = KvCache(pool, 2, events=events)
     for salt, tokens, look in steps:
         lease = cache.acquire(pack(tokens), salt)
         if lease is None and leases:
@@ -106,17 +106,17 @@ def test_many_changes_may_pass_between_two_looks(steps: list[tuple[str, list[int
             cache.publish(lease, pack(tokens), len(tokens))
             leases.append(lease)
         if look:
-            for event in journal.take():
+            for event in events.take():
                 router.hear(event)
             assert router.pages == contents(cache._tree)
-    for event in journal.take():
+    for event in events.take():
         router.hear(event)
     assert router.pages == contents(cache._tree)
 
 
 def test_pages_in_a_row_share_an_event_and_a_branch_begins_another() -> None:
-    journal = CacheEventLog(1)
-    tree = PrefixTree(journal)
+    events = CacheEventLog(1)
+    tree = PrefixTree(events)
     first = tree.insert(None, "", pack([1]), 0)
     second = tree.insert(first, "", pack([2]), 1)
     tree.insert(second, "", pack([-3]), 2)
@@ -124,17 +124,17 @@ def test_pages_in_a_row_share_an_event_and_a_branch_begins_another() -> None:
     tree.evict(2)
     names = [name_of("", [(1,), (2,), (-3,)][:count]) for count in (1, 2, 3)]
     branch = name_of("", [(1,), (4,)])
-    assert journal.take() == [
+    assert events.take() == [
         BlockStored(block_hashes=tuple(names), parent_block_hash=None, token_ids=(1, 2, -3), block_size=1),
         BlockStored(block_hashes=(branch,), parent_block_hash=names[0], token_ids=(4,), block_size=1),
         BlockRemoved(block_hashes=(names[2], names[1])),
     ]
-    assert journal.take() == []
+    assert events.take() == []
 
 
 def test_equal_prompts_of_two_tenants_have_different_names() -> None:
-    journal = CacheEventLog(1)
-    names = [journal.stored(None, salt, pack([7])) for salt in (b"", b"a", b"b")]
+    events = CacheEventLog(1)
+    names = [events.stored(None, salt, pack([7])) for salt in (b"", b"a", b"b")]
     assert len(set(names)) == 3
     assert CacheEventLog(1).stored(None, b"a", pack([7])) == names[1], "every server says the same"
 
@@ -145,4 +145,4 @@ def test_nothing_is_told_unless_asked_for() -> None:
     assert lease is not None
     cache.publish(lease, pack([1, 2]), 2)
     assert [node.digest for node in lease.path] == [None, None]
-    assert Scheduler(SchedulerConfig(kv_pages=4))._state.journal is None
+    assert Scheduler(SchedulerConfig(kv_pages=4))._state.cache_events is None

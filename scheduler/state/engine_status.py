@@ -1,0 +1,29 @@
+"""What the scheduler knows about its stages while all of them are up."""
+
+from headrace.core.config import SchedulerConfig
+from headrace.scheduler.state.chunking import Cost
+
+
+class EngineStatus:
+    """Whether the stages are up, and what they said of their model."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.stages = range(config.stages)
+        self.ready = False
+        """Every stage has loaded and warmed up, and none has failed since."""
+
+        self.vocab_size = config.vocab_size
+        """Token ids are below this; 0 while it is not known."""
+
+        self.costs: tuple[Cost, ...] = ()
+        """What computing takes each stage; empty when all chunks of a prompt have one length."""
+
+    def start(self, vocab_size: int, costs: tuple[Cost, ...]) -> None:
+        """Every stage is up."""
+        self.ready = True
+        self.vocab_size = vocab_size
+        self.costs = costs
+
+    def stop(self) -> None:
+        """A stage has failed, or all were told to end."""
+        self.ready = False

@@ -1,0 +1,50 @@
+"""The share of the KV pool that may be taken by requests whose peer has not come."""
+
+from collections.abc import Iterable, Iterator
+
+from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.state.record import Request
+
+
+class HeldPages:
+    """Requests that are computed before a peer reserves their ticket, and the pages that their prompts take."""
+
+    def __init__(self, cache: KvCache, percent: int) -> None:
+        self._cache = cache
+        self._percent = percent
+        self._requests: dict[int, Request] = {}
+        self.pages = 0
+        """Pages of these requests, whether or not they have been leased yet."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    @property
+    def limit(self) -> int:
+        """Pages that these requests may take together."""
+        return self._cache.total * self._percent // 100
+
+    def fits(self, tokens: int) -> bool:
+        """A prompt of this many tokens may be added."""
+        return self.pages + self._cache.pages_for(tokens) <= self.limit
+
+    def add(self, request: Request) -> None:
+        """Count a request that is going to be computed before its peer reserves."""
+        self._requests[request.arrival] = request
+        self.pages += self._cache.pages_for(request.prompt_tokens)
+
+    def remove(self, request: Request) -> None:
+        """A peer has reserved, or the request has ended. Does nothing for a request that is not counted."""
+        if self._requests.pop(request.arrival, None) is not None:
+            self.pages -= self._cache.pages_for(request.prompt_tokens)
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Requests that should be counted and are not, or the other way round."""
+        expected = {request.arrival: request for request in requests if request.awaiting_peer}
+        pages = sum(self._cache.pages_for(request.prompt_tokens) for request in expected.values())
+        if (expected, pages) != (self._requests, self.pages):
+            counted = f"{len(self._requests)} held requests, {self.pages} pages counted"
+            yield f"{counted}; {len(expected)}, {pages} found"

@@ -1,0 +1,49 @@
+"""What the scheduler measures: counters, durations, pipeline bubbles, the speed of plans, and a trace on demand."""
+
+from headrace.core.stats import Counters, Histograms
+from headrace.scheduler.state.bubbles import Bubbles
+from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.trace_log import TraceLog
+
+RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
+
+
+class PlanRate:
+    """Tokens per second, smoothed over recent plans."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in a plan of so many tokens that took so many seconds."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        newest = tokens / seconds
+        self._rate = newest if self._rate is None else self._rate + RATE_SMOOTHING * (newest - self._rate)
+
+    def seconds_for(self, tokens: int) -> float:
+        """How long so many tokens will take; one second while nothing is known."""
+        return 1.0 if self._rate is None else tokens / self._rate
+
+
+class Measurements:
+    """Everything that is only measured, and decides nothing but retry times. metrics.py says what each name means."""
+
+    def __init__(self, stages: int) -> None:
+        self.counters = Counters()
+        self.histograms = Histograms()
+        self.bubbles = Bubbles(stages, self.counters)
+        self.rate = PlanRate()
+        self.trace: TraceLog | None = None
+        """The recording that is under way."""
+
+    def phase_left(self, request: Request, left: Phase, since: float, now: float, peer: str) -> None:
+        """A request has gone from a phase, which it entered at `since`, to the phase that it has now. peer: name of
+        the server at the other end of its transfer, "" if there is none."""
+        self.histograms.observe("phase_duration_seconds", now - since, (left.value,))
+        if self.trace is not None:
+            self.trace.phase(request, left, since, now, peer)
+
+    def drop(self, reason: str) -> None:
+        """Count a message that came too late, twice, or for nothing that is known."""
+        self.counters.add("dropped_messages_total", labels=(reason,))

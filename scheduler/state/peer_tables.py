@@ -1,0 +1,190 @@
+"""The servers that KV goes to and comes from, and the requests at each."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from headrace.core.messages.peers import PeerJoined, PrefillUp
+from headrace.core.types.request import FetchFrom
+from headrace.scheduler.state.record import Request
+from headrace.scheduler.state.transfers import IncomingState, TransferKey
+
+
+@dataclass(slots=True, eq=False)
+class DecodePeer:
+    """A decode peer with an open session."""
+
+    hello: PeerJoined
+    """What it said of itself."""
+
+    last_ack: float
+    """Time at which it joined or acknowledged a chunk of any request."""
+
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Live requests whose pages it has reserved, by arrival number."""
+
+
+class DecodePeerTable:
+    """Decode peers by session."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, DecodePeer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[DecodePeer]:
+        return iter(self._peers.values())
+
+    def __contains__(self, session: str) -> bool:
+        return session in self._peers
+
+    def __getitem__(self, session: str) -> DecodePeer:
+        return self._peers[session]
+
+    def get(self, session: str) -> DecodePeer | None:
+        """The peer with this session."""
+        return self._peers.get(session)
+
+    def join(self, hello: PeerJoined, now: float) -> DecodePeer:
+        """A peer was welcomed."""
+        peer = self._peers[hello.session] = DecodePeer(hello, now)
+        return peer
+
+    def leave(self, session: str) -> DecodePeer | None:
+        """A session has ended; None when there was none."""
+        return self._peers.pop(session, None)
+
+    def attach(self, request: Request) -> None:
+        """The peer in request.outgoing has reserved pages for it. Raises KeyError for an unknown session."""
+        if request.outgoing is not None:
+            self._peers[request.outgoing.session].requests[request.arrival] = request
+
+    def detach(self, request: Request) -> None:
+        """The request has ended."""
+        if request.outgoing is not None and (peer := self._peers.get(request.outgoing.session)) is not None:
+            peer.requests.pop(request.arrival, None)
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Requests that are listed at the wrong peer, or at none."""
+        expected: dict[str, set[int]] = {session: set() for session in self._peers}
+        for request in requests:
+            if request.outgoing is not None and not request.ended and request.outgoing.session in expected:
+                expected[request.outgoing.session].add(request.arrival)
+        for session, peer in self._peers.items():
+            if peer.requests.keys() != expected[session]:
+                yield f"peer {peer.hello.name} has requests {set(peer.requests)}; it should have {expected[session]}"
+
+
+@dataclass(slots=True, eq=False)
+class PrefillServer:
+    """A prefill server that KV is fetched from."""
+
+    name: str
+    hello: PrefillUp | None = None
+    """What it said of itself; None while it is down."""
+
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Live requests that are fetched from it, by arrival number."""
+
+    @property
+    def session(self) -> str | None:
+        """The open session; None while it is down."""
+        return None if self.hello is None else self.hello.session
+
+
+class PrefillTable:
+    """Prefill servers by name, the fetches from them, and ended sessions whose access is being revoked."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, PrefillServer] = {}
+        self._fetches: dict[TransferKey, Request] = {}
+        self._revoking: dict[str, set[int]] = {}
+
+    def __iter__(self) -> Iterator[PrefillServer]:
+        return iter(self._servers.values())
+
+    def __getitem__(self, name: str) -> PrefillServer:
+        return self._servers[name]
+
+    def get(self, name: str) -> PrefillServer | None:
+        """The server with this name."""
+        return self._servers.get(name)
+
+    def session(self, name: str) -> str | None:
+        """The open session of the server with this name; None when it is down or unknown."""
+        server = self._servers.get(name)
+        return None if server is None else server.session
+
+    def add(self, name: str) -> None:
+        """Know a server by this name."""
+        self._servers.setdefault(name, PrefillServer(name))
+
+    def remove(self, name: str) -> None:
+        """Forget a server. Raises KeyError for an unknown name."""
+        del self._servers[name]
+
+    def attach(self, request: Request, route: FetchFrom) -> PrefillServer:
+        """The request will be fetched from its server. Raises KeyError for an unknown one."""
+        server = self._servers[route.prefill]
+        server.requests[request.arrival] = request
+        return server
+
+    def detach(self, request: Request) -> None:
+        """The request has ended."""
+        if isinstance(request.route, FetchFrom) and (server := self._servers.get(request.route.prefill)) is not None:
+            server.requests.pop(request.arrival, None)
+
+    def start_fetch(self, request: Request) -> None:
+        """request.incoming begins: messages about it are matched from now on."""
+        if request.incoming is not None:
+            self._fetches[request.incoming.key] = request
+
+    def fetched(self, key: TransferKey) -> Request | None:
+        """The request whose KV comes under this key: live, or still holding the pages that it comes into."""
+        return self._fetches.get(key)
+
+    def fetching(self) -> Iterable[Request]:
+        """Requests whose KV has not arrived, also those that have ended and still hold pages."""
+        return self._fetches.values()
+
+    def end_fetch(self, request: Request) -> None:
+        """All KV has arrived, or the request's pages are free. Does nothing if the fetch has ended before."""
+        if request.incoming is not None:
+            self._fetches.pop(request.incoming.key, None)
+
+    def revoke(self, session: str, stages: Iterable[int]) -> None:
+        """A session has ended: each stage has to confirm that its pool cannot be written through it any more."""
+        self._revoking[session] = set(stages)
+
+    def revoked(self, session: str, stage: int) -> list[Request] | None:
+        """A stage has confirmed. Once all have, returns the requests that were fetched through the session."""
+        stages = self._revoking.get(session)
+        if stages is None:
+            return None
+        stages.discard(stage)
+        if stages:
+            return None
+        del self._revoking[session]
+        return [
+            request
+            for request in self._fetches.values()
+            if request.incoming is not None and request.incoming.session == session
+        ]
+
+    def forget_revocations(self) -> None:
+        """The pools that could have been written are gone."""
+        self._revoking.clear()
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Fetches that are not listed, and requests that are listed and have ended."""
+        expected, live = {}, set()
+        for request in requests:
+            if request.incoming is not None and request.incoming.state is not IncomingState.RECEIVED:
+                expected[request.incoming.key] = request
+            if not request.ended:
+                live.add(request.arrival)
+        if expected != self._fetches:
+            yield f"fetches {set(self._fetches)} are listed; there are {set(expected)}"
+        for server in self._servers.values():
+            if gone := server.requests.keys() - live:
+                yield f"prefill server {server.name} has requests {gone}, which have ended"

@@ -1,0 +1,121 @@
+"""Plans in flight: forward passes that were ordered and that the last stage has not reported done."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from headrace.core.messages.orders import PlanRow
+from headrace.scheduler.state.record import Request
+
+
+@dataclass(slots=True, frozen=True)
+class PlannedRow:
+    """What a plan does for one request."""
+
+    request: Request
+    serial: int
+    """Of the request when the plan was made."""
+
+    end: int
+    """Positions below this one are computed when the plan is done."""
+
+    sampled: bool
+    """The plan samples the token at position end."""
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One forward pass in flight."""
+
+    seq: int
+    """Number of its Forward in the stream of orders."""
+
+    tokens: int
+    rows: tuple[PlannedRow, ...]
+    reported: set[int] = field(default_factory=set)
+    """Stages that have computed it."""
+
+    sends: list[tuple[Request, int]] = field(default_factory=list)
+    """Chunks, by request and number, that the stages send as soon as they have computed it."""
+
+
+class BatchBuilder:
+    """The rows of the next plan."""
+
+    def __init__(self, budget: int, slots: int) -> None:
+        self.budget = budget
+        """Tokens that may be added."""
+
+        self.slots = slots
+        """Rows that may be added."""
+
+        self.rows: list[PlanRow] = []
+        self._planned: list[PlannedRow] = []
+        self._tokens = 0
+
+    @property
+    def full(self) -> bool:
+        """No token or no row may be added."""
+        return self.budget <= 0 or self.slots <= 0
+
+    def add(self, row: PlanRow, request: Request, end: int) -> None:
+        """Add a row of a request, whose positions below end are computed with it."""
+        self.rows.append(row)
+        self._planned.append(PlannedRow(request, request.serial, end, row.sample is not None))
+        request.in_flight += 1
+        self._tokens += row.count
+        self.budget -= row.count
+        self.slots -= 1
+
+    def build(self, seq: int) -> Plan:
+        """The plan with these rows."""
+        return Plan(seq=seq, tokens=self._tokens, rows=tuple(self._planned))
+
+
+class PlanTable:
+    """The plans in flight, oldest first. Keeps Request.in_flight: a request in a plan keeps its pages."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, Plan] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def oldest(self) -> Plan | None:
+        """The plan that has to be done next."""
+        return next(iter(self._plans.values()), None)
+
+    def add(self, plan: Plan) -> None:
+        """A plan was ordered."""
+        self._plans[plan.seq] = plan
+
+    def get(self, seq: int) -> Plan | None:
+        """The plan in flight with this number."""
+        return self._plans.get(seq)
+
+    def pop(self, seq: int) -> Plan | None:
+        """Take out a plan that is done. Its rows still count, until leave() is called for each of them."""
+        return self._plans.pop(seq, None)
+
+    def leave(self, row: PlannedRow) -> None:
+        """A row of a plan that is done no longer keeps its request's pages."""
+        row.request.in_flight -= 1
+
+    def clear(self) -> None:
+        """Forget all plans: the stages that computed them are gone."""
+        for plan in self._plans.values():
+            for row in plan.rows:
+                row.request.in_flight = 0
+        self._plans.clear()
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Requests that count another number of plans than contain them."""
+        counts: dict[int, int] = {}
+        for plan in self._plans.values():
+            for row in plan.rows:
+                counts[row.request.arrival] = counts.get(row.request.arrival, 0) + 1
+        for request in requests:
+            if request.in_flight != (found := counts.pop(request.arrival, 0)):
+                yield f"{request.rid} is in {found} plans and counts {request.in_flight}"
+        if counts:
+            yield f"requests {set(counts)} are in plans and not known"

@@ -1,0 +1,155 @@
+"""The integrity check: each table notices when it does not fit the requests."""
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.core.types.request import FetchFrom, SendTo
+from headrace.scheduler.state.plan_table import Plan, PlannedRow
+from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.state import State
+from headrace.scheduler.state.tickets import EndedTicket
+from tests.scheduler.bench import Bench
+
+
+def bench_with_requests() -> Bench:
+    """One request of each kind: "fetch" is being fetched, "send" has its peer and waits, "held" is computed and waits
+    for its peer, "run" is in a plan, "decode" is between two plans."""
+    bench = Bench(pipeline_depth=0, chunk_tokens=16)
+    bench.join()
+    bench.prefill_up()
+    bench.submit("fetch", 10, route=FetchFrom("p", "f"), cache_salt="fetch")
+    bench.submit("decode", 4, max_tokens=8, cache_salt="decode")
+    bench.submit("held", 8, route=SendTo("h", hold=True), cache_salt="held")
+    first = bench.plan()
+    assert first is not None
+    bench.done(first, 1, 2)
+    bench.submit("run", 10, cache_salt="run", max_tokens=4)
+    assert bench.plan() is not None
+    bench.submit("send", 10, route=SendTo("s"), cache_salt="send")
+    bench.reserve("s", 10)
+    return bench
+
+
+def state_of(bench: Bench) -> State:
+    return bench.scheduler._state
+
+
+def named(state: State, rid: str) -> Request:
+    request = state.requests.live(rid)
+    assert request is not None
+    return request
+
+
+def forget_arrival(state: State) -> None:
+    del state.requests._by_arrival[named(state, "run").arrival]
+
+
+def free_rid(state: State) -> None:
+    state.requests.end(named(state, "run"))
+
+
+def lose_from_waiting(state: State) -> None:
+    state.queues.waiting.remove(named(state, "send"))
+
+
+def decode_what_waits(state: State) -> None:
+    state.queues.start_decoding(named(state, "send"))
+
+
+def queue_twice(state: State) -> None:
+    state.queues.prefilling[named(state, "run").arrival] = named(state, "run")
+    state.queues.start_decoding(named(state, "run"))
+
+
+def change_phase_alone(state: State) -> None:
+    named(state, "decode").phase = Phase.RUNNING
+
+
+def plan_behind_the_count(state: State) -> None:
+    named(state, "send").planned += 1
+
+
+def miscount_plans(state: State) -> None:
+    named(state, "run").in_flight += 1
+
+
+def plan_unknown_request(state: State) -> None:
+    gone = Request(named(state, "run").submit, 99, 99, 0.0, 1, Phase.RUNNING)
+    state.plans.add(Plan(seq=999, tokens=1, rows=(PlannedRow(gone, 99, 1, False),)))
+
+
+def drop_held(state: State) -> None:
+    state.held.remove(named(state, "held"))
+
+
+def drop_held_lease(state: State) -> None:
+    state.deadlines.reset()
+
+
+def end_active_ticket(state: State) -> None:
+    state.tickets.end("h", EndedTicket(None, 0, None))
+
+
+def forget_match(state: State) -> None:
+    outgoing = named(state, "send").outgoing
+    assert outgoing is not None
+    state.tickets.forget(outgoing.key)
+
+
+def detach_from_peer(state: State) -> None:
+    state.peers.detach(named(state, "send"))
+
+
+def end_fetch(state: State) -> None:
+    state.prefills.end_fetch(named(state, "fetch"))
+
+
+def keep_with_prefill_server(state: State) -> None:
+    request = named(state, "fetch")
+    state.prefills["p"].requests[12345] = request
+
+
+def lose_lease(state: State) -> None:
+    named(state, "run").lease = None
+
+
+def lose_row(state: State) -> None:
+    named(state, "fetch").row = None
+
+
+def take_other_row(state: State) -> None:
+    named(state, "run").row = named(state, "fetch").row
+    named(state, "fetch").row = None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        forget_arrival,
+        free_rid,
+        lose_from_waiting,
+        decode_what_waits,
+        queue_twice,
+        change_phase_alone,
+        plan_behind_the_count,
+        miscount_plans,
+        plan_unknown_request,
+        drop_held,
+        drop_held_lease,
+        end_active_ticket,
+        forget_match,
+        detach_from_peer,
+        end_fetch,
+        keep_with_prefill_server,
+        lose_lease,
+        lose_row,
+        take_other_row,
+    ],
+)
+def test_damage_is_found(damage: Callable[[State], None]) -> None:
+    bench = bench_with_requests()
+    assert bench.scheduler.check_integrity() == []
+    damage(state_of(bench))
+    assert bench.scheduler.check_integrity() != []
+    assert bench.metric("integrity_errors") > 0
