@@ -139,7 +139,7 @@ async def test_a_server_that_is_not_ready_can_be_traced(tokenizer: Tokenizer) ->
 @in_loop
 async def test_stages_that_do_not_answer_are_missing_and_a_scheduler_must() -> None:
     posted: list[AnyFrontendRequest] = []
-    tracer = Tracer(posted.append, answer_s=0.2)
+    tracer = Tracer(posted.append, timeout_s=0.2)
 
     async def record(*answers: Traced | StageTraced) -> asyncio.Task[object]:
         task: asyncio.Task[object] = asyncio.create_task(tracer.record(0.05))
