@@ -90,8 +90,7 @@ class Call:
         self._client.post(Abort(rid=self.rid, error=error))
 
     def keep(self) -> None:
-        """Do not abort the request on leaving the context: the scheduler holds its KV. SchedulerClient.cancel() still finds
-        it."""
+        """Do not abort the request on leaving the context: the scheduler holds its KV. It can still be cancelled."""
         self.kept = True
 
     def ends_with(self, tokens: Sequence[int]) -> bool:

@@ -158,7 +158,7 @@ class KvEventPublisher:
         return True
 
 
-def endpoint(host: str, port: int) -> str:
+def publisher_endpoint(host: str, port: int) -> str:
     """ZMQ address of a publisher; a wildcard host is written `*`, as in vLLM."""
     return url("tcp", "*" if is_wildcard(host) else host, port)
 
@@ -176,7 +176,7 @@ def _router(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:
 
 def _bind(socket: Socket, host: str, port: int) -> None:
     socket.ipv6 = True
-    address = endpoint(host, port)
+    address = publisher_endpoint(host, port)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -18,11 +18,13 @@ from headrace.server.frontend.generation_request import GenerationDelta, Generat
 class ChoicesFormat:
     """The ResponseFormat with "choices", numbered prompt by prompt. include_usage: end a stream with its usage."""
 
-    def __init__(self, asked: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool) -> None:
-        self._choices_per_prompt = asked.choices
+    def __init__(
+        self, completion: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool
+    ) -> None:
+        self._choices_per_prompt = completion.choices
         self._form = form
         self._include_usage = include_usage
-        self._head = {"id": asked.base.rid, "created": int(time.time()), "model": model_name}
+        self._head = {"id": completion.base.rid, "created": int(time.time()), "model": model_name}
         self._opened: set[int] = set()
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:

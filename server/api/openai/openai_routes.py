@@ -37,6 +37,19 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     router = APIRouter()
     started = int(time.time())
 
+    def choices_format(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
+        def make(body: OpenAIBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
+            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            choice_form = form(model.tokenizer, logprobs=completion.base.sampling.logprobs is not None)
+            return ChoicesFormat(completion, model.name, choice_form, include_usage=include_usage)
+
+        return make
+
+    def responses_format(
+        _body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
+    ) -> ResponsesFormat:
+        return ResponsesFormat(completion, model.name)
+
     @router.get("/v1/models")
     async def models() -> Response:
         served = {
@@ -50,26 +63,16 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        return await endpoint.respond(http, CompletionBody, partial(_check_completion, model), choices(CompletionForm))
+        check = partial(_check_completion, model)
+        return await endpoint.respond(http, CompletionBody, check, choices_format(CompletionForm))
 
     @router.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices(ChatForm))
+        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices_format(ChatForm))
 
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
-        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), response)
-
-    def choices(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
-        def make(body: OpenAIBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            shown = form(model.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return ChoicesFormat(asked, model.name, shown, include_usage=usage)
-
-        return make
-
-    def response(_body: ResponsesBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ResponsesFormat:
-        return ResponsesFormat(asked, model.name)
+        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), responses_format)
 
     return router
 

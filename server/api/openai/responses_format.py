@@ -45,12 +45,12 @@ def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
 class ResponsesFormat:
     """The ResponseFormat of a response with one message."""
 
-    def __init__(self, asked: CompletionRequest, model_name: str) -> None:
+    def __init__(self, completion: CompletionRequest, model_name: str) -> None:
         self._model_name = model_name
         self._sequence_numbers = itertools.count()
         self._message_id = f"msg_{secrets.token_hex(16)}"
         self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        self._head = {"id": asked.base.rid, "object": "response", "created_at": int(time.time())}
+        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(time.time())}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""

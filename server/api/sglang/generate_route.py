@@ -44,9 +44,9 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
         return await endpoint.respond(http, GenerateBody, partial(_check_generate, model), make_format)
 
     def make_format(
-        _body: GenerateBody, asked: CompletionRequest, requests: Sequence[GenerationRequest]
+        _body: GenerateBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
     ) -> GenerateFormat:
-        return GenerateFormat(requests, as_list=asked.list_response)
+        return GenerateFormat(requests, as_list=completion.list_response)
 
     return router
 

@@ -1,4 +1,4 @@
-"""GET /debug/trace: its parameter, its answer, and what becomes of the recording when nobody waits for it any more."""
+"""GET /debug/trace: its parameter, its response, and the end of the recording when the client disconnects."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def stage_traced(trace: int, stage: int) -> StageTraced:
 
 
 class TracedLink(FakeLink):
-    """A scheduler with stages that answers EndTrace, unless it is to be silent about that."""
+    """A scheduler with stages. silent: it does not answer EndTrace."""
 
     def __init__(self, stages: int = 2, *, silent: bool = False) -> None:
         super().__init__()
