@@ -9,7 +9,7 @@ from headrace.server.frontend.generation import GenerationRunner
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_pool import PrefillPool
 

@@ -14,7 +14,7 @@ from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
 from headrace.server.launch.http_protocol import HttpProtocol
-from headrace.server.telemetry.kv_events import publisher_endpoint
+from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
 

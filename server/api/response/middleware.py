@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")  # need no key
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started

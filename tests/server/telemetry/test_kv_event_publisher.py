@@ -12,7 +12,7 @@ from headrace.core.config import KvEventsConfig
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from headrace.core.types.errors import ConfigError
 from headrace.server.launch.free_port import free_port
-from headrace.server.telemetry.kv_events import KvEventPublisher, publisher_endpoint
+from headrace.server.telemetry.kv_event_publisher import KvEventPublisher, publisher_endpoint
 
 Socket = zmq.Socket[bytes]
 

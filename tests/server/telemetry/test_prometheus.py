@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.server.telemetry.catalog import CATALOG
-from headrace.server.telemetry.metrics import FrontMetrics, render
+from headrace.server.telemetry.prometheus import FrontMetrics, render
 
 
 def families(*stats: Stats) -> dict[str, object]:
