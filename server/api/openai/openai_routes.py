@@ -78,7 +78,7 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
 
 async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     _check(model, body)
     prompts = completion_prompts(body.prompt)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
@@ -88,7 +88,7 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     _check(model, body)
@@ -104,7 +104,7 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
 
 
 async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
     body.max_tokens = body.max_output_tokens
     _check(model, body)

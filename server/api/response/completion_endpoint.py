@@ -55,7 +55,7 @@ class ResponseFormat(Protocol):
 
 
 B = TypeVar("B", bound=OpenAIBody | GenerateBody)
-Check = Callable[[B], Awaitable[CompletionRequest]]  # raises HeadraceError for a body that cannot be served
+Check = Callable[[B], Awaitable[CompletionRequest]]  # tokenizes and checks; raises HeadraceError
 MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], ResponseFormat]
 
 

@@ -52,7 +52,7 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
 
 
 async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     with _sglang_names():
         check_model(model, body.model)
         fields = _openai_fields(body)
