@@ -1,7 +1,7 @@
 """What becomes of the pages of the prefix cache, told to routers; the structs are those of vLLM 0.32 on the wire.
 
 In a batch, which is an array, each event is a map with its name under "type". The scheduler emits the events as
-effects; server/telemetry/kv_events.py sends them.
+effects; server/telemetry/kv_event_publisher.py sends them.
 """
 
 from typing import Literal

@@ -1,0 +1,1 @@
+"""HTTP API: routes of OpenAI, SGLang, Headrace and operations over the parts of the front end."""

@@ -1,4 +1,4 @@
-"""Admission of requests, and the notices to peers when a request with a ticket is refused."""
+"""Admission of requests, and notification of peers when a request with a ticket is refused."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from headrace.server.frontend.generation import GenerationRunner
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_pool import PrefillPool
 
@@ -69,15 +69,14 @@ class Completions:
             self._client.post(RefuseTicket(ticket=ticket, error=error))
 
     def release_sources(self, sources: Iterable[KvSource], reason: str) -> None:
-        """No request will fetch KV from these sources: prefill servers that are known are told to free it."""
+        """No request will fetch KV from these sources: prefill servers that are connected free it."""
         for source in sources:
             server = self._prefills.find(source.address) if self._prefills and source.address else None
             if server is not None:
                 self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
 
     def _admit(self, request: GenerationRequest) -> None:
-        """Raises HeadraceError (503, 429) if the request cannot start now; the peer that waits for its ticket is told
-        the same."""
+        """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket."""
         error = self._refusal(request)
         if error is None:
             return

@@ -1,7 +1,8 @@
-"""The front end's view of the scheduler: one call per request, its state, and a probe that shows it is alive.
+"""The front end's client of the scheduler: requests, state, and a liveness probe.
 
 call.next() ◄── queue per rid ◄─┐
-engine, stats, prefill states ◄─┴─ link ◄── scheduler
+engine, server_info, stats    ◄─┼─ link ◄── scheduler
+callbacks                     ◄─┘
 post() ──────────────────────────► link ──► scheduler
 """
 
@@ -40,15 +41,15 @@ from headrace.server.frontend.scheduler_link import SchedulerLink
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-SILENT_S = 5.0  # without an answer to a probe: not healthy
-LOST_S = 20.0  # without an answer to a probe: whoever waits is told
+SILENT_S = 5.0  # without an answer to a probe, after which the server is unhealthy
+LOST_S = 20.0  # without an answer to a probe, after which open requests fail
 
-GONE_BY_CLIENT = ErrorInfo(code=CANCELLED, message="the client went away", status=499)
+CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
 CallEvent = Progress | Tokens | Reserved | Held | RequestFinished
 
 
 class Call:
-    """One submitted request. Leaving the context takes back what has not ended."""
+    """One request, submitted on entering the async context. Leaving it aborts the request unless it has ended."""
 
     def __init__(self, client: "SchedulerClient", submit: Submit) -> None:
         self._client = client
@@ -57,8 +58,10 @@ class Call:
         self._open = False  # from the submission until the context is left; then the rid may be another call's
         self._lost: ErrorInfo | None = None
         self.rid = submit.rid
-        self.ended = False  # by the scheduler's word: it knows nothing of the request any more
+        self.ended = False
+        """RequestFinished or RequestFailed has come: the scheduler knows nothing of the request any more."""
         self.kept = False
+        """The scheduler holds the request beyond the context."""
 
     async def __aenter__(self) -> Self:
         self._client.register(self)
@@ -72,48 +75,53 @@ class Call:
         self._open = False
         self._client.unregister(self)
         if not self.ended and not self.kept:
-            self._client.post(Abort(rid=self.rid, error=self._lost or GONE_BY_CLIENT))
+            self._client.post(Abort(rid=self.rid, error=self._lost or CLIENT_DISCONNECTED))
 
     async def next(self) -> CallEvent:
-        """The next event of the request; RequestFinished is the last. Raises HeadraceError when it failed."""
+        """The next event of the request; RequestFinished is the last. Raises HeadraceError if the request failed."""
         event = await self._events.get()
         if isinstance(event, RequestFailed):
             raise HeadraceError(event.error)
         return event
 
     def deliver(self, event: CallEvent | RequestFailed) -> None:
+        """Queue an event for next()."""
         self.ended = self.ended or isinstance(event, RequestFinished | RequestFailed)
         self._events.put_nowait(event)
 
     def lose(self, error: ErrorInfo) -> None:
-        """Have next() raise this error without the scheduler's word. The request may still be under way there: leaving
-        the context aborts it, and its rid stays taken until the scheduler has told its end."""
+        """Have next() raise this error without an answer of the scheduler. It may still compute the request: leaving
+        the context aborts it, and the rid stays in use until the scheduler has reported its end."""
         if not self.ended and self._lost is None:
             self._lost = error
             self._events.put_nowait(RequestFailed(rid=self.rid, error=error))
 
     def abort(self, error: ErrorInfo) -> None:
-        """Take the request back; next() raises this error unless the request ends otherwise before. Without effect
-        once the context has been left."""
+        """Abort the request; next() raises this error unless the request ends otherwise before. No effect after the
+        context has been left."""
         if self._open:
             self._client.post(Abort(rid=self.rid, error=error))
 
     def keep(self) -> None:
-        """Leave the request to the scheduler, which holds it for a peer; cancel() still finds it."""
+        """Do not abort the request on leaving the context: the scheduler holds its KV. It can still be cancelled."""
         self.kept = True
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the scheduler ends the request with the last of these tokens by itself."""
+        """Whether the scheduler ends the request by itself after the last of these tokens."""
         return tokens[-1] in self._submit.sampling.stop_token_ids
 
     def finish(self) -> None:
-        """The request is complete for its owner; next() gives RequestFinished."""
+        """End the request as complete; next() returns RequestFinished."""
         if self._open:
             self._client.post(Abort(rid=self.rid, finish=True))
 
 
 class SchedulerClient:
-    """Sends intake messages in order and hands outputs to those who wait for them. Lives in one event loop."""
+    """Sends messages to the scheduler in order and routes its replies to calls and callbacks. Used in one event loop.
+
+    on_prefill: called when a prefill server is reached or lost. on_stages_ready, on_stage_down: when all stages are up,
+    and when the scheduler gives one up. on_trace: with the parts of a trace.
+    """
 
     def __init__(
         self,
@@ -132,8 +140,8 @@ class SchedulerClient:
         self._on_stage_down = on_stage_down
         self._on_trace = on_trace
         self._calls: dict[str, Call] = {}
-        self._ending: set[str] = set()  # rids taken back whose end the scheduler has not told yet
-        self._held: set[str] = set()  # rids answered and held for a peer
+        self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
+        self._held: set[str] = set()  # rids of held requests
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._token = 0
         self._heard = clock.now()
@@ -145,12 +153,13 @@ class SchedulerClient:
         self.stats = Stats()
 
     def start(self) -> None:
+        """Begin to receive and to probe."""
         self._heard = self._clock.now()
         self._link.open(self._take)
         self._probing = asyncio.create_task(self._probe())
 
     async def stop(self) -> None:
-        """Stop talking to the scheduler; whoever still waits is told."""
+        """Close the link; open requests fail with 503."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
@@ -158,10 +167,12 @@ class SchedulerClient:
         self._link.close()
 
     def open(self, submit: Submit) -> Call:
-        """A call to be entered as a context. Entering raises HeadraceError (409) while the rid is in use."""
+        """A call, to be entered as a context. Entering raises HeadraceError: 409 while the rid is in use, 503 if the
+        scheduler is silent."""
         return Call(self, submit)
 
     def register(self, call: Call) -> None:
+        """Route replies to this call. Raises HeadraceError (409, 503) as open() says."""
         if call.rid in self._calls or call.rid in self._ending or call.rid in self._held:
             message = f"rid {call.rid!r} is in use by another request"
             raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
@@ -170,16 +181,18 @@ class SchedulerClient:
         self._calls[call.rid] = call
 
     def unregister(self, call: Call) -> None:
+        """Stop routing replies to this call."""
         del self._calls[call.rid]
         if not call.ended:
             (self._held if call.kept else self._ending).add(call.rid)
         self._notify()
 
     def post(self, message: AnyFrontendRequest) -> None:
+        """Send a message."""
         self._link.send(message)
 
     def cancel(self, rid: str) -> bool:
-        """Take an open request back, or a held one. False when there is none of this name."""
+        """Abort an open or held request; False if there is none with this id."""
         known = rid in self._calls or rid in self._held
         if known:
             error = ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499)
@@ -188,16 +201,16 @@ class SchedulerClient:
 
     @property
     def open_calls(self) -> int:
+        """Number of calls whose context was not left."""
         return len(self._calls)
 
     def abort_all(self, error: ErrorInfo) -> None:
-        """Have the scheduler fail every open request with this error."""
+        """Abort every open request with this error."""
         for call in self._calls.values():
             call.abort(error)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """Fail every open call here, without waiting for the scheduler. It is told by Aborts, which it reads when it
-        runs again."""
+        """Fail every open call without waiting for the scheduler, which gets their Aborts when it runs again."""
         for call in self._calls.values():
             call.lose(error)
 
@@ -209,7 +222,7 @@ class SchedulerClient:
         return f"the scheduler has been silent for {silence:.1f} s" if silence > SILENT_S else None
 
     async def query_stats(self, timeout_s: float) -> Stats:
-        """A fresh snapshot, or the last one when the scheduler does not answer in time."""
+        """A new snapshot of the metrics, or the last one if the scheduler does not answer in time."""
         answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         token = self._query(answer)
         try:
@@ -220,15 +233,15 @@ class SchedulerClient:
             self._queries.pop(token, None)
 
     async def wait_drained(self) -> None:
-        """Until the scheduler has said Drained and every call was left."""
+        """Wait until the scheduler has sent Drained and every call was left."""
         await self.wait_for(lambda: self._drained and not self._calls)
 
     async def wait_idle(self) -> None:
-        """Until every call was left."""
+        """Wait until every call was left."""
         await self.wait_for(lambda: not self._calls)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds; looked at whenever something has changed here."""
+        """Wait until the condition holds; it is checked whenever the state of this client changes."""
         while not condition():
             await self._changed.wait()
 
@@ -244,13 +257,13 @@ class SchedulerClient:
         return self._token
 
     async def _probe(self) -> None:
-        """A timer, since silence wakes nobody."""
+        """Ask for statistics on a timer, since silence triggers no event."""
         loop = asyncio.get_running_loop()
         while True:
             self._query()
             wake_s = loop.time() + PROBE_S
             await asyncio.sleep(PROBE_S)
-            self._heard += max(0.0, loop.time() - wake_s)  # while this loop was held up, nobody could be heard
+            self._heard += max(0.0, loop.time() - wake_s)  # replies could not be read while this loop was blocked
             silence = self._clock.now() - self._heard
             if silence > LOST_S and self._calls:
                 log.error("the scheduler has been silent for %.0f s", silence)

@@ -13,23 +13,26 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerLink(Protocol):
-    """Two ordered streams of messages, in one event loop. failed: nothing comes or goes any more."""
+    """Two ordered streams of messages, used in one event loop."""
 
     failed: bool
+    """The connection has ended."""
 
     def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
-        """Give take what the scheduler sends, from now on and what has come already."""
+        """Call take with every message of the scheduler, including those that have come already."""
         ...
 
     def send(self, message: AnyFrontendRequest) -> None:
-        """Hand the message over, in the order of the calls; never waits."""
+        """Send a message, in the order of the calls. Never blocks."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection."""
+        ...
 
 
 class SocketLink:
-    """A SchedulerLink over one end of a socket pair, whose other end the scheduler process has."""
+    """A SchedulerLink over a socket pair with the scheduler process."""
 
     def __init__(self, frames: FrameSocket) -> None:
         self._frames = frames
@@ -40,12 +43,14 @@ class SocketLink:
         self.failed = False
 
     def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
+        """Begin to receive in the running event loop."""
         self._take = take
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._frames, self._read)
         self._write_later()
 
     def send(self, message: AnyFrontendRequest) -> None:
+        """Send a message, or keep it until the socket has room. Ignored once the connection has failed."""
         if self.failed:
             return
         try:
@@ -56,7 +61,7 @@ class SocketLink:
             self._write_later()
 
     def close(self) -> None:
-        """Close the socket; the scheduler still gets what the kernel has taken. Idempotent."""
+        """Close the socket; the scheduler still receives what is in the kernel's buffer. Idempotent."""
         self._stop()
         self._frames.close()
 
@@ -71,7 +76,7 @@ class SocketLink:
             self._fail(None)
 
     def _write_later(self) -> None:
-        """Have the rest of what was sent go out when there is room."""
+        """Send the rest of the messages when the socket has room."""
         if self._loop is not None and self._frames.unsent:
             self._loop.add_writer(self._frames, self._write)
 
@@ -85,8 +90,8 @@ class SocketLink:
                 self._loop.remove_writer(self._frames)
 
     def _fail(self, error: OtherEndGone | None) -> None:
-        """Why a scheduler has ended is its supervisor's news."""
-        log.debug("the channel to the scheduler is given up: %s", error)
+        """Logged at level debug, since the supervisor reports why the scheduler has ended."""
+        log.debug("the connection to the scheduler has failed: %s", error)
         self.failed = True
         self._stop()
 

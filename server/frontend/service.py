@@ -20,7 +20,7 @@ from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.scheduler_link import SchedulerLink
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.stats_collector import StatsCollector
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import PrefillPool

@@ -3,7 +3,7 @@
 from headrace.core.stats import Sample, Stats
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 
 STATS_TIMEOUT_S = 1.0
 

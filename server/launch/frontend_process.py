@@ -14,7 +14,7 @@ from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
 from headrace.server.launch.http_protocol import HttpProtocol
-from headrace.server.telemetry.kv_events import endpoint
+from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
 
@@ -83,7 +83,7 @@ class FrontEnd:
             lines.append(f"  control endpoint   tcp://{config.transfer.host}:{info.control_port}")
             lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(stages.data_endpoints)]
         if config.kv_events.port:
-            lines.append(f"  events {endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
+            lines.append(f"  events {publisher_endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
         tokens = stages.kv_pages * config.engine.page_size
         lines.append(f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]

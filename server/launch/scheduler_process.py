@@ -28,7 +28,7 @@ from headrace.server.launch.channels import FrontChannel, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 from headrace.server.stage_group.registry import StageRegistry
-from headrace.server.telemetry.kv_events import KvEventPublisher
+from headrace.server.telemetry.kv_event_publisher import KvEventPublisher
 from headrace.server.version import headrace_version
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer

@@ -1,0 +1,1 @@
+"""Prometheus metrics, traces for Perfetto, and KV cache events."""

@@ -1,4 +1,4 @@
-"""Chrome's Trace TraceEvent Format, as far as it is used here; Perfetto and chrome://tracing read it.
+"""Chrome's Trace Event Format, which Perfetto and chrome://tracing read; the kinds of events that are used here:
 
 M  names of processes and threads     X     a span on a thread's track      s, f  an arrow between two spans
 C  counters                           b, e  a span on a track of its own    i     a moment
@@ -12,23 +12,30 @@ Arguments = Mapping[str, object]
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of traceEvents. ts, dur: microseconds. id: joins b with e and s with f, within a category."""
+    """One entry of traceEvents, with the format's own field names."""
 
     name: str
     ph: str
+    """Kind, see above."""
     pid: int
     tid: int
     ts: float | None = None
+    """Microseconds since the trace began."""
     dur: float | None = None
+    """Microseconds."""
     cat: str | None = None
+    """Category."""
     id: int | None = None
+    """Joins b with e, and s with f, within a category."""
     bp: str | None = None
+    """Where an arrow ends: "e" for the enclosing span."""
     s: str | None = None
+    """Scope of an instant: "t" for its thread."""
     args: Arguments | None = None
 
 
 class TraceFile(msgspec.Struct, frozen=True, rename="camel"):
-    """The object form of the format."""
+    """A whole trace: the format's object form."""
 
     trace_events: list[TraceEvent]
     other_data: Arguments
@@ -36,14 +43,14 @@ class TraceFile(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Track(msgspec.Struct, frozen=True):
-    """A thread's row in the picture."""
+    """A row of the display: a thread of a process."""
 
     pid: int
     tid: int
 
 
 class TraceSpan(msgspec.Struct, frozen=True):
-    """Something that takes time, in nanoseconds since the trace began."""
+    """A named interval, in nanoseconds since the trace began."""
 
     name: str
     start: int
@@ -52,7 +59,7 @@ class TraceSpan(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """Collects events. Times are nanoseconds since the trace began; what lies before that is cut off."""
+    """Collects the events of a trace. Times are nanoseconds since it began; earlier ones are cut off."""
 
     def __init__(self) -> None:
         self._names: list[TraceEvent] = []
@@ -71,14 +78,14 @@ class Timeline:
         self._names.append(TraceEvent(ph="M", name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": tid}))
 
     def span(self, track: Track, category: str, span: TraceSpan) -> None:
-        """A span of a thread, which overlaps no other one of it."""
+        """Add a span of a thread, which must not overlap others of the same thread."""
         if span.end > 0:
             start = max(0, span.start)
             duration = _microseconds(span.end - start)
             self._add(track, "X", span.name, start, cat=category, dur=duration, args=span.args)
 
     def lane(self, track: Track, category: str, span: TraceSpan, parts: Sequence[TraceSpan] = ()) -> None:
-        """A span that may overlap others of its process, and what it consists of, in order and without overlaps."""
+        """Add a span that may overlap others of its process. parts: its sub-spans, in order and without overlaps."""
         if span.end <= 0:
             return
         self._ids += 1
@@ -90,8 +97,8 @@ class Timeline:
         self._add(track, "e", span.name, span.end, cat=category, id=self._ids)
 
     def arrow(self, category: str, name: str, source: tuple[Track, int], target: tuple[Track, int]) -> None:
-        """From the span that one track has at a time to the one that another track has. Both must have been added,
-        unless one lies before the trace; then there is no arrow."""
+        """Add an arrow from the span that one track has at a time to the one that another track has. Both must have
+        been added; if one lies before the trace, there is no arrow."""
         if min(source[1], target[1]) <= 0:
             return
         self._ids += 1
@@ -99,10 +106,11 @@ class Timeline:
         self._add(target[0], "f", name, target[1], cat=category, id=self._ids, bp="e")
 
     def counter(self, track: Track, name: str, at: int, values: Mapping[str, int]) -> None:
+        """Add the values of a counter from this time on."""
         self._add(track, "C", name, at, args=values)
 
-    def moment(self, track: Track, name: str, at: int) -> None:
-        """Something to know about a track from here on."""
+    def instant(self, track: Track, name: str, at: int) -> None:
+        """Add an instant event with a note on a track."""
         self._add(track, "i", name, at, s="t")
 
     def encode(self, other: Arguments) -> bytes:

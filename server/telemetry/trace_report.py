@@ -1,4 +1,4 @@
-"""A recording as a picture: what every stage, request and transfer did, on one clock.
+"""A recording as a trace for Perfetto: every stage, request and transfer, on one clock.
 
 scheduler     plans in flight ▁▃▅▅▃▁   queues ▁▂▂▁     a span per request, with its phases
 stage 0       ├compute 1┤├compute 2┤
@@ -24,14 +24,14 @@ from headrace.core.trace import (
 from headrace.server.telemetry.trace_events import Arguments, Timeline, TraceSpan, Track
 from headrace.server.telemetry.tracer import Recording
 
-SAME_CLOCK_S = 0.05  # machines agree no better on the time of day; the monotonic clocks of two differ by far more
+SAME_CLOCK_S = 0.05  # how well machines agree on the time of day; their monotonic clocks differ by far more
 SCHEDULER = Track(1, 1)
 FIRST_STAGE = 2  # its process number
 
 
 def trace_json(recording: Recording, wall_offset_s: float, about: Arguments) -> bytes:
-    """The JSON of a trace. wall_offset_s: headrace.core.runtime.clock.wall_offset() of the scheduler. about: goes
-    into otherData, beside what is to be known of the recording."""
+    """The JSON of a trace. wall_offset_s: headrace.core.runtime.clock.wall_offset() of the scheduler. about: added to
+    otherData, beside notes on the recording."""
     scheduler = recording.scheduler
     decoder = msgspec.msgpack.Decoder(StageTrace)
     stages = {stage: decoder.decode(spans) for stage, spans in sorted(recording.stages.items())}
@@ -41,16 +41,16 @@ def trace_json(recording: Recording, wall_offset_s: float, about: Arguments) -> 
     before: _Stage | None = None
     for stage, spans in stages.items():
         began = scheduler.started - _shift(spans.wall_offset_s - wall_offset_s)
-        picture = _Stage(timeline, stage, names, began, last=stage == scheduler.stages - 1)
-        picture.draw(spans)
+        drawn = _Stage(timeline, stage, names, began, last=stage == scheduler.stages - 1)
+        drawn.draw(spans)
         if before is not None and before.stage == stage - 1:
-            _draw_arrows(timeline, before, picture)
-        before = picture
+            _draw_arrows(timeline, before, drawn)
+        before = drawn
     return timeline.encode({**about, **_notes(scheduler, stages, wall_offset_s)})
 
 
 def _notes(scheduler: SchedulerTrace, stages: Mapping[int, StageTrace], wall_offset_s: float) -> Arguments:
-    """What the events do not show. started: seconds since 1970."""
+    """Notes for otherData. started: seconds since 1970."""
     named = {f"stage {stage}": spans for stage, spans in stages.items()}
     dropped = {name: spans.dropped_plans + spans.dropped_transfers for name, spans in named.items()}
     offsets = {name: spans.wall_offset_s for name, spans in named.items()}
@@ -64,8 +64,8 @@ def _notes(scheduler: SchedulerTrace, stages: Mapping[int, StageTrace], wall_off
 
 
 def _shift(difference_s: float) -> float:
-    """What to add to a process's monotonic clock to have ours, from the difference of what sets them apart from the
-    time of day. Within a machine that difference is noise, and the clock is the same."""
+    """Seconds to add to a process's monotonic clock to get the scheduler's. difference_s: of their offsets to the time
+    of day; within a machine that is noise, and the clock is the same."""
     return 0.0 if abs(difference_s) < SAME_CLOCK_S else difference_s
 
 
@@ -86,7 +86,7 @@ def _draw_scheduler(timeline: Timeline, scheduler: SchedulerTrace) -> None:
 
 
 def _draw_request(timeline: Timeline, name: RequestName | None, phases: list[PhaseTrace], began: float) -> None:
-    """A span made of the request's phases."""
+    """Add a span for the request with its phases as parts."""
     rid, ticket, peer = ("?", "", "") if name is None else (name.rid, name.ticket, name.peer)
     times = [(_nanoseconds(each.start, began), _nanoseconds(each.end, began)) for each in phases]
     parts = [TraceSpan(each.phase, *time, {"rid": rid}) for each, time in zip(phases, times, strict=True)]
@@ -95,7 +95,7 @@ def _draw_request(timeline: Timeline, name: RequestName | None, phases: list[Pha
 
 
 def _draw_loads(timeline: Timeline, loads: Iterable[LoadSample], phases: tuple[str, ...], began: float) -> None:
-    """Counters, each where it changes."""
+    """Add counters, each where it changes."""
     shown: dict[str, Mapping[str, int]] = {}
     for load in loads:
         at = _nanoseconds(load.at, began)
@@ -111,7 +111,7 @@ def _draw_loads(timeline: Timeline, loads: Iterable[LoadSample], phases: tuple[s
 
 
 class _Stage:
-    """One stage's part of the picture. began: the start of the trace on this stage's clock."""
+    """Draws one stage. began: the start of the trace on this stage's clock."""
 
     def __init__(
         self, timeline: Timeline, stage: int, names: Mapping[int, RequestName], began: float, *, last: bool
@@ -126,6 +126,7 @@ class _Stage:
         self._steps = ("wait", "compute", "sample" if last else "pass on")
 
     def draw(self, spans: StageTrace) -> None:
+        """Add the events of this stage."""
         timeline = self._timeline
         timeline.process(self.compute.pid, f"stage {self.stage}")
         timeline.thread(self.compute, "compute")
@@ -136,10 +137,10 @@ class _Stage:
             self._draw_transfer(transfer)
         if spans.dropped_plans:
             last = max((plan.marks[-1] for plan in spans.plans), default=self._began)
-            timeline.moment(self.compute, f"recording full, {spans.dropped_plans} more plans", self._at(last))
+            timeline.instant(self.compute, f"recording full, {spans.dropped_plans} more plans", self._at(last))
         if spans.dropped_transfers:
             last = max((transfer.ended for transfer in spans.transfers), default=self._began)
-            timeline.moment(self.transfers, f"recording full, {spans.dropped_transfers} more chunks", self._at(last))
+            timeline.instant(self.transfers, f"recording full, {spans.dropped_transfers} more chunks", self._at(last))
 
     def _draw_plan(self, plan: PlanTrace, ended: int) -> None:
         marks = [self._at(mark) for mark in plan.marks]
@@ -184,7 +185,7 @@ class _Stage:
 
 
 def _draw_arrows(timeline: Timeline, source: _Stage, target: _Stage) -> None:
-    """Of every plan from one stage to the next."""
+    """Add an arrow for every plan from one stage to the next."""
     for plan, left in source.passed_on.items():
         if (arrived := target.started.get(plan)) is not None:
             timeline.arrow("plan", "hidden states", (source.compute, left), (target.compute, arrived))

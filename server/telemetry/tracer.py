@@ -1,4 +1,4 @@
-"""Recording on demand, as the front end sees it: start, wait, end, and collect what the processes have noted."""
+"""Records traces on demand: starts and ends a recording, and collects the parts of all processes."""
 
 import asyncio
 import contextlib
@@ -11,19 +11,19 @@ from headrace.core.trace import SchedulerTrace
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 
 TRACE_RUNNING = "trace_running"  # 409
-ANSWER_S = 5.0  # for the scheduler and the stages to hand over what they have
+PARTS_TIMEOUT_S = 5.0  # for the scheduler and the stages to send their parts
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What came back. stages: encoded headrace.core.trace.StageTrace by stage; one that did not answer in time is
-    missing."""
+    """The parts of one trace."""
 
     scheduler: SchedulerTrace
     stages: dict[int, bytes]
+    """Encoded headrace.core.trace.StageTrace by stage; stages that did not answer in time are missing."""
 
 
-class _Collected:
-    """What has come back of one recording so far."""
+class _Parts:
+    """The parts of one recording that have come so far."""
 
     def __init__(self, trace: int) -> None:
         self.trace = trace
@@ -41,37 +41,38 @@ class _Collected:
 
 
 class Tracer:
-    """One recording at a time. post: sends to the scheduler; its answers are to be given to take()."""
+    """Records one trace at a time. post: sends to the scheduler, whose answers have to be passed to take(). timeout_s:
+    for all parts to come after the end of the recording."""
 
-    def __init__(self, post: Callable[[AnyFrontendRequest], None], answer_s: float = ANSWER_S) -> None:
+    def __init__(self, post: Callable[[AnyFrontendRequest], None], timeout_s: float = PARTS_TIMEOUT_S) -> None:
         self._post = post
-        self._answer_s = answer_s
+        self._timeout_s = timeout_s
         self._traces = 0
-        self._collected: _Collected | None = None
+        self._collected: _Parts | None = None
 
     async def record(self, seconds: float) -> Recording:
-        """Record for so many seconds; cancelling it ends the recording. Raises HeadraceError: 409 while another one is
-        under way, 503 when the scheduler does not answer."""
+        """Record for so many seconds; cancelling this coroutine ends the recording. Raises HeadraceError: 409 during
+        another recording, 503 if the scheduler does not answer."""
         if self._collected is not None:
             message = "another trace is being recorded; ask again when it is done"
             raise HeadraceError(ErrorInfo(code=TRACE_RUNNING, message=message, status=409))
         self._traces += 1
-        collected = self._collected = _Collected(self._traces)
+        collected = self._collected = _Parts(self._traces)
         try:
             self._post(StartTrace(trace=collected.trace))
             try:
                 await asyncio.sleep(seconds)
             finally:
                 self._post(EndTrace(trace=collected.trace))
-            with contextlib.suppress(TimeoutError):  # what has come by then is worth showing
-                await asyncio.wait_for(collected.complete.wait(), self._answer_s)
+            with contextlib.suppress(TimeoutError):  # the parts that have come are worth showing
+                await asyncio.wait_for(collected.complete.wait(), self._timeout_s)
         finally:
             self._collected = None
         if collected.scheduler is None:
-            raise unavailable(f"the scheduler did not answer within {self._answer_s:g} s", code="scheduler_silent")
+            raise unavailable(f"the scheduler did not answer within {self._timeout_s:g} s", code="scheduler_silent")
         return Recording(collected.scheduler, collected.stages)
 
     def take(self, part: Traced | StageTraced) -> None:
-        """A process has handed over its part. Parts that nobody waits for any more are dropped."""
+        """Add the part of one process. Parts of an earlier recording are dropped."""
         if self._collected is not None and part.trace == self._collected.trace:
             self._collected.add(part)

@@ -1,4 +1,4 @@
-"""Fixtures of the front end's tests; the tests themselves run their coroutines with asyncio.run."""
+"""Fixtures of the server's tests."""
 
 import pytest
 

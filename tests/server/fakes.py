@@ -1,4 +1,4 @@
-"""A tiny tokenizer, a scripted scheduler behind the link, and services over both."""
+"""A tiny tokenizer, a scripted scheduler, and servers over both without processes."""
 
 import asyncio
 import functools
@@ -79,10 +79,8 @@ def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class FakeLink:
-    """A scheduler that answers each Submit with what script returns, and Abort as the contract says.
-
-    state is what it reports of itself at the start; None keeps it silent about that.
-    """
+    """A SchedulerLink to a scripted scheduler: it answers Submit with the messages that script returns, and Abort,
+    Drain and QueryStats as a scheduler does. info, state: sent at the start unless None."""
 
     def __init__(self, script: Script | None = None, *, answers_probes: bool = True) -> None:
         self.script: Script = script or (lambda _link, _submit: ())
@@ -97,7 +95,7 @@ class FakeLink:
         self._draining = False
         self._take: Callable[[AnySchedulerReply], None] | None = None
         self._early: list[AnySchedulerReply] = []
-        self._news = asyncio.Event()
+        self._new_message = asyncio.Event()
 
     def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
         self._take = take
@@ -106,8 +104,8 @@ class FakeLink:
 
     def send(self, message: AnyFrontendRequest) -> None:
         self.sent.append(message)
-        self._news.set()
-        self._news = asyncio.Event()
+        self._new_message.set()
+        self._new_message = asyncio.Event()
         match message:
             case QueryStats() if self.answers_probes:
                 self.say(StatsReply(token=message.token, stats=self.stats))
@@ -128,7 +126,7 @@ class FakeLink:
         self.closed = True
 
     def say(self, message: AnySchedulerReply) -> None:
-        """Have the scheduler send this."""
+        """Send this to the front end."""
         self._deliver(message)
         if isinstance(message, RequestFinished | RequestFailed):
             self._open.discard(message.rid)
@@ -139,21 +137,21 @@ class FakeLink:
             self._deliver(Drained())
 
     def _deliver(self, message: AnySchedulerReply) -> None:
-        """In order, and in a later turn of the event loop, as over a socket."""
+        """In order, in a later turn of the event loop, as over a socket."""
         if self._take is None:
             self._early.append(message)
         else:
             asyncio.get_running_loop().call_soon(self._take, message)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Messages of this kind that came so far."""
+        """Messages of this kind that the front end has sent so far."""
         return [message for message in self.sent if isinstance(message, kind)]
 
     async def wait_for(self, kind: type[Any], count: int = 1) -> Any:
-        """The count-th message of this kind, when it comes."""
+        """The count-th message of this kind; waits for it."""
         async with asyncio.timeout(10):
             while len(self.of(kind)) < count:
-                await self._news.wait()
+                await self._new_message.wait()
         return self.of(kind)[count - 1]
 
 
@@ -176,7 +174,7 @@ def finished(
 
 
 def saying(tokenizer: Tokenizer, text: str, reason: str = "length", *, cached: int = 0) -> Script:
-    """A script that answers every prompt with this text, one token per message, and logprobs where asked for."""
+    """A script that answers every prompt with this text, one token per message, with logprobs if requested."""
     ids = tokenizer.encode(text)
 
     def script(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
@@ -232,7 +230,7 @@ async def running(
     prefill_transport: httpx.AsyncBaseTransport | None = None,
     **server: Any,
 ) -> AsyncIterator[Service]:
-    """A started service whose engine is ready, if the link says so."""
+    """A started service; its engine is ready if the link's state is."""
     config = make_config(tokenizer, **server)
     service = Service(link, config, tokenizer=tokenizer, clock=clock, prefill_transport=prefill_transport)
     await service.start()
@@ -246,7 +244,7 @@ async def running(
 
 @asynccontextmanager
 async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    """HTTP to the service's application, in this process."""
+    """An HTTP client of the service's application, in this process."""
     app = create_app(service)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
@@ -259,7 +257,7 @@ def json_of(response: httpx.Response) -> Any:
 
 @asynccontextmanager
 async def listening(service: Service) -> AsyncIterator[str]:
-    """The service's application behind a real HTTP server on a free loopback port; yields its URL."""
+    """The service's application behind a real HTTP server on a free loopback port; yields the URL."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         config = uvicorn.Config(create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
@@ -274,7 +272,7 @@ async def listening(service: Service) -> AsyncIterator[str]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says when it listens, and leaves signals to pytest."""
+    """uvicorn with an event for when it listens; leaves signals to pytest."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -80,7 +80,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, config: ServerCo
 
 
 async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) -> GenerationRequest:
-    """Raises HeadraceError (400) for a body that cannot be served in this role."""
+    """The prompt, tokenized and checked. Raises HeadraceError (400) for a body that cannot be served in this role."""
     ticket = _ticket(config, body)
     if body.rid is not None and not _RID.fullmatch(body.rid):
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
@@ -106,9 +106,7 @@ def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
             raise invalid("ticket", 'a ticket and handoff "none" contradict each other; send one of them')
         return None
     if config.role != "prefill":
-        message = (
-            f'this server has role {config.role} and hands nothing over; send handoff "none" or ask a prefill server'
-        )
+        message = f'this server has role {config.role} and sends no KV; send handoff "none" or ask a prefill server'
         raise invalid("ticket", message, code="wrong_role")
     if body.ticket is None:
         message = 'ticket is required: the name under which a decode peer fetches the KV (or handoff "none")'

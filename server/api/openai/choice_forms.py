@@ -46,16 +46,20 @@ class CompletionForm:
         self._logprobs = logprobs
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """There is none."""
         return None
 
     def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+        """A chunk with "text"."""
         logprobs = self._logprobs_object(delta.logprobs, offset)
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
 
     def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+        """A chunk with the finish reason."""
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """A choice with "text", and "prompt_logprobs" if requested."""
         return {
             "index": index,
             "text": choice.text,
@@ -79,10 +83,12 @@ class ChatForm:
         self._logprobs = logprobs
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """A chunk with the role."""
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+        """A chunk with "delta"."""
         content = {"content": delta.text}
         return {
             "index": index,
@@ -92,9 +98,11 @@ class ChatForm:
         }
 
     def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+        """A chunk with the finish reason."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """A choice with "message", and "prompt_logprobs" if requested."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},

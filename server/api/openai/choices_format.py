@@ -18,14 +18,17 @@ from headrace.server.frontend.generation_request import GenerationDelta, Generat
 class ChoicesFormat:
     """The ResponseFormat with "choices", numbered prompt by prompt. include_usage: end a stream with its usage."""
 
-    def __init__(self, asked: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool) -> None:
-        self._choices_per_prompt = asked.choices
+    def __init__(
+        self, completion: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool
+    ) -> None:
+        self._choices_per_prompt = completion.choices
         self._form = form
         self._include_usage = include_usage
-        self._head = {"id": asked.base.rid, "created": int(time.time()), "model": model_name}
+        self._head = {"id": completion.base.rid, "created": int(time.time()), "model": model_name}
         self._opened: set[int] = set()
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """All choices, with usage and the "headrace" report."""
         return {
             **self._head,
             "object": self._form.name,
@@ -34,25 +37,30 @@ class ChoicesFormat:
         }
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
+        """A chunk without choices and with the progress under "headrace"."""
         report = {"choice": index, "phase": progress.phase, "done": progress.done, "total": progress.total}
         await self._write_chunk(events, [], {"headrace": report})
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        """A chunk of one choice."""
         await self._open(events, index)
         if delta.text or delta.logprobs:
             offset = len(choice.text) - len(delta.text)
             await self._write_chunk(events, [self._form.delta(index, delta, offset)])
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        """A chunk with the finish reason."""
         await self._open(events, index)
         await self._write_chunk(events, [self._form.last(index, result.finish_reason)])
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
+        """A chunk of usage if requested, and [DONE]."""
         if self._include_usage:
             await self._write_chunk(events, [], self._totals(results))
         await events.done()
 
     async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        """The error, and [DONE]."""
         await write_error_event(events, info)
 
     async def _open(self, events: EventWriter, index: int) -> None:

@@ -37,6 +37,19 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     router = APIRouter()
     started = int(time.time())
 
+    def choices_format(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
+        def make(body: OpenAIBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
+            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            choice_form = form(model.tokenizer, logprobs=completion.base.sampling.logprobs is not None)
+            return ChoicesFormat(completion, model.name, choice_form, include_usage=include_usage)
+
+        return make
+
+    def responses_format(
+        _body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
+    ) -> ResponsesFormat:
+        return ResponsesFormat(completion, model.name)
+
     @router.get("/v1/models")
     async def models() -> Response:
         served = {
@@ -50,32 +63,22 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        return await endpoint.respond(http, CompletionBody, partial(_check_completion, model), choices(CompletionForm))
+        check = partial(_check_completion, model)
+        return await endpoint.respond(http, CompletionBody, check, choices_format(CompletionForm))
 
     @router.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices(ChatForm))
+        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices_format(ChatForm))
 
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
-        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), response)
-
-    def choices(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
-        def make(body: OpenAIBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            shown = form(model.tokenizer, logprobs=asked.base.sampling.logprobs is not None)
-            return ChoicesFormat(asked, model.name, shown, include_usage=usage)
-
-        return make
-
-    def response(_body: ResponsesBody, asked: CompletionRequest, _: Sequence[GenerationRequest]) -> ResponsesFormat:
-        return ResponsesFormat(asked, model.name)
+        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), responses_format)
 
     return router
 
 
 async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     _check(model, body)
     prompts = completion_prompts(body.prompt)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
@@ -85,7 +88,7 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     _check(model, body)
@@ -101,7 +104,7 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
 
 
 async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
     body.max_tokens = body.max_output_tokens
     _check(model, body)

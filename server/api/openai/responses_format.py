@@ -45,14 +45,15 @@ def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
 class ResponsesFormat:
     """The ResponseFormat of a response with one message."""
 
-    def __init__(self, asked: CompletionRequest, model_name: str) -> None:
+    def __init__(self, completion: CompletionRequest, model_name: str) -> None:
         self._model_name = model_name
         self._sequence_numbers = itertools.count()
         self._message_id = f"msg_{secrets.token_hex(16)}"
         self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        self._head = {"id": asked.base.rid, "object": "response", "created_at": int(time.time())}
+        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(time.time())}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The finished response."""
         ((choice, result),) = outputs
         return self._finished(choice.text, result)
 
@@ -60,11 +61,13 @@ class ResponsesFormat:
         """This API has no such event."""
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        """response.output_text.delta, after the events that open the message."""
         if delta.text:
             await self._open(events)
             await self._write(events, "response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        """The events that close the message and the response."""
         await self._open(events)
         response = self._finished(choice.text, result)
         await self._write(events, "response.output_text.done", **self._place, text=choice.text, logprobs=[])
@@ -76,6 +79,7 @@ class ResponsesFormat:
         """The last event of a choice ends the stream."""
 
     async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        """The error event of this API."""
         await self._write(events, "error", code=info.code, message=info.message, param=info.field)
 
     async def _open(self, events: EventWriter) -> None:

@@ -1,0 +1,1 @@
+"""Health, metrics, discovery, tokenization and traces."""

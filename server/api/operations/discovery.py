@@ -84,7 +84,7 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
 
 
 def bootstrap_routes(control: ControlAddress) -> APIRouter:
-    """GET /query: how Mooncake's peers and routers find a prefill server. Needs no key: it tells an address only."""
+    """GET /query, by which Mooncake's peers and routers find a prefill server. Needs no key."""
     router = APIRouter()
 
     @router.get("/query")

@@ -11,8 +11,8 @@ from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.stats_collector import StatsCollector
-from headrace.server.telemetry.kv_events import endpoint
-from headrace.server.telemetry.metrics import CONTENT_TYPE, render
+from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
+from headrace.server.telemetry.prometheus import CONTENT_TYPE, render
 
 
 def operation_routes(
@@ -54,8 +54,8 @@ def _kv_event_sources(events: KvEventsConfig, page_size: int) -> dict[str, Any]:
     source = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": endpoint(events.host, events.port),
-        "replay_endpoint": endpoint(events.host, events.replay_port) if events.replay_port else None,
+        "endpoint": publisher_endpoint(events.host, events.port),
+        "replay_endpoint": publisher_endpoint(events.host, events.replay_port) if events.replay_port else None,
         "buffer_steps": events.buffer,
         "hwm": events.buffer,
         "topic": events.topic,

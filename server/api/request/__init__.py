@@ -1,0 +1,1 @@
+"""Request bodies: decoding, checking, and the generation requests that they ask for."""

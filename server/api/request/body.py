@@ -1,4 +1,4 @@
-"""Reading and checking request bodies. Every complaint names the field."""
+"""Reading and decoding request bodies. Every error names the field."""
 
 import difflib
 import re
@@ -26,7 +26,8 @@ _WORDS = {
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises HeadraceError (413) for one over the limit, before reading it where it says its size."""
+    """The whole body. Raises HeadraceError: 413 for one over the limit, without reading it if it declares its size; 499
+    if the client disconnects."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(f"the body has {declared} bytes", limit)
@@ -37,7 +38,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             if len(body) > limit:
                 raise _too_large("the body is larger", limit)
     except ClientDisconnect as error:
-        raise HeadraceError(ErrorInfo(code="cancelled", message="the client went away", status=499)) from error
+        raise HeadraceError(ErrorInfo(code="cancelled", message="the client disconnected", status=499)) from error
     return bytes(body)
 
 
@@ -47,7 +48,7 @@ def _too_large(what: str, limit: int) -> HeadraceError:
 
 
 def parse_body(body: bytes, kind: type[B]) -> B:
-    """Raises HeadraceError (400) for a body that is no JSON object of this kind."""
+    """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -58,7 +59,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
 
 
 def _explained(text: str, kind: type[msgspec.Struct]) -> HeadraceError:
-    """A msgspec complaint as one of ours: with the field as a path, and the nearest name for an unknown one."""
+    """The error for a message of msgspec: with the path of the field, and the nearest name for an unknown field."""
     match = _AT.match(text)
     complaint, path = (match[1], match[2]) if match else (text, "")
     if unknown := _UNKNOWN.match(complaint):

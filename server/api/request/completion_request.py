@@ -61,10 +61,10 @@ class CompletionRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(base, prompt=prompt, sampling=sampling, cache_salt=salt)
 
 
-def prefill_requests(asked: CompletionRequest, body: HandoffFields, max_model_len: int) -> list[GenerationRequest]:
+def prefill_requests(completion: CompletionRequest, body: HandoffFields, max_model_len: int) -> list[GenerationRequest]:
     """The generation requests on a prefill server, with their tickets. Raises HeadraceError: 404 if the body names no
     handoff, since a prefill server does not decode; 400 for a wrong one."""
-    sinks = kv_sinks(body, asked.shape, secrets.token_hex(16))
+    sinks = kv_sinks(body, completion.shape, secrets.token_hex(16))
     if sinks is None:
         message = (
             "a prefill server does not decode: send kv_transfer_params.do_remote_decode or bootstrap_room as a router "
@@ -73,21 +73,21 @@ def prefill_requests(asked: CompletionRequest, body: HandoffFields, max_model_le
         raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
     params = body.kv_transfer_params
     # A ticket that the server makes up and the response cannot tell would only hold pages until its lease ends.
-    if asked.list_response and sinks[0].hold and params is not None and params.transfer_id is None:
+    if completion.list_response and sinks[0].hold and params is not None and params.transfer_id is None:
         sinks = [msgspec.structs.replace(sink, ticket=None, hold=False) for sink in sinks]
     return [
         msgspec.structs.replace(request, ticket=sink.ticket, hold=sink.hold)
-        for request, sink in zip(asked.requests(max_model_len), sinks, strict=True)
+        for request, sink in zip(completion.requests(max_model_len), sinks, strict=True)
     ]
 
 
 def decode_requests(
-    asked: CompletionRequest, body: HandoffFields, max_model_len: int, config: ServerConfig
+    completion: CompletionRequest, body: HandoffFields, max_model_len: int, config: ServerConfig
 ) -> list[GenerationRequest]:
     """The generation requests on a server that decodes, with their KV sources if it is a decode server. Raises
     HeadraceError (400) for wrong handoff fields."""
-    requests = asked.requests(max_model_len)
-    sources = request_sources(body, asked.shape, config) if config.role == "decode" else None
+    requests = completion.requests(max_model_len)
+    sources = request_sources(body, completion.shape, config) if config.role == "decode" else None
     if sources is None:
         return requests
     return [_with_source(request, source) for request, source in zip(requests, sources, strict=True)]

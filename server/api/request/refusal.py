@@ -1,4 +1,4 @@
-"""Tells the peer of a ticket when the request for it is refused before it is submitted."""
+"""Notifies the peer of a ticket when its request is refused before it is submitted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +16,9 @@ from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, k
 
 @contextmanager
 def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw: bytes) -> Iterator[None]:
-    """When the block raises HeadraceError, tells the other server of each ticket that the body names, as far as it can
-    be read: decode peers on a prefill server, prefill servers on a decode server. Otherwise they would wait until a
-    deadline."""
+    """When the block raises HeadraceError, notifies the other server of each ticket that the body names: decode peers
+    on a prefill server, prefill servers on a decode server. They would wait until a deadline otherwise. Fields that
+    cannot be decoded are left out."""
     try:
         yield
     except HeadraceError as error:
@@ -46,7 +46,7 @@ class _Prompts(msgspec.Struct):
 
 
 def _tickets(raw: bytes) -> list[str]:
-    """Tickets that the body names; one that this server would have made up is known to no peer."""
+    """Tickets that the body names, without one that this server would make up, which no peer knows."""
     found: list[str] = []
     with suppress(HeadraceError):
         if (ticket := parse_body(raw, _Ticket).ticket) is not None:
@@ -60,6 +60,7 @@ def _tickets(raw: bytes) -> list[str]:
 
 
 def _shape(raw: bytes) -> BatchShape:
+    """Raises HeadraceError (400) for a body that is not a JSON object."""
     body = parse_body(raw, _Prompts)
     given = next((value for value in (body.prompt, body.text, body.input_ids) if value is not None), None)
     several = isinstance(given, list) and not all(isinstance(item, int) for item in given)

@@ -1,4 +1,4 @@
-"""Request bodies as structs. Wrong types are refused while decoding; values are checked in sampling.py, prompts.py."""
+"""Request bodies. Wrong types are refused while decoding; values are checked in sampling.py and prompts.py."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from headrace.server.upstream.handoff_params import HandoffParams, TransferParam
 
 
 class Part(msgspec.Struct):
-    """A part of a message's content; only texts can be served."""
+    """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str | list[Part] | None = None
@@ -23,52 +23,70 @@ class ChatMessage(msgspec.Struct):
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """Sampling fields that all routes share; None means the default. cache_salt, extra_key (SGLang's name): requests
-    share cached prefixes only with those that have the same of both."""
+    """Fields of all routes but POST /generate. None means the default."""
 
     temperature: float | None = None
     top_k: int | None = None
+    """0 and -1 mean all tokens."""
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
+    """Strings that end the text and are not part of it."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end the text and are not part of it."""
     ignore_eos: bool | None = None
+    """Continue after EOS."""
     prompt_logprobs: int | None = None
+    """Number of alternatives for each prompt token; None for no logprobs."""
     priority: int | None = None
+    """Accepted; first come, first served ignores it."""
     deadline_s: float | None = None
+    """Seconds after which the request fails with 504."""
     cache_salt: str | None = None
+    """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
     extra_key: str | None = None
+    """SGLang's name for a second salt."""
     model: str | None = None
     stream: bool | None = None
 
 
 class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/prefill."""
+    """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
 
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[ChatMessage] | None = None
     logprobs: int | None = None
+    """Number of alternatives for the first token; None for no logprobs."""
     ticket: str | None = None
+    """Name under which a decode peer fetches the KV."""
     handoff: str | None = None
+    """"hold" to hold the KV for the peer under a lease, "none" to drop it."""
     rid: str | None = None
+    """Request id; made up if it is not given."""
 
 
 class StreamOptions(msgspec.Struct):
-    """include_progress is ours: chunks without choices that tell how far the prefill is."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
+    """End with a chunk of usage."""
     include_progress: bool | None = None
+    """Add chunks without choices that say how far the prefill is. Headrace only."""
 
 
 class OpenAIBody(SamplingBody, kw_only=True):
-    """What completions and chat share. From frequency_penalty to functions: known and not
-    supported (see refuse_unsupported). The last four name a KV handoff (see handoff_params)."""
+    """Fields of all OpenAI routes.
+
+    Those from frequency_penalty to functions are not supported (see refuse_unsupported). The last four name a KV
+    handoff (see HandoffFields).
+    """
 
     n: int | None = None
+    """Continuations of each prompt."""
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -84,7 +102,7 @@ class OpenAIBody(SamplingBody, kw_only=True):
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -94,26 +112,28 @@ class CompletionBody(OpenAIBody, kw_only=True):
 
 
 class ChatBody(OpenAIBody, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    """Takes the place of max_tokens."""
 
 
 class InputItem(ChatMessage, kw_only=True):
-    """One item of the input of POST /v1/responses; only messages can be served."""
+    """One item of the input of POST /v1/responses; only messages are supported."""
 
     role: str = ""
     type: str = "message"
 
 
 class ResponsesBody(OpenAIBody, kw_only=True):
-    """POST /v1/responses. instructions: a system message before the input."""
+    """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
     instructions: str | None = None
+    """A system message before the input."""
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
     top_logprobs: int | None = None
@@ -123,7 +143,7 @@ class ResponsesBody(OpenAIBody, kw_only=True):
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True):
-    """sampling_params of POST /generate."""
+    """sampling_params of POST /generate. Those from frequency_penalty on are not supported."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -145,17 +165,18 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
 
 
 class GenerateBody(HandoffParams, kw_only=True):
-    """POST /generate. logprob_start_len: from 0 on, logprobs of the prompt are wanted, too (of all of it). cache_salt,
-    extra_key: for all prompts, or one for each."""
+    """Body of POST /generate. Exactly one of text and input_ids is given."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: GenerateSampling | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
+    """0 or more adds logprobs of the prompt, all of it."""
     top_logprobs_num: int | None = None
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+    """For all prompts, or one for each; so is extra_key."""
     extra_key: str | list[str] | None = None
     priority: int | None = None
     model: str | None = None

@@ -1,0 +1,1 @@
+"""Responses: whole, streamed, of a prefill server, and errors."""

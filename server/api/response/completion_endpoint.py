@@ -55,7 +55,7 @@ class ResponseFormat(Protocol):
 
 
 B = TypeVar("B", bound=OpenAIBody | GenerateBody)
-Check = Callable[[B], Awaitable[CompletionRequest]]  # raises HeadraceError for a body that cannot be served
+Check = Callable[[B], Awaitable[CompletionRequest]]  # tokenizes and checks; raises HeadraceError
 MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], ResponseFormat]
 
 
@@ -71,21 +71,21 @@ class CompletionEndpoint:
         self._config = config
 
     async def respond(self, http: Request, kind: type[B], check: Check[B], make_format: MakeFormat[B]) -> Response:
-        """The response to an HTTP request with a body of this kind. Raises HeadraceError for one that is refused; peers
-        that wait for its tickets are told."""
+        """The response to an HTTP request with a body of this kind. Raises HeadraceError if it is refused, after
+        notifying the peers of its tickets."""
         config = self._config
         raw = await read_body(http, config.max_body_bytes)
         with notify_peers_on_refusal(self._completions, config, raw):
             body = parse_body(raw, kind)
-            asked = await check(body)
+            completion = await check(body)
             if config.role == "prefill":
-                requests = prefill_requests(asked, body, self._model.max_model_len)
+                requests = prefill_requests(completion, body, self._model.max_model_len)
             else:
-                requests = decode_requests(asked, body, self._model.max_model_len, config)
-            form = make_format(body, asked, requests)
+                requests = decode_requests(completion, body, self._model.max_model_len, config)
+            form = make_format(body, completion, requests)
         if config.role == "prefill":
             host = http.url.hostname or ""
-            return JsonAnswer(lambda: self._prefill(asked, requests, form, host))  # never a stream
+            return JsonAnswer(lambda: self._prefill(completion, requests, form, host))  # never a stream
         if body.stream:
             return EventStream(lambda events: self._stream(requests, form, events), form.write_error)
         return JsonAnswer(lambda: self._whole(requests, form))
@@ -94,13 +94,13 @@ class CompletionEndpoint:
         return form.body(await collect_choices(self._completions, requests))
 
     async def _prefill(
-        self, asked: CompletionRequest, requests: Sequence[GenerationRequest], form: ResponseFormat, host: str
+        self, completion: CompletionRequest, requests: Sequence[GenerationRequest], form: ResponseFormat, host: str
     ) -> object:
         outputs = await prefill_choices(self._completions, self._model.tokenizer, requests)
         body = form.body(outputs)
         if requests[0].hold and isinstance(body, dict):
             results = [result for _, result in outputs]
-            params = transfer_params(self._control, host, asked.prompts, requests, results)
+            params = transfer_params(self._control, host, completion.prompts, requests, results)
             return {**body, "kv_transfer_params": params}
         return body
 

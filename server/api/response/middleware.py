@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
-from headrace.server.telemetry.metrics import FrontMetrics
+from headrace.server.telemetry.prometheus import FrontMetrics
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")  # need no key
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
@@ -23,6 +23,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
         if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
             return
@@ -44,6 +45,7 @@ class RequestMetrics:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and observe its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

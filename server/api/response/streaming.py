@@ -87,6 +87,7 @@ class JsonAnswer(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the work and send its result."""
         try:
             content = await until_disconnect(receive, self._work())
         except ClientDisconnected:
@@ -108,6 +109,7 @@ class EventStream(Response):
         self._write_error = write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the work, which sends events."""
         events = EventWriter(send)
         try:
             await until_disconnect(receive, self._work(events))

@@ -23,6 +23,7 @@ class GenerateFormat:
         self._started = time.monotonic()
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+        """One object, or a list of them."""
         objects = [self._object(each, *output) for each, output in zip(self._requests, outputs, strict=True)]
         return objects if self._as_list else objects[0]
 
@@ -30,16 +31,20 @@ class GenerateFormat:
         """This API has no such event."""
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
+        """An object with the text so far."""
         if delta.text:
             await self._write(events, index, choice, None)
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
+        """An object with the whole text and the finish reason."""
         await self._write(events, index, choice, result)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
+        """[DONE]."""
         await events.done()
 
     async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
+        """The error, and [DONE]."""
         await write_error_event(events, info)
 
     async def _write(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult | None) -> None:

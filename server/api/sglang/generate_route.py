@@ -50,15 +50,15 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
         return await endpoint.respond(http, GenerateBody, partial(_check_generate, model), make_format)
 
     def make_format(
-        _body: GenerateBody, asked: CompletionRequest, requests: Sequence[GenerationRequest]
+        _body: GenerateBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
     ) -> GenerateFormat:
-        return GenerateFormat(requests, as_list=asked.list_response)
+        return GenerateFormat(requests, as_list=completion.list_response)
 
     return router
 
 
 async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionRequest:
-    """Raises HeadraceError (400, 404)."""
+    """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     with _sglang_names():
         check_model(model, body.model)
         fields = _openai_fields(body)

@@ -1,4 +1,4 @@
-"""A client that goes away cancels its requests, whatever they are doing. Over a real HTTP server."""
+"""A client that disconnects cancels its requests, in every phase. Over a real HTTP server."""
 
 import asyncio
 from typing import Any

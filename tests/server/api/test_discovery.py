@@ -1,4 +1,4 @@
-"""What routers ask before they send anything."""
+"""Routes for routers: identity, control endpoint, health, load, tokenization."""
 
 import asyncio
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ def computing(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
 
 @pytest.mark.parametrize(("role", "mode"), [("prefill", "prefill"), ("decode", "decode"), ("colocated", "null")])
 @in_loop
-async def test_who_it_is(tokenizer: Tokenizer, role: str, mode: str) -> None:
+async def test_server_and_model_info(tokenizer: Tokenizer, role: str, mode: str) -> None:
     fields: dict[str, Any] = {"prefill": ("http://p:1",)} if role == "decode" else {}
     async with (
         running(FakeLink(), tokenizer, role=role, served_model_name="mine", **fields) as service,
@@ -42,7 +42,7 @@ async def test_who_it_is(tokenizer: Tokenizer, role: str, mode: str) -> None:
 
 @in_loop
 async def test_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
-    """Open without a key, on the bootstrap port, too, where nothing else is."""
+    """Needs no key, also on the bootstrap port, which has few other routes."""
     worker = {"engine_id": "i" * 32, "worker_addr": {"0": {"0": "tcp://127.0.0.1:5555"}}}
     async with running(FakeLink(), tokenizer, role="prefill", api_keys=("k",), bootstrap_port=9) as service:
         async with client(service) as http:
@@ -67,7 +67,7 @@ async def test_a_server_without_a_control_endpoint_says_so(tokenizer: Tokenizer)
 
 
 @in_loop
-async def test_health_that_computes(tokenizer: Tokenizer) -> None:
+async def test_health_generate_computes_a_token(tokenizer: Tokenizer) -> None:
     link = FakeLink(computing)
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         assert (await http.get("/health_generate")).status_code == 200
@@ -83,7 +83,7 @@ async def test_health_that_computes(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_its_load(tokenizer: Tokenizer) -> None:
+async def test_load(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     queues = (("waiting", 3.0, 120.0), ("running", 2.0, 80.0))
     link.stats = Stats(
@@ -96,7 +96,7 @@ async def test_its_load(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_tokens_and_back(tokenizer: Tokenizer) -> None:
+async def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
     async with running(FakeLink(), tokenizer) as service, client(service) as http:
         text = json_of(await http.post("/tokenize", json={"prompt": "hello world"}))
         assert text == {"tokens": tokenizer.encode("hello world"), "count": 2, "max_model_len": 64}

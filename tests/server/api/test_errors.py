@@ -1,4 +1,4 @@
-"""Bad input: every refusal has its status, names its field and says what is allowed."""
+"""Bad input: every error has the right status, names the field and says what is allowed."""
 
 from typing import Any
 
@@ -227,7 +227,7 @@ async def test_keys(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_a_bug_is_a_500_in_the_one_form(tokenizer: Tokenizer) -> None:
+async def test_a_bug_is_a_500_in_the_same_form(tokenizer: Tokenizer) -> None:
     def script(_link: FakeLink, _submit: object) -> list[Any]:
         return []
 

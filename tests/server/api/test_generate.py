@@ -1,4 +1,4 @@
-"""POST /generate, SGLang's form of completions."""
+"""POST /generate of SGLang's API."""
 
 from typing import Any
 
@@ -170,7 +170,7 @@ async def test_mistakes_are_named_as_they_were_sent(tokenizer: Tokenizer, body: 
 
 
 @in_loop
-async def test_held_kv_is_told_of_in_an_answer_for_one_prompt_only(tokenizer: Tokenizer) -> None:
+async def test_only_the_response_for_one_prompt_names_held_kv(tokenizer: Tokenizer) -> None:
     link = FakeLink(computing)
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         one = json_of(await http.post("/generate", json={"text": "hi", "kv_transfer_params": NIXL}))

@@ -1,4 +1,4 @@
-"""A prefill server behind routers: what it computes for them, what it answers, whom it tells of refusals."""
+"""A prefill server behind routers: what it computes, what it responds, and which peers it notifies of refusals."""
 
 import asyncio
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ PROMPT = "hello world"
 
 
 def computing(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
-    """Held for whoever asked for that, handed over otherwise."""
+    """Held if the request asks for that, sent to a peer otherwise."""
     logprobs = () if submit.sampling.logprobs is None else (made_up_logprob(7, submit.sampling.logprobs),)
     yield Tokens(rid=submit.rid, tokens=(7,), logprobs=logprobs)
     count = len(submit.prompt) // 4
@@ -72,7 +72,7 @@ async def test_a_router_that_asks_here_first_learns_where_the_kv_is(tokenizer: T
 
 @in_loop
 async def test_limits_that_a_router_sets_are_not_the_clients(tokenizer: Tokenizer) -> None:
-    """One of them asks for more tokens at least than at most."""
+    """One router sends min_tokens above max_tokens."""
     link = FakeLink(computing)
     limits = {"max_tokens": 1, "min_tokens": 3, "stop": "x", "stop_token_ids": [3]}
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
@@ -120,13 +120,13 @@ async def test_a_list_of_prompts_has_a_ticket_for_each_continuation(tokenizer: T
     assert sorted(rooms, key=str) == [Discard(), Discard(), SendTo("room:7/0"), SendTo("room:7/1")]
 
 
-def test_where_the_control_endpoint_is_on_all_addresses_peers_use_the_name_that_we_were_called_by() -> None:
+def test_a_control_endpoint_on_all_addresses_is_reached_under_the_requested_host() -> None:
     assert reachable_host("10.0.0.5", "prefill-0") == "10.0.0.5"
     assert [reachable_host(host, "prefill-0") for host in ("0.0.0.0", "::")] == ["prefill-0"] * 2
 
 
 @in_loop
-async def test_when_one_prompt_fails_the_others_are_let_go(tokenizer: Tokenizer) -> None:
+async def test_when_one_prompt_fails_the_others_are_cancelled(tokenizer: Tokenizer) -> None:
     error = ErrorInfo(code="stage_failed", message="stage 0 died", status=503)
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
@@ -163,7 +163,7 @@ async def test_when_one_prompt_fails_the_others_are_let_go(tokenizer: Tokenizer)
     ],
 )
 @in_loop
-async def test_the_peer_that_waits_for_a_refused_prompt_is_told(
+async def test_the_peer_that_waits_for_a_refused_prompt_is_notified(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, tickets: list[str] | None
 ) -> None:
     link = FakeLink(computing)
@@ -179,7 +179,7 @@ async def test_the_peer_that_waits_for_a_refused_prompt_is_told(
 
 
 @in_loop
-async def test_a_peer_is_told_of_overload_too(tokenizer: Tokenizer) -> None:
+async def test_a_peer_is_notified_of_overload_too(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     link.state = EngineState(ready=False, reason="stage 0 is loading")
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
@@ -190,7 +190,7 @@ async def test_a_peer_is_told_of_overload_too(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_a_body_that_is_no_json_names_nothing(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_is_not_json_notifies_no_peer(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/prefill"):
@@ -199,7 +199,7 @@ async def test_a_body_that_is_no_json_names_nothing(tokenizer: Tokenizer) -> Non
 
 
 @in_loop
-async def test_without_a_name_nothing_is_decoded_here(tokenizer: Tokenizer) -> None:
+async def test_a_prefill_server_does_not_decode(tokenizer: Tokenizer) -> None:
     async with running(FakeLink(), tokenizer, role="prefill") as service, client(service) as http:
         bodies = {
             "/v1/completions": {"prompt": "x"},

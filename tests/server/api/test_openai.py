@@ -72,7 +72,7 @@ async def test_prompts_in_all_forms_and_n(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_a_stop_string_cuts_the_text_and_ends_the_request(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> list[Tokens]:
-        return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello world")))]  # and goes on until told
+        return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello world")))]  # and goes on until aborted
 
     link = FakeLink(script)
     async with running(link, tokenizer) as service, client(service) as http:
@@ -153,7 +153,7 @@ async def test_a_streamed_chat_says_the_same_in_parts(tokenizer: Tokenizer) -> N
 
 
 @in_loop
-async def test_progress_is_streamed_where_asked_for(tokenizer: Tokenizer) -> None:
+async def test_progress_is_streamed_if_requested(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> list[object]:
         rid = submit.rid
         return [Progress(rid=rid, phase="computing", done=2, total=3), *saying(tokenizer, "hello")(link, submit)]
@@ -176,7 +176,7 @@ async def test_a_failure_before_the_first_token_keeps_its_status_even_when_strea
 
 
 @in_loop
-async def test_a_failure_in_the_stream_is_told_in_the_stream(tokenizer: Tokenizer) -> None:
+async def test_a_failure_during_a_stream_is_an_event_of_the_stream(tokenizer: Tokenizer) -> None:
     error = ErrorInfo(code="stage_failed", message="stage 0 died", status=503, stage=0)
 
     def script(link: FakeLink, submit: Submit) -> list[object]:
@@ -194,7 +194,7 @@ async def test_a_failure_in_the_stream_is_told_in_the_stream(tokenizer: Tokenize
 
 
 @in_loop
-async def test_when_one_choice_fails_the_others_are_taken_back(tokenizer: Tokenizer) -> None:
+async def test_when_one_choice_fails_the_others_are_cancelled(tokenizer: Tokenizer) -> None:
     error = ErrorInfo(code="stage_failed", message="died", status=503)
 
     def script(link: FakeLink, submit: Submit) -> list[object]:

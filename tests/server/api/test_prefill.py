@@ -15,7 +15,7 @@ from tests.server.fakes import FakeLink, client, failing, finished, in_loop, jso
 
 
 def handing_over(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
-    """What a prefill scheduler says of a request that a peer took over."""
+    """A prefill scheduler's replies to a request whose KV a peer has fetched."""
     rid, total = submit.rid, len(submit.prompt) // 4
     return [
         Progress(rid=rid, phase="bootstrapped", done=0, total=total),
@@ -39,7 +39,7 @@ def sse(text: str) -> list[tuple[str, dict[str, object]]]:
 
 
 @in_loop
-async def test_a_prefill_that_is_handed_over(tokenizer: Tokenizer) -> None:
+async def test_a_prefill_for_a_peer(tokenizer: Tokenizer) -> None:
     link = FakeLink(handing_over)
     body = {"prompt": "hello world", "ticket": "t1", "logprobs": 2, "prompt_logprobs": 0, "max_tokens": 50}
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
@@ -63,7 +63,7 @@ async def test_a_prefill_that_is_handed_over(tokenizer: Tokenizer) -> None:
     "prompt", [{"prompt_token_ids": [1, 2, 3]}, {"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}]
 )
 @in_loop
-async def test_a_prefill_for_nobody(tokenizer: Tokenizer, prompt: dict[str, object]) -> None:
+async def test_a_prefill_without_a_peer(tokenizer: Tokenizer, prompt: dict[str, object]) -> None:
     for role in ("prefill", "colocated"):
         link = FakeLink(saying(tokenizer, "<eos>", reason="stop"))
         async with running(link, tokenizer, role=role) as service, client(service) as http:
@@ -126,7 +126,7 @@ async def test_delete_cancels_an_open_request_once(tokenizer: Tokenizer) -> None
 
 
 @in_loop
-async def test_late_words_of_an_ended_request_do_not_reach_the_next_of_its_name(tokenizer: Tokenizer) -> None:
+async def test_late_messages_of_an_ended_request_do_not_reach_the_next_one_with_its_rid(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         body = {"prompt": "x", "handoff": "none", "rid": "mine"}
@@ -166,7 +166,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
 
 
 def held(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
-    """What a prefill scheduler says of a request that it has computed for a peer to come."""
+    """A prefill scheduler's replies to a request whose KV it holds."""
     usage, timing = Usage(len(submit.prompt) // 4, 1, 0), Timing(forward_s=0.01)
     return [
         Tokens(rid=submit.rid, tokens=(7,)),
@@ -196,7 +196,7 @@ async def test_a_held_prefill_answers_before_its_end(tokenizer: Tokenizer) -> No
 
 
 @in_loop
-async def test_delete_lets_a_held_request_go(tokenizer: Tokenizer) -> None:
+async def test_delete_cancels_a_held_request(tokenizer: Tokenizer) -> None:
     link = FakeLink(held)
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         assert (await http.post("/v1/prefill", json=HOLD)).status_code == 200

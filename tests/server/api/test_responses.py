@@ -1,4 +1,4 @@
-"""POST /v1/responses: through the official SDK, and what routers and mistaken clients get."""
+"""POST /v1/responses: through the official SDK, behind a router, and with wrong fields."""
 
 import asyncio
 from typing import Any

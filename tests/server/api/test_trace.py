@@ -1,4 +1,4 @@
-"""GET /debug/trace: its parameter, its answer, and what becomes of the recording when nobody waits for it any more."""
+"""GET /debug/trace: its parameter, its response, and the end of the recording when the client disconnects."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def stage_traced(trace: int, stage: int) -> StageTraced:
 
 
 class TracedLink(FakeLink):
-    """A scheduler with stages that answers EndTrace, unless it is to be silent about that."""
+    """A scheduler with stages. silent: it does not answer EndTrace."""
 
     def __init__(self, stages: int = 2, *, silent: bool = False) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ async def test_a_server_that_is_not_ready_can_be_traced(tokenizer: Tokenizer) ->
 @in_loop
 async def test_stages_that_do_not_answer_are_missing_and_a_scheduler_must() -> None:
     posted: list[AnyFrontendRequest] = []
-    tracer = Tracer(posted.append, answer_s=0.2)
+    tracer = Tracer(posted.append, timeout_s=0.2)
 
     async def record(*answers: Traced | StageTraced) -> asyncio.Task[object]:
         task: asyncio.Task[object] = asyncio.create_task(tracer.record(0.05))

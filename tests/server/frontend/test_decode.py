@@ -1,4 +1,4 @@
-"""A decode server: finding prefill servers, choosing one, fetching, failing, falling back."""
+"""A decode server: discovery and choice of prefill servers, prompts sent to them, failures, fallback."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,11 +30,11 @@ ANSWER = {
 
 
 class Prefills(httpx.AsyncBaseTransport):
-    """Prefill servers as a transport. posts holds what they were asked; answer gives the response to a prompt."""
+    """Prefill servers as an HTTP transport. answer: returns the response to a prompt. posts: prompts received."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], httpx.Response] | None = None) -> None:
         self.answer = answer or (lambda _body: httpx.Response(200, json=ANSWER))
-        self.control_servers = {"p1": 5001, "p2": 5002}
+        self.control_ports = {"p1": 5001, "p2": 5002}
         self.instance = "a" * 32
         self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.more: dict[str, Any] = {}
@@ -46,14 +46,14 @@ class Prefills(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
-        if host not in self.control_servers:
-            raise httpx.ConnectError("nobody listens", request=request)
+        if host not in self.control_ports:
+            raise httpx.ConnectError("connection refused", request=request)
         if request.url.path == "/v1/handoff":
             self.discoveries += 1
             found = {
                 "protocol": [1],
                 "instance": self.instance,
-                "control_port": self.control_servers[host],
+                "control_port": self.control_ports[host],
                 "model": "tiny",
             }
             return httpx.Response(200, json=found | self.more)
@@ -70,7 +70,7 @@ class Prefills(httpx.AsyncBaseTransport):
 
 
 def welcoming(link: FakeLink, *urls: str) -> None:
-    """The scheduler's control client has reached these servers."""
+    """Have the scheduler report that these servers are up."""
     for url in urls:
         link.say(PrefillState(name=url, up=True))
 
@@ -87,7 +87,7 @@ async def until_ready(http: httpx.AsyncClient) -> None:
 
 
 def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], list[AnySchedulerReply]]:
-    """Reserved, then tokens, as if the KV had come."""
+    """A script: Reserved, then tokens, as if the KV had come."""
 
     def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         return [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
@@ -227,7 +227,7 @@ async def test_what_the_prefill_server_refuses_ends_the_request_here(
 
 @pytest.mark.parametrize("broken", [b"<html>", b"{}x", b'{"timing_ms": 3}'])
 @in_loop
-async def test_answers_that_make_no_sense_are_a_bad_gateway(broken: bytes, tokenizer: Tokenizer) -> None:
+async def test_responses_that_cannot_be_decoded_are_a_bad_gateway(broken: bytes, tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(reserving), Prefills(lambda _body: httpx.Response(200, content=broken))
     async with (
         running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
@@ -268,7 +268,7 @@ async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer
 
 
 @in_loop
-async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(tokenizer: Tokenizer) -> None:
+async def test_a_server_that_went_down_gets_no_prompts_and_is_discovered_again(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     async with (
         running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
@@ -277,7 +277,7 @@ async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(toke
         await link.wait_for(AddPrefill)
         welcoming(link, ONE)
         await until_ready(http)
-        prefills.instance, prefills.control_servers["p1"] = "b" * 32, 6001
+        prefills.instance, prefills.control_ports["p1"] = "b" * 32, 6001
         link.say(PrefillState(name=ONE, up=False, reason="silent"))
         assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
         assert link.of(RemovePrefill) == [RemovePrefill(name=ONE)]
@@ -290,15 +290,16 @@ async def test_a_server_that_went_down_gets_nothing_and_is_looked_for_again(toke
 
 
 @in_loop
-async def test_a_server_that_is_not_there_yet_is_found_later(tokenizer: Tokenizer) -> None:
+async def test_a_server_that_starts_later_is_discovered(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(), Prefills()
-    control_server = prefills.control_servers.pop("p1")
+    control_server = prefills.control_ports.pop("p1")
     async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
         while (
-            "nobody listens" not in (service.readiness.not_ready() or ErrorInfo(code="", message="", status=0)).message
+            "connection refused"
+            not in (service.readiness.not_ready() or ErrorInfo(code="", message="", status=0)).message
         ):
             await asyncio.sleep(0)
-        prefills.control_servers["p1"] = control_server
+        prefills.control_ports["p1"] = control_server
         await link.wait_for(AddPrefill)
 
 
@@ -350,7 +351,7 @@ async def test_local_fallback(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_no_fallback_once_a_token_was_given_out_or_for_the_clients_mistakes(tokenizer: Tokenizer) -> None:
+async def test_no_fallback_after_a_token_was_sent_or_for_client_errors(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello"))), *reserving(link, submit)]
 

@@ -39,7 +39,7 @@ async def received(scheduler: FrameSocket, count: int) -> list[AnyFrontendReques
 async def test_messages_go_both_ways_in_order() -> None:
     link, scheduler = ends()
     taken: asyncio.Queue[AnySchedulerReply] = asyncio.Queue()
-    for number in range(100):  # before anybody listens
+    for number in range(100):  # before the other end receives
         link.send(QueryStats(token=number))
     link.open(taken.put_nowait)
     link.send(Shutdown())
@@ -52,7 +52,7 @@ async def test_messages_go_both_ways_in_order() -> None:
 
 
 @in_loop
-async def test_what_a_busy_scheduler_does_not_take_goes_out_later() -> None:
+async def test_messages_that_a_busy_scheduler_does_not_read_are_sent_later() -> None:
     link, scheduler = ends()
     link.open(lambda _message: None)
     count = 20_000  # far more than the kernel keeps
@@ -66,7 +66,7 @@ async def test_what_a_busy_scheduler_does_not_take_goes_out_later() -> None:
 
 
 @in_loop
-async def test_answers_of_messages_that_are_sent_while_others_come() -> None:
+async def test_messages_that_are_sent_while_others_arrive() -> None:
     link, scheduler = ends()
     out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
     taken: list[int] = []
@@ -91,9 +91,7 @@ async def test_answers_of_messages_that_are_sent_while_others_come() -> None:
 
 
 @pytest.mark.parametrize("end", ["rubbish", "closed"])
-def test_a_scheduler_that_is_gone_or_says_rubbish_is_the_end_of_the_link(
-    end: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_link_fails_when_the_scheduler_is_gone_or_sends_garbage(end: str, caplog: pytest.LogCaptureFixture) -> None:
     @in_loop
     async def run() -> None:
         link, scheduler = ends()
@@ -104,7 +102,7 @@ def test_a_scheduler_that_is_gone_or_says_rubbish_is_the_end_of_the_link(
             scheduler.close()
         while not link.failed:
             await asyncio.sleep(0.001)
-        link.send(Shutdown())  # goes nowhere, and hurts nobody
+        link.send(Shutdown())  # is ignored
         link.close()
         scheduler.close()
 

@@ -1,4 +1,4 @@
-"""Health, readiness, drain, silence, bounds, and the metrics of a server."""
+"""Health, readiness, drain, a silent scheduler, limits and metrics of a server."""
 
 import asyncio
 
@@ -70,7 +70,7 @@ async def test_a_silent_scheduler_is_unhealthy_until_it_answers(tokenizer: Token
 
 
 @in_loop
-async def test_a_lost_scheduler_keeps_nobody_waiting(tokenizer: Tokenizer) -> None:
+async def test_requests_fail_when_the_scheduler_is_lost(tokenizer: Tokenizer) -> None:
     clock, link = VirtualClock(), FakeLink(answers_probes=False)
     async with running(link, tokenizer, clock=clock) as service, client(service) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
@@ -81,7 +81,7 @@ async def test_a_lost_scheduler_keeps_nobody_waiting(tokenizer: Tokenizer) -> No
 
 
 @in_loop
-async def test_drain_waits_for_what_is_open_and_refuses_the_rest(tokenizer: Tokenizer) -> None:
+async def test_drain_waits_for_open_requests_and_refuses_others(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer) as service, client(service) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
@@ -101,7 +101,7 @@ async def test_drain_waits_for_what_is_open_and_refuses_the_rest(tokenizer: Toke
 
 
 @in_loop
-async def test_drain_ends_what_is_left_at_the_deadline(tokenizer: Tokenizer) -> None:
+async def test_drain_aborts_what_is_open_at_the_deadline(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer) as service, client(service) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
@@ -114,7 +114,7 @@ async def test_drain_ends_what_is_left_at_the_deadline(tokenizer: Tokenizer) -> 
 
 
 @in_loop
-async def test_stopping_leaves_nobody_waiting(tokenizer: Tokenizer) -> None:
+async def test_stopping_fails_open_requests(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with client(service := Service(link, make_config(tokenizer), tokenizer=tokenizer)) as http:
         await service.start()
@@ -143,11 +143,11 @@ async def test_open_requests_are_bounded(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
-async def test_a_rid_that_was_taken_back_stays_taken_until_its_end(tokenizer: Tokenizer) -> None:
+async def test_the_rid_of_a_cancelled_request_stays_in_use_until_its_end(tokenizer: Tokenizer) -> None:
     class Slow(FakeLink):
         def send(self, message: object) -> None:
             if isinstance(message, Abort):
-                self.sent.append(message)  # the answer takes its time
+                self.sent.append(message)  # and answer it later
             else:
                 super().send(message)  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ async def test_metrics_of_a_server_in_use(tokenizer: Tokenizer) -> None:
     assert [value for (name, _), value in samples.items() if name == "headrace_build_info"] == [1]
 
 
-def test_nobody_may_submit_to_a_service_that_has_not_started(tokenizer: Tokenizer) -> None:
+def test_a_service_that_has_not_started_refuses_requests(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         service = Service(FakeLink(), make_config(tokenizer))
         request = GenerationRequest(rid="r", prompt=(1,), sampling=SamplingParams())
@@ -212,7 +212,7 @@ def test_nobody_may_submit_to_a_service_that_has_not_started(tokenizer: Tokenize
 
 @in_loop
 async def test_where_routers_find_kv_events(tokenizer: Tokenizer) -> None:
-    """The shape that vLLM 0.32 answers with, by data-parallel rank; nothing when there are none."""
+    """The response of vLLM 0.32, by data-parallel rank; empty without KV events."""
     async with running(FakeLink(), tokenizer) as service, client(service) as http:
         assert (await http.get("/kv_event_sources")).json() == {}
     events = KvEventsConfig(host="0.0.0.0", port=5557, replay_port=5558, topic="kv", buffer=7)

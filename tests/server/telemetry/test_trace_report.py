@@ -1,4 +1,4 @@
-"""A recording drawn as a trace: well-formed whatever was recorded, on one clock, with nothing left out or made up."""
+"""The trace of a recording: well-formed for any recording, on one clock, complete."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def stage(*plans: PlanTrace, **changes: Any) -> StageTrace:
 
 
 def drawn(of_scheduler: SchedulerTrace, *stages: StageTrace | None) -> dict[str, Any]:
-    """The trace of these stages, checked; None: it did not answer."""
+    """The checked trace of these stages; None for one that did not answer."""
     parts = {number: msgspec.msgpack.encode(each) for number, each in enumerate(stages) if each is not None}
     trace: dict[str, Any] = json.loads(trace_json(Recording(of_scheduler, parts), OFFSET, {"role": "prefill"}))
     check(trace)
@@ -137,7 +137,7 @@ def test_steps_of_a_plan_and_its_way_from_stage_to_stage() -> None:
     assert (leaves["pid"], leaves["ts"], arrives["pid"], arrives["ts"]) == (2, 101000.0, 3, 102500.0)
 
 
-def test_where_a_stage_hangs_is_shown_to_the_end() -> None:
+def test_the_unfinished_step_of_a_plan_lasts_to_the_end() -> None:
     trace = drawn(scheduler(2), stage(plan(1, 0.1, 0.2)), stage(plan(1, 0.1)))
     shown = [(event["pid"], event["name"], event["dur"]) for event in of(trace, "X") if "unfinished" in event["args"]]
     assert shown == [(3, "wait", 1_900_000.0), (2, "compute", 1_800_000.0)]
@@ -145,13 +145,13 @@ def test_where_a_stage_hangs_is_shown_to_the_end() -> None:
 
 
 def test_a_stage_on_another_machine_is_put_on_our_clock() -> None:
-    """Its monotonic clock is 500 s behind ours, its time of day 3 ms ahead."""
+    """Its monotonic clock is 500 s behind that of the scheduler, its time of day 3 ms ahead."""
     away = stage(
         PlanTrace(1, (500.5, 500.6, 500.7, 500.8), ()), wall_offset_s=OFFSET + 500.0 + 0.003, ended=END - 500.0
     )
     trace = drawn(scheduler(2), stage(plan(1, 0.3, 0.4, 0.5, 0.6)), away)
     (event,) = of(trace, "X", "compute", pid=3)
-    assert event["ts"] == pytest.approx(603_000.0, abs=1.0), "0.6 s after the start, and the 3 ms that nobody can see"
+    assert event["ts"] == pytest.approx(603_000.0, abs=1.0), "0.6 s after the start, and the 3 ms within the tolerance"
     assert len(of(trace, "s")) == 1
 
 
@@ -161,7 +161,7 @@ def test_noise_between_processes_of_one_machine_moves_nothing() -> None:
     assert event["ts"] == 200_000.0
 
 
-def test_transfers_say_whose_they_are() -> None:
+def test_transfers_name_their_request() -> None:
     transfers = (
         TransferTrace(11, "ticket-a", 0, 1, 4096, START + 0.1, START + 0.4, "acknowledged"),
         TransferTrace(99, "ticket-z", 3, 0, 1, START + 0.2, END, "open"),
@@ -189,7 +189,7 @@ def test_counters_show_changes() -> None:
     assert [event["ts"] for event in of(trace, "C", "unplanned tokens")] == [0.0, pytest.approx(100_000.0)]
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_parts_are_named() -> None:
     full = stage(plan(1, 0.1, 0.2, 0.3, 0.4), dropped_plans=17)
     trace = drawn(scheduler(3, dropped=2), full, None, stage())
     other = trace["otherData"]

@@ -1,4 +1,4 @@
-"""What Chrome's Trace Event Format demands of a trace, checked event by event."""
+"""Checks a trace against Chrome's Trace Event Format, event by event."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ TrackId = tuple[int, int]
 
 
 def check(trace: dict[str, Any]) -> None:
-    """AssertionError for anything that a viewer would show wrongly, or drop."""
+    """Raises AssertionError for anything that a viewer would show wrongly or drop."""
     events: list[Event] = trace["traceEvents"]
     assert {event["ph"] for event in events} <= PHASES
     timed = [event for event in events if event["ph"] != "M"]
@@ -30,7 +30,7 @@ def check(trace: dict[str, Any]) -> None:
 
 
 def of(trace: dict[str, Any], phase: str, name: str = "", pid: int = 0) -> list[Event]:
-    """Events of a kind, in the order of the file; of all names and processes unless told."""
+    """Events of a kind in the order of the file, of one name or process if given."""
     return [
         event
         for event in trace["traceEvents"]

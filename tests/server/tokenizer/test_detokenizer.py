@@ -1,4 +1,4 @@
-"""Detokenizer and stop strings, against brute force."""
+"""Incremental detokenization and stop strings, against brute force."""
 
 from collections.abc import Sequence
 
@@ -26,14 +26,14 @@ def test_text_of_characters_over_several_tokens_comes_whole(tokenizer: Tokenizer
 
 
 @given(st.text(), st.text(max_size=20))
-def test_any_text_comes_back_whatever_came_before(text: str, prompt: str) -> None:
+def test_any_text_comes_back_after_any_prompt(text: str, prompt: str) -> None:
     detokenizer = Detokenizer(Bytes(), list(prompt.encode()))
     pieces = [detokenizer.push(byte) for byte in text.encode()]
     assert "".join(pieces) + detokenizer.flush() == text
 
 
 @given(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xF0, 0x9F, 0x99, 0x82, 0xE2, 0xC3])), max_size=120))
-def test_garbage_comes_out_as_one_decoding_of_it_would(tokens: list[int]) -> None:
+def test_invalid_bytes_come_out_as_decoding_them_at_once(tokens: list[int]) -> None:
     detokenizer = Detokenizer(Bytes())
     text = "".join(detokenizer.push(token) for token in tokens) + detokenizer.flush()
     assert text == Bytes().decode(tokens)
@@ -46,7 +46,7 @@ def test_a_prompt_that_ends_inside_a_character() -> None:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the text ends because of the stop string that is complete first; the longest of those that are."""
+    """Where the text is cut: before the stop string that ends first, the longest of several."""
     for end in range(1, len(text) + 1):
         found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,4 +1,4 @@
-"""Converted tokenizers against transformers' own, and what is kept of them."""
+"""Converted tokenizers against those of transformers, and their cache."""
 
 import json
 import os
@@ -77,14 +77,14 @@ def byte_level() -> Any:
 
 
 def metaspace() -> Any:
-    """Llama 2's kind, with bytes for what the vocabulary lacks."""
+    """As of Llama 2: byte tokens for characters outside the vocabulary."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁t", "h", "e", "th", "▁the"]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys([*pieces, "t", "a", "s"]))}
     return LlamaTokenizer(vocab=vocab, merges=[("▁", "t"), ("t", "h")], add_bos_token=True)
 
 
 def qwen() -> Any:
-    """Qwen's kind: normalised, digits one by one."""
+    """As of Qwen: normalised, digits one by one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate([*alphabet, "he", "12", "<|endoftext|>"])}
     return Qwen2Tokenizer(vocab=vocab, merges=[("h", "e"), ("1", "2")])
@@ -95,7 +95,7 @@ MAKERS = {"byte-level": byte_level, "metaspace": metaspace, "qwen": qwen}
 
 @pytest.fixture(scope="session", params=["smollm2", *MAKERS])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
-    """Ours, and transformers' of the same files."""
+    """Our tokenizer, and that of transformers, from the same files."""
     model = request.param
     if model in MAKERS:
         folder = tmp_path_factory.mktemp(model)
@@ -167,7 +167,7 @@ def test_the_bundled_model_ends_where_its_file_says() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder as far as tokenizers go."""
+    """A model folder with tokenizer files only."""
     made = tmp_path / "model"
     byte_level().save_pretrained(made)
     (made / "config.json").write_text("{}")
@@ -183,17 +183,17 @@ def test_a_tokenizer_is_converted_once(folder: Path, tmp_path: Path, monkeypatch
     (record,) = (tmp_path / "cache").rglob("*.msgpack")
     whole = record.read_bytes()
     record.write_bytes(whole[:100])
-    with pytest.raises(FileNotFoundError):  # a spoilt one would be made again
+    with pytest.raises(FileNotFoundError):  # a damaged file would be replaced
         load_record(source, cache)
     record.write_bytes(whole)
     assert load_record(source, cache) == first
     later = (folder / "tokenizer.json").stat().st_mtime_ns + 1
     os.utime(folder / "tokenizer.json", ns=(later, later))
-    with pytest.raises(FileNotFoundError):  # and so would one of files that have changed
+    with pytest.raises(FileNotFoundError):  # and so would the file of a model that has changed
         load_record(source, cache)
 
 
-def test_where_nothing_can_be_kept_a_tokenizer_is_converted_nevertheless(folder: Path, tmp_path: Path) -> None:
+def test_without_a_writable_cache_a_tokenizer_is_converted_at_every_start(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     assert load_record(resolve_source(str(folder)), str(blocked)) == convert(resolve_source(str(folder)))
@@ -211,7 +211,7 @@ def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 def test_neither_front_end_nor_scheduler_loads_torch_or_transformers() -> None:
-    """What both import, and all of what a front end does before it serves, but for the conversion in a child."""
+    """The imports of both, and all that a front end does before it serves, except the conversion in a child."""
     program = """
 import os, sys
 import headrace.server.cli

@@ -1,4 +1,4 @@
-"""The tokenizer: stop ids, bytes of tokens, chat, and the real one once."""
+"""The tokenizer: stop ids, bytes of tokens, chat templates, and a real model."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def test_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "<|user|>hello\n<|assistant|>"
 
 
-def test_a_chat_the_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
+def test_a_chat_that_the_template_refuses_is_a_client_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(HeadraceError, match="nobody cannot speak") as caught:
         tokenizer.encode_chat([{"role": "nobody", "content": "hello"}])
     assert (caught.value.info.status, caught.value.info.field) == (400, "messages")

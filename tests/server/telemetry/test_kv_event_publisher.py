@@ -1,4 +1,4 @@
-"""The publisher over real sockets: what subscribers get, decoded as vLLM's clients do, and what they can have again."""
+"""The KV event publisher over real sockets: events decoded as by vLLM's clients, and replays."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from headrace.core.config import KvEventsConfig
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from headrace.core.types.errors import ConfigError
 from headrace.server.launch.free_port import free_port
-from headrace.server.telemetry.kv_events import KvEventPublisher, endpoint
+from headrace.server.telemetry.kv_event_publisher import KvEventPublisher, publisher_endpoint
 
 Socket = zmq.Socket[bytes]
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """As vLLM 0.32 declares its batches; the events are maps."""
+    """Batches as vLLM 0.32 declares them; the events are maps."""
 
     ts: float
     events: list[Any]
@@ -50,7 +50,7 @@ def make(context: "zmq.Context[Socket]", **changes: Any) -> tuple[KvEventPublish
 
 
 def publish(publisher: KvEventPublisher, number: int) -> None:
-    """One batch that can be told from the others."""
+    """A batch that differs from the others."""
     publisher.apply(BlockRemoved(block_hashes=(number,)), 0.0)
     assert publisher.next_deadline() == 0.0
     publisher.tick(0.0)
@@ -59,12 +59,12 @@ def publish(publisher: KvEventPublisher, number: int) -> None:
 def subscribed(
     context: "zmq.Context[Socket]", publisher: KvEventPublisher, config: KvEventsConfig, topic: str = ""
 ) -> Socket:
-    """A subscriber that is known to get what is published from now on."""
+    """A subscriber that is connected, so that it gets what is published from now on."""
     sub = context.socket(zmq.SUB)
     sub.rcvtimeo = 10_000
     sub.linger = 0
     sub.subscribe(topic.encode())
-    sub.connect(endpoint(config.host, config.port))
+    sub.connect(publisher_endpoint(config.host, config.port))
     while not sub.poll(20):
         publish(publisher, 0)
     while sub.poll(100):
@@ -73,13 +73,13 @@ def subscribed(
 
 
 def replay(socket: Socket, publisher: KvEventPublisher, start: int) -> list[tuple[int, bytes]]:
-    """Ask for what is kept from start on."""
+    """Request a replay from this sequence on."""
     socket.send_multipart([b"", start.to_bytes(8, "big")])
     return answers(socket, publisher)
 
 
 def answers(socket: Socket, publisher: KvEventPublisher) -> list[tuple[int, bytes]]:
-    """What the publisher's loop answers until the end has come."""
+    """Answers to a replay request, until its end."""
     found = []
     router = publisher.sockets()[0]
     for _ in range(2000):
@@ -100,7 +100,7 @@ def answers(socket: Socket, publisher: KvEventPublisher) -> list[tuple[int, byte
 def dealer(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:
     asking = context.socket(zmq.DEALER)
     asking.linger = 0
-    asking.connect(endpoint(config.host, config.replay_port))
+    asking.connect(publisher_endpoint(config.host, config.replay_port))
     return asking
 
 
@@ -156,7 +156,7 @@ def test_a_late_subscriber_catches_up_without_gap_or_duplicate(context: "zmq.Con
     asking.send_multipart([b"", bytes(8)])
     assert publisher.sockets()[0].poll(5000)
     publisher.receive(0.0)
-    for number in range(500):  # the prefix cache does not wait for anybody's replay
+    for number in range(500):  # publishing goes on during a replay
         publish(publisher, number)
     heard = answers(asking, publisher)
     replayed = [number for number, _ in heard]
@@ -170,7 +170,7 @@ def test_a_late_subscriber_catches_up_without_gap_or_duplicate(context: "zmq.Con
     publisher.close()
 
 
-def test_the_oldest_batches_are_forgotten(context: "zmq.Context[Socket]") -> None:
+def test_the_oldest_batches_are_dropped(context: "zmq.Context[Socket]") -> None:
     publisher, config = make(context, buffer=10)
     for number in range(25):
         publish(publisher, number)
@@ -179,13 +179,13 @@ def test_the_oldest_batches_are_forgotten(context: "zmq.Context[Socket]") -> Non
 
 
 def test_a_subscriber_that_does_not_read_is_left_behind(context: "zmq.Context[Socket]") -> None:
-    """Publishing goes on, memory is bounded, and what it missed can be had by replay."""
+    """Publishing goes on, memory is bounded, and what it missed can be replayed."""
     publisher, config = make(context, buffer=4000)
     sub = context.socket(zmq.SUB)
     sub.rcvhwm = 1
     sub.linger = 0
     sub.subscribe(b"")
-    sub.connect(endpoint(config.host, config.port))
+    sub.connect(publisher_endpoint(config.host, config.port))
     while not sub.poll(20):
         publish(publisher, 0)
     first = int.from_bytes(sub.recv_multipart()[1], "big")
@@ -204,7 +204,7 @@ def test_a_subscriber_that_does_not_read_is_left_behind(context: "zmq.Context[So
     publisher.close()
 
 
-def test_whoever_asks_wrongly_or_does_not_read_harms_nobody(context: "zmq.Context[Socket]") -> None:
+def test_subscribers_that_send_garbage_or_do_not_read_affect_no_other(context: "zmq.Context[Socket]") -> None:
     publisher, config = make(context, buffer=300)
     for number in range(300):
         publish(publisher, number)
@@ -244,6 +244,6 @@ def test_a_port_that_is_taken_is_named(context: "zmq.Context[Socket]") -> None:
 
 
 def test_addresses() -> None:
-    assert endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
-    assert endpoint("0.0.0.0", 5) == endpoint("::", 5) == "tcp://*:5"
-    assert endpoint("::1", 5) == "tcp://[::1]:5"
+    assert publisher_endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
+    assert publisher_endpoint("0.0.0.0", 5) == publisher_endpoint("::", 5) == "tcp://*:5"
+    assert publisher_endpoint("::1", 5) == "tcp://[::1]:5"

@@ -1,4 +1,4 @@
-"""Prometheus text from counters and histograms of all processes. Names get the prefix headrace_."""
+"""Prometheus text of the metrics of all processes. Names get the prefix headrace_."""
 
 from collections.abc import Iterable, Iterator
 
@@ -42,15 +42,15 @@ class FrontMetrics:
 
 
 def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec] = CATALOG) -> bytes:
-    """The text of /metrics. Everything in the catalog appears, with zero where nothing was counted; what the
-    catalog does not know appears with its labels numbered. Values under the same name and labels are added up."""
+    """The text of /metrics. Metrics of the catalog that have no value appear with zero; metrics that are not in the
+    catalog appear with numbered labels. Values with the same name and labels are added up."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(tuple(stats), tuple(catalog)))
     return generate_latest(registry)
 
 
 class _Snapshot:
-    """A collector over values that were taken before."""
+    """A prometheus_client collector over a snapshot."""
 
     def __init__(self, stats: tuple[Stats, ...], catalog: tuple[MetricSpec, ...]) -> None:
         self._specs = {spec.name: spec for spec in catalog}
@@ -73,7 +73,7 @@ class _Snapshot:
             yield self._histogram(spec) if spec.kind == "histogram" else self._plain(spec)
 
     def _guess(self, name: str) -> MetricSpec:
-        """A description for a metric that no catalog names."""
+        """A description of a metric that is not in the catalog."""
         labels = next(iter({**self._values.get(name, {}), **self._histograms.get(name, {})}))
         names = tuple(f"label{index}" for index in range(len(labels)))
         kind = "histogram" if name in self._histograms else "counter" if name.endswith("_total") else "gauge"
@@ -108,7 +108,7 @@ def _zeros(spec: MetricSpec) -> tuple[tuple[str, ...], ...]:
 
 
 def _added(first: HistogramSample | None, second: HistogramSample) -> HistogramSample:
-    """Two histograms over the same bounds as one; over other bounds, the later one counts."""
+    """The sum of two histograms with the same bounds; with other bounds, the second one."""
     if first is None or first.bounds != second.bounds:
         return second
     counts = tuple(a + b for a, b in zip(first.counts, second.counts, strict=True))

@@ -1,4 +1,4 @@
-"""Rendering: everything known appears from the start, everything counted appears with its value."""
+"""/metrics: all metrics of the catalog appear from the start, all values appear."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.server.telemetry.catalog import CATALOG
-from headrace.server.telemetry.metrics import FrontMetrics, render
+from headrace.server.telemetry.prometheus import FrontMetrics, render
 
 
 def families(*stats: Stats) -> dict[str, object]:
@@ -21,7 +21,7 @@ def samples(*stats: Stats) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_the_whole_catalog_appears_before_anything_happened() -> None:
+def test_the_whole_catalog_appears_without_values() -> None:
     text = render([Stats()]).decode()
     for spec in CATALOG:
         assert f"# HELP headrace_{spec.name} {spec.help}" in text, spec.name
@@ -38,7 +38,7 @@ def test_values_of_several_processes_are_added_up() -> None:
     assert values["headrace_chunks_sent_total", ()] == 7
 
 
-def test_what_no_catalog_knows_appears_too() -> None:
+def test_metrics_outside_the_catalog_appear_too() -> None:
     histograms = Histograms()
     histograms.observe("nap_seconds", 0.2, ("x",))
     values = samples(Stats((Sample("naps_total", 2, ("a", "b")), Sample("depth", 5)), histograms.snapshot()))

@@ -1,7 +1,7 @@
-"""A decode server behind routers: prompts that somebody else has posted."""
+"""A decode server behind routers, which have sent the prompts to prefill servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,23 +26,19 @@ from headrace.core.types.request import DecodeHere, FetchFrom
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying, ticket_of
-from tests.server.frontend.test_decode import ONE, Prefills, until_ready, welcoming
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying, ticket_of
+from tests.server.frontend.test_decode import ONE, Prefills, fetched, until_ready, welcoming
 
 HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
 MOONCAKE = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p1:8001"}
 ROOM = {"bootstrap_host": "p1", "bootstrap_port": 8001, "bootstrap_room": 7}
 
 
-def collected(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], Iterable[AnySchedulerReply]]:
-    return lambda link, submit: [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
-
-
 @asynccontextmanager
 async def decode(
     link: FakeLink, tokenizer: Tokenizer, prefills: Prefills | None = None, *, up: bool = True, **server: Any
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
-    """A decode server that knows one prefill server, which is up."""
+    """A decode server with one configured prefill server, which is up."""
     fields = {"prefill": (ONE,), **server}
     async with (
         running(link, tokenizer, role="decode", prefill_transport=prefills or Prefills(), **fields) as service,
@@ -68,9 +64,9 @@ async def decode(
     ],
 )
 @in_loop
-async def test_the_three_names(tokenizer: Tokenizer, fields: dict[str, Any], ticket: str, wait: bool) -> None:
-    """Bootstrap ports are known from the prefill server's own answer; the engine's id finds it under any name."""
-    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+async def test_tickets_under_three_names(tokenizer: Tokenizer, fields: dict[str, Any], ticket: str, wait: bool) -> None:
+    """Bootstrap ports are known from GET /v1/handoff; the instance id identifies a server under any host name."""
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     prefills.more = {"bootstrap_port": 8998}
     async with decode(link, tokenizer, prefills) as (_, http):
         response = await http.post("/v1/completions", json={"prompt": "hello world", "max_tokens": 9, **fields})
@@ -82,8 +78,8 @@ async def test_the_three_names(tokenizer: Tokenizer, fields: dict[str, Any], tic
 
 
 @in_loop
-async def test_without_a_name_the_prompt_is_posted_from_here(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+async def test_without_handoff_fields_the_prompt_is_sent_from_here(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     async with decode(link, tokenizer, prefills) as (_, http):
         await http.post("/v1/completions", json={"prompt": "hello", "kv_transfer_params": None})
     assert len(prefills.posts) == 1
@@ -94,7 +90,7 @@ async def test_without_a_name_the_prompt_is_posted_from_here(tokenizer: Tokenize
 
 @in_loop
 async def test_where_nothing_is_transferred_the_prompt_is_computed_here(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     async with decode(link, tokenizer, prefills) as (_, http):
         response = await http.post("/v1/completions", json={"prompt": "hi", **ROOM, "bootstrap_host": "2.2.2.2"})
     assert response.status_code == 200
@@ -104,7 +100,7 @@ async def test_where_nothing_is_transferred_the_prompt_is_computed_here(tokenize
 
 @in_loop
 async def test_every_prompt_of_a_list_has_its_own_ticket(tokenizer: Tokenizer) -> None:
-    link = FakeLink(collected(tokenizer))
+    link = FakeLink(fetched(tokenizer))
     async with decode(link, tokenizer) as (_, http):
         body = {"prompt": ["ab", "hello"], "n": 2, "kv_transfer_params": {**HELD, "tickets": list("abcd")}}
         await http.post("/v1/completions", json=body)
@@ -114,8 +110,8 @@ async def test_every_prompt_of_a_list_has_its_own_ticket(tokenizer: Tokenizer) -
 
 @in_loop
 async def test_the_prompt_is_the_one_that_was_computed(tokenizer: Tokenizer) -> None:
-    """A chat template of another version here would make another prompt of the same messages."""
-    link = FakeLink(collected(tokenizer))
+    """A chat template of another version would make another prompt of the same messages."""
+    link = FakeLink(fetched(tokenizer))
     async with decode(link, tokenizer) as (_, http):
         params = {**HELD, "prompt_token_ids": [5, 6, 7]}
         chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": params}
@@ -149,7 +145,7 @@ async def test_what_a_failed_ticket_means_for_the_client(tokenizer: Tokenizer, e
 
 
 @in_loop
-async def test_a_fallback_serves_what_could_not_be_collected(tokenizer: Tokenizer) -> None:
+async def test_a_fallback_serves_what_could_not_be_fetched(tokenizer: Tokenizer) -> None:
     error = ErrorInfo(code="lease_expired", message="m", status=504)
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
@@ -167,7 +163,7 @@ async def test_a_fallback_serves_what_could_not_be_collected(tokenizer: Tokenize
 @pytest.mark.parametrize("min_tokens", [0, 2])
 @in_loop
 async def test_a_first_token_that_min_tokens_forbids_is_sampled_again(tokenizer: Tokenizer, min_tokens: int) -> None:
-    """The prefill server was asked first, with limits that were not the client's."""
+    """The router had asked the prefill server first, with limits that were not the client's."""
     eos = tokenizer.eos_ids[0]
 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
@@ -195,7 +191,7 @@ async def test_a_first_token_that_min_tokens_forbids_is_sampled_again(tokenizer:
     ],
 )
 @in_loop
-async def test_the_prefill_server_hears_that_nobody_will_come(
+async def test_the_prefill_server_is_notified_of_a_refused_request(
     tokenizer: Tokenizer, body: dict[str, Any], tickets: list[str]
 ) -> None:
     link = FakeLink()
@@ -208,7 +204,7 @@ async def test_the_prefill_server_hears_that_nobody_will_come(
 
 
 @in_loop
-async def test_the_prefill_server_hears_of_overload_here(tokenizer: Tokenizer) -> None:
+async def test_the_prefill_server_is_notified_of_overload_here(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with decode(link, tokenizer) as (service, http):
         link.say(EngineState(ready=False, reason="stage 0 died"))
@@ -229,7 +225,9 @@ async def test_the_prefill_server_hears_of_overload_here(tokenizer: Tokenizer) -
     ],
 )
 @in_loop
-async def test_nobody_can_have_it_dial_a_stranger(tokenizer: Tokenizer, fields: dict[str, Any], shown: str) -> None:
+async def test_servers_that_are_not_allowed_are_not_dialled(
+    tokenizer: Tokenizer, fields: dict[str, Any], shown: str
+) -> None:
     link, prefills = FakeLink(), Prefills()
     async with decode(link, tokenizer, prefills) as (_, http):
         asked = prefills.discoveries
@@ -240,7 +238,7 @@ async def test_nobody_can_have_it_dial_a_stranger(tokenizer: Tokenizer, fields: 
 
 
 @in_loop
-async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokenizer) -> None:
+async def test_a_configured_server_that_is_down_is_still_allowed(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(), Prefills()
     async with decode(link, tokenizer, prefills) as (_, http):
         link.say(PrefillState(name=ONE, up=False, reason="silent for 3 s"))
@@ -248,7 +246,7 @@ async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokeni
             await asyncio.sleep(0)
         response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
     assert (response.status_code, "silent for 3 s" in response.text) == (503, True)
-    del prefills.control_servers["p1"]
+    del prefills.control_ports["p1"]
     async with (
         running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
         client(service) as http,
@@ -259,9 +257,9 @@ async def test_a_server_of_our_own_that_is_down_is_no_stranger(tokenizer: Tokeni
 
 @in_loop
 async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(tokenizer: Tokenizer) -> None:
-    link = FakeLink(collected(tokenizer))
+    link = FakeLink(fetched(tokenizer))
     async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.0/24",)) as (service, http):
-        assert (await http.get("/ready")).status_code == 200, "there is nothing it has to wait for"
+        assert (await http.get("/ready")).status_code == 200, "no prefill server is required"
         params = {**HELD, "remote_host": "10.0.0.9", "remote_engine_id": "e"}
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params}))
         control_server = "tcp://10.0.0.9:5001"
@@ -271,7 +269,7 @@ async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(to
         again = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": params})
         assert again.status_code == 200
         unnamed = await http.post("/v1/completions", json={"prompt": "x"})
-        assert unnamed.status_code == 503, "it is not ours to send prompts to"
+        assert unnamed.status_code == 503, "prompts are sent to configured servers only"
     assert [submit.route for submit in link.of(Submit)] == [FetchFrom(control_server, "t", "done")] * 2
     assert len(link.of(AddPrefill)) == 1
     assert service.prefills.servers() == []
@@ -279,7 +277,7 @@ async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(to
 
 @in_loop
 async def test_an_allowed_bootstrap_port_is_asked_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(collected(tokenizer)), Prefills()
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     async with decode(link, tokenizer, prefills, prefill=(), allow_prefill=("p2",)) as (_, http):
         room = {**ROOM, "bootstrap_host": "p2", "bootstrap_port": 8998}
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", **room}))
@@ -307,7 +305,7 @@ async def test_an_allowed_server_that_does_not_answer_is_given_up(
 
 @in_loop
 async def test_servers_that_requests_have_named_are_bounded(tokenizer: Tokenizer) -> None:
-    link = FakeLink(collected(tokenizer))
+    link = FakeLink(fetched(tokenizer))
     async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.9",)) as (_, http):
         for port in range(1, MAX_NAMED + 3):
             params = {**HELD, "remote_host": "10.0.0.9", "remote_port": port}

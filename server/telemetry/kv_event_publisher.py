@@ -1,8 +1,8 @@
-"""Sends KV events to whoever follows the prefix cache, in the frames of vLLM 0.32.
+"""Publishes KV cache events over ZMQ in the frames of vLLM 0.32, so that routers can follow the prefix cache.
 
 PUB       topic, sequence (8 bytes, big-endian, from 0), batch                       one message per batch
 ROUTER    a request: [identity], empty, first sequence wanted (8 bytes)
-          answers:   [identity], empty, topic, sequence, batch                       one for each that is kept
+          answers:   [identity], empty, topic, sequence, batch                       one for each batch in the buffer
           the end:   [identity], empty, empty, sequence -1, empty
 """
 
@@ -24,18 +24,18 @@ from headrace.core.types.errors import ConfigError
 Socket = zmq.Socket[bytes]
 
 END = (-1).to_bytes(8, "big", signed=True)
-REPLAY_PASS = 128  # batches replayed in one turn of the loop, and requests taken in
-MAX_REPLAYS = 64  # answered at the same time; a subscriber that is not answered asks again
+REPLAY_PASS = 128  # batches replayed, and requests received, in one turn of the loop
+MAX_REPLAYS = 64  # at the same time; a subscriber that is refused asks again
 MAX_REQUEST_BYTES = 1024
-LINGER_MS = 500  # for the last word to subscribers when the server ends
+LINGER_MS = 500  # for the last batch when the server ends
 
 
 class KvEventPublisher:
-    """A Port that takes KvEvents: what comes in one turn of the loop goes out as one batch at the next tick.
+    """A port of the scheduler's loop that publishes KvEvents: those of one turn are one batch, sent at the next tick.
 
-    Never waits for anybody: a subscriber that is `buffer` batches behind misses what follows, and can ask for as many
-    of the newest batches as are kept. A replay goes out in small passes between other work, and runs on until it has
-    caught up with the newest batch. wall: seconds since 1970. Raises ConfigError for an address that cannot be bound.
+    Never blocks: a subscriber that is `buffer` batches behind misses what follows, and can request a replay of the
+    newest `buffer` batches. A replay is sent in small passes between other work, until it has caught up with the newest
+    batch. wall: returns seconds since 1970. Raises ConfigError for an address that cannot be bound.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class KvEventPublisher:
         self._counters = Counters()
 
     def sockets(self) -> Sequence[Socket]:
+        """Sockets to poll for reading."""
         return () if self._router is None else (self._router,)
 
     def receive(self, now: float) -> Sequence[Any]:
-        """Take in requests for replay. A second one from the same subscriber takes the first one's place."""
+        """Receive replay requests. A second one from the same subscriber replaces the first."""
         assert self._router is not None, "only the replay socket is polled"
         for _ in range(REPLAY_PASS):
             try:
@@ -80,10 +81,12 @@ class KvEventPublisher:
         return ()
 
     def apply(self, command: KvEventMessage, now: float) -> Sequence[Any]:
+        """Add an event to the next batch."""
         self._events.append(command)
         return ()
 
     def tick(self, now: float) -> Sequence[Any]:
+        """Publish the batch, and send a pass of a replay."""
         if self._events:
             self._publish()
         if self._replays:
@@ -91,14 +94,15 @@ class KvEventPublisher:
         return ()
 
     def next_deadline(self) -> float | None:
-        """At once while there is something to send."""
+        """Due at once while there is something to send."""
         return 0.0 if self._events or self._replays else None
 
     def statistics(self) -> Stats:
+        """Counters of events and replays."""
         return Stats(self._counters.snapshot())
 
     def close(self) -> None:
-        """Send what is left, and close."""
+        """Publish the last batch and close the sockets."""
         if self._events:
             self._publish()
         self._pub.close()
@@ -127,7 +131,7 @@ class KvEventPublisher:
                 self._counters.add("kv_events_published_total", labels=("cleared",))
 
     def _replay(self) -> None:
-        """One pass for the subscriber that has waited longest; it goes to the end of the row until it is served."""
+        """Send one pass to the first subscriber of the queue, which then goes to its end unless it is done."""
         identity = next(iter(self._replays))
         first_kept = self._next - len(self._kept)
         start = max(self._replays.pop(identity), first_kept)
@@ -143,7 +147,7 @@ class KvEventPublisher:
             self._answer(identity, b"", END, b"")
 
     def _answer(self, identity: bytes, *frames: bytes) -> bool:
-        """False when the subscriber is gone, or has left a whole replay unread; it gets nothing more then."""
+        """False if the subscriber is gone or has not read a whole replay; it gets nothing more then."""
         assert self._router is not None
         try:
             self._router.send_multipart((identity, b"", *frames), zmq.NOBLOCK)
@@ -154,15 +158,15 @@ class KvEventPublisher:
         return True
 
 
-def endpoint(host: str, port: int) -> str:
-    """How others write the address; every interface of this machine is `*`, as vLLM has it."""
+def publisher_endpoint(host: str, port: int) -> str:
+    """ZMQ address of a publisher; a wildcard host is written `*`, as in vLLM."""
     return url("tcp", "*" if is_wildcard(host) else host, port)
 
 
 def _router(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:
-    """The socket for replay. Raises ConfigError."""
+    """The socket for replays. Raises ConfigError for an address that cannot be bound."""
     router = context.socket(zmq.ROUTER)
-    router.router_mandatory = True  # a subscriber that is gone or does not read is an error, not silence
+    router.router_mandatory = True  # sending to a subscriber that is gone or does not read is an error
     router.sndhwm = config.buffer + 1  # one whole replay and its end
     router.linger = 0
     router.maxmsgsize = MAX_REQUEST_BYTES
@@ -172,9 +176,11 @@ def _router(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:
 
 def _bind(socket: Socket, host: str, port: int) -> None:
     socket.ipv6 = True
-    address = endpoint(host, port)
+    address = publisher_endpoint(host, port)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"cannot listen on {address}: {os.strerror(error.errno or 0)}; write another port") from error
+        raise ConfigError(
+            f"cannot listen on {address}: {os.strerror(error.errno or 0)}; choose another port"
+        ) from error
