@@ -29,7 +29,7 @@ from headrace.core.messages.orders import (
     stage_identity,
 )
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNSENT_WAIT_S, FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
@@ -76,7 +76,7 @@ class FrontChannel:
     def receive(self, now: float) -> Sequence[AnyFrontendRequest | StageFailed]:
         try:
             messages = [self._in.decode(frame) for frame in self._frames.receive()]
-        except OtherEndGone:
+        except ConnectionClosed:
             return [Shutdown()]
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
@@ -97,13 +97,13 @@ class FrontChannel:
             command = msgspec.structs.replace(
                 command, stats=join([command.stats, *(source.statistics() for source in self.more_stats)])
             )
-        with suppress(OtherEndGone):  # receive() reports it
+        with suppress(ConnectionClosed):  # receive() reports it
             self._frames.send(self._out.encode(command))
         self._schedule_flush(now)
         return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[AnyFrontendRequest]:
-        with suppress(OtherEndGone):
+        with suppress(ConnectionClosed):
             self._frames.flush()
         self._schedule_flush(now)
         return ()
@@ -264,7 +264,7 @@ class StageChannel:
             return ()
         try:
             self._router.send(self._identity(stage), frame)
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             # The supervisor reports a local stage that has exited, with its exit status. External stages have no
             # supervisor here.
             if isinstance(command, ShutdownStage) or self._join_endpoint is None:

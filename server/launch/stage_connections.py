@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from headrace.core.runtime.frames import FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
 from headrace.core.types.errors import ConfigError
 
 BATCH = 256  # messages taken in one pass, so that one busy channel cannot starve the others
@@ -34,7 +34,7 @@ class Router(Protocol):
         ...
 
     def send(self, name: bytes, frame: bytes) -> None:
-        """Raises OtherEndGone when there is no such connection, or it takes nothing."""
+        """Raises ConnectionClosed when there is no such connection, or it takes nothing."""
         ...
 
     def flush(self) -> None: ...
@@ -66,7 +66,7 @@ class FrameRouter:
         for connection in list(self._strangers):
             try:
                 frames = connection.receive()
-            except OtherEndGone:
+            except ConnectionClosed:
                 self._strangers.remove(connection)
                 connection.close()
                 continue
@@ -80,17 +80,17 @@ class FrameRouter:
         for name, connection in list(self._named.items()):
             try:
                 yield from ((name, [frame]) for frame in connection.receive())
-            except OtherEndGone:
+            except ConnectionClosed:
                 self._named.pop(name).close()
 
     def send(self, name: bytes, frame: bytes) -> None:
         if name not in self._named:
-            raise OtherEndGone("it is not connected")
+            raise ConnectionClosed("it is not connected")
         self._named[name].send(frame)
 
     def flush(self) -> None:
         for connection in self._named.values():
-            with suppress(OtherEndGone):  # receive() finds out
+            with suppress(ConnectionClosed):  # receive() finds out
                 connection.flush()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class ZmqRouter:
         try:
             self._socket.send_multipart((name, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise OtherEndGone(error.strerror) from error
+            raise ConnectionClosed(error.strerror) from error
 
     def flush(self) -> None:
         """Nothing is kept here."""

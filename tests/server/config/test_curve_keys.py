@@ -38,7 +38,7 @@ def test_a_pair_is_not_written_over_unless_that_is_meant(tmp_path: Path, capsys:
     assert main(["keys", str(tmp_path), "--name", "a"]) == 2
     assert "--force" in capsys.readouterr().err
     (tmp_path / "a.key").unlink()
-    with pytest.raises(ConfigError, match=r"a\.key_secret is there already"):
+    with pytest.raises(ConfigError, match=r"a\.key_secret exists already"):
         write_pair(tmp_path, "a")
     assert secret.read_text() == before
     secret.chmod(0o644)

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from headrace.core.runtime.frames import FrameSocket, OtherEndGone, connect
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket, connect
 from headrace.server.launch.stage_connections import FrameRouter
 
 
@@ -61,14 +61,14 @@ def test_who_comes_later_takes_over_the_name(folder: Path, router: FrameRouter) 
     assert came(router, 1) == [(b"stage", b"2")]
     router.send(b"stage", b"an order")
     assert after.receive() == [b"an order"]
-    with pytest.raises(OtherEndGone):
+    with pytest.raises(ConnectionClosed):
         before.receive()
     before.close()
     after.close()
 
 
 def test_whoever_is_gone_takes_nothing(folder: Path, router: FrameRouter) -> None:
-    with pytest.raises(OtherEndGone, match="not connected"):
+    with pytest.raises(ConnectionClosed, match="not connected"):
         router.send(b"stage", b"an order")
     connection = named(folder, b"stage")
     connection.send(b"last words")
@@ -76,7 +76,7 @@ def test_whoever_is_gone_takes_nothing(folder: Path, router: FrameRouter) -> Non
     nameless = connect(str(folder / "stages"))
     nameless.close()
     assert came(router, 2) == [(b"stage", b"last words")]
-    with pytest.raises(OtherEndGone):
+    with pytest.raises(ConnectionClosed):
         router.send(b"stage", b"an order")
     assert len(router.sockets()) == 1
 
@@ -101,5 +101,5 @@ def test_a_stage_that_reads_later_holds_up_no_other(folder: Path, router: FrameR
 
 
 def test_nobody_listens(folder: Path) -> None:
-    with pytest.raises(OtherEndGone, match="nobody listens"):
+    with pytest.raises(ConnectionClosed, match="nobody listens"):
         connect(str(folder / "stages"), timeout_s=0.05)
