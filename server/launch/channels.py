@@ -71,9 +71,11 @@ class FrontChannel:
         """Whose counters StatsReply includes."""
 
     def sockets(self) -> Sequence[int]:
+        """The connection's file descriptor."""
         return (self._frames.fileno(),)
 
     def receive(self, now: float) -> Sequence[AnyFrontendRequest | StageFailed]:
+        """Requests of the front end; Shutdown if it has closed the connection."""
         try:
             messages = [self._in.decode(frame) for frame in self._frames.receive()]
         except ConnectionClosed:
@@ -84,6 +86,7 @@ class FrontChannel:
         ]
 
     def apply(self, command: AnySchedulerReply, now: float) -> Sequence[ChannelEvent]:
+        """Send a reply."""
         if isinstance(command, EngineState):
             command = msgspec.structs.replace(
                 command,
@@ -103,15 +106,18 @@ class FrontChannel:
         return self.on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[AnyFrontendRequest]:
+        """Send what the socket's buffer had no room for."""
         with suppress(ConnectionClosed):
             self._frames.flush()
         self._schedule_flush(now)
         return ()
 
     def next_deadline(self) -> float | None:
+        """When unsent messages are offered to the socket again."""
         return self._flush_at
 
     def close(self) -> None:
+        """Close the connection."""
         self._frames.close()
 
     def _schedule_flush(self, now: float) -> None:
@@ -162,9 +168,11 @@ class StageChannel:
         self._out: Codec[AnyOrder] = Codec(AnyOrder)
 
     def sockets(self) -> Sequence[Any]:
+        """Those of the router."""
         return self._router.sockets()
 
     def receive(self, now: float) -> Sequence[ChannelEvent]:
+        """Events of the current group's stages, and of the join endpoint."""
         events: list[ChannelEvent] = []
         for identity, frames in self._router.receive():
             if self._join_endpoint is not None and not self._join_endpoint.is_member(identity):
@@ -174,13 +182,14 @@ class StageChannel:
             if isinstance(event, StageReady) and event.epoch > self._epoch:
                 self._begin_group(event.epoch)
             if identity != self._identity(event.stage):
-                continue  # of a group that has ended
+                continue  # from a group that has ended
             self._record(event, now)
             if not isinstance(event, StageHeartbeat):
                 events.append(event)
         return events
 
     def apply(self, command: AnyOrder, now: float) -> Sequence[ChannelEvent]:
+        """Broadcast an order. Returns a StageFailed for each stage that cannot be reached."""
         if isinstance(command, BeginEpoch):
             self._group_begun = command.epoch == self._epoch
         if not self._group_begun and not isinstance(command, ShutdownStage):
@@ -192,6 +201,7 @@ class StageChannel:
         return failures
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
+        """Send heartbeats and unsent messages; returns a StageFailed for each stage that is silent."""
         self._router.flush()
         self._schedule_flush(now)
         due = self._next_heartbeat
@@ -213,6 +223,7 @@ class StageChannel:
         return events
 
     def next_deadline(self) -> float | None:
+        """When the next heartbeat, or the next attempt to send, is due."""
         return min((at for at in (self._next_heartbeat, self._flush_at) if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
@@ -233,6 +244,7 @@ class StageChannel:
         return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
 
     def close(self) -> None:
+        """Close all connections."""
         self._router.close()
 
     def _schedule_flush(self, now: float) -> None:
