@@ -1,8 +1,7 @@
-"""What the processes of a server note while GET /debug/trace records: plans and transfers of the stages, the requests'
-phases and the plans' count of the scheduler.
+"""Traces recorded for GET /debug/trace: plans and transfers of stages, phases of requests, load of the scheduler.
 
-Times are seconds of the noting process's monotonic clock. The processes of one machine share that clock; a stage
-elsewhere does not, so each stage says how far the time of day is ahead of it.
+Times are seconds of the recording process's monotonic clock. Processes of one machine share that clock; a stage on
+another machine does not, so each stage reports the offset of its clock from the time of day.
 """
 
 from typing import Generic, Literal, TypeVar
@@ -14,100 +13,114 @@ Outcome = Literal["acknowledged", "refused", "open"]
 
 
 class PlannedTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row of a plan: positions [start, start + count) of a request, under the serial that stages know."""
+    """A row of a plan: positions [start, start + count) of a request."""
 
     request: int
+    """Serial of the request, as in orders."""
     start: int
     count: int
 
 
 class PlanTrace(msgspec.Struct, frozen=True):
-    """A plan on one stage.
-
-    marks: when it came up there (and waited for what other stages send), when its layers began, when sampling or
-    passing on began, and when all was done. The later ones are missing where the plan had not come so far.
-    """
+    """A plan on one stage."""
 
     seq: int
+    """Number of its order."""
     marks: tuple[float, ...]
+    """Times at which it was taken up (and waited for hidden states), its layers began, sampling or sending began, and
+    it was done. The later ones are missing if the plan had not come so far."""
     rows: tuple[PlannedTokens, ...]
 
 
 class TransferTrace(msgspec.Struct, frozen=True):
-    """A chunk on its way from one stage to one stage of a peer. ended: when it was answered, or when recording ended
-    before it was ("open")."""
+    """A chunk sent from one stage to one stage of a peer."""
 
     request: int
+    """Serial of the request, as in orders."""
     ticket: str
     chunk: int
+    """Number of the chunk within the request."""
     peer_stage: int
     bytes: int
+    """Of the payload."""
     sent: float
     ended: float
+    """When it was acknowledged or refused; for "open" ones, when recording ended."""
     outcome: Outcome
 
 
 class StageTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage noted. dropped_*: how many did not fit in. wall_offset_s: see
-    headrace.core.runtime.clock.wall_offset()."""
+    """The recording of one stage."""
 
     plans: tuple[PlanTrace, ...]
     transfers: tuple[TransferTrace, ...]
     dropped_plans: int
+    """Plans beyond the buffer's limit."""
     dropped_transfers: int
+    """Transfers beyond the buffer's limit."""
     ended: float
+    """When recording ended."""
     wall_offset_s: float
+    """Of the stage's machine: see wall_offset() in core/runtime/clock.py."""
 
 
 class PhaseTrace(msgspec.Struct, frozen=True):
-    """A phase that a request was in. request: its number in order of arrival. then: the phase that followed, "" where
-    recording ended before it did."""
+    """A phase of a request."""
 
     request: int
+    """Number of the request in order of arrival."""
     phase: str
     start: float
     end: float
     then: str
+    """The following phase; empty if recording ended before it."""
 
 
 class RequestName(msgspec.Struct, frozen=True):
-    """Who a request is. serial: what stages call it; one that was preempted has had several. request: its number in
-    order of arrival. peer: where its KV goes or comes from, "" for nowhere."""
+    """The names of a request."""
 
     serial: int
+    """As in orders; a preempted request gets a new one."""
     request: int
+    """Number of the request in order of arrival."""
     rid: str
     ticket: str
     peer: str
+    """Where its KV goes or comes from; empty for a request without a handoff."""
 
 
 class LoadSample(msgspec.Struct, frozen=True):
-    """The scheduler's counts from a moment on. in_flight, issued: plans, the latter since recording began. queues:
-    requests by phase, as SchedulerTrace.phases names them. unplanned: prompt tokens."""
+    """The scheduler's load from a point in time on."""
 
     at: float
     in_flight: int
+    """Plans in flight."""
     issued: int
+    """Plans issued since recording began."""
     queues: tuple[int, ...]
+    """Requests in each phase of SchedulerTrace.phases."""
     unplanned: int
+    """Prompt tokens that no plan has yet."""
 
 
 class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler noted between started and ended. stages: how many of them report, each on its own."""
+    """The recording of the scheduler."""
 
     started: float
     ended: float
     stages: int
+    """Pipeline stages; each sends a StageTrace."""
     names: tuple[RequestName, ...]
     spans: tuple[PhaseTrace, ...]
     phases: tuple[str, ...]
+    """Names of the phases that LoadSample.queues counts."""
     loads: tuple[LoadSample, ...]
     dropped: int
+    """Entries beyond the buffer's limit."""
 
 
 class Buffer(Generic[T]):
-    """Keeps what it is given while it is on, until limit is reached; of the rest it keeps the number. Owned by one
-    thread."""
+    """Records items up to a limit and counts the rest. Not thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.on = False
@@ -117,13 +130,15 @@ class Buffer(Generic[T]):
         self._dropped = 0
 
     def start(self) -> None:
-        """Begin anew, with nothing in it."""
+        """Begin to record, with an empty buffer."""
         self.on = True
         self._room, self._items, self._dropped = self._limit, [], 0
 
     def add(self, item: T, size: int = 1) -> None:
-        """Keep an item that takes size of the limit. Once one was dropped all later ones are, so that what is kept is
-        complete up to a moment."""
+        """Record an item that takes size of the limit.
+
+        After the first dropped item all later ones are dropped, so the recording is complete up to a point in time.
+        """
         if not self.on:
             return
         if self._dropped or size > self._room:
@@ -133,6 +148,6 @@ class Buffer(Generic[T]):
         self._items.append(item)
 
     def stop(self) -> tuple[tuple[T, ...], int]:
-        """Switch it off; return what it kept, in order, and how much it dropped."""
+        """Stop recording. Returns the items, in order, and how many were dropped."""
         items, self._items, self.on = tuple(self._items), [], False
         return items, self._dropped

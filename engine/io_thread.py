@@ -45,7 +45,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
 from headrace.core.runtime.event_source import EventSource
-from headrace.core.runtime.frames import UNSENT_WAIT_S, OtherEndGone
+from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.order_connection import OrderConnection
@@ -153,7 +153,7 @@ class StageIoThread(threading.Thread):
         except OutOfStep as error:
             log.error("%s", error)
             self._fail(str(error))
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             log.debug("the scheduler is gone: %s", error)  # who watches both says why
             self._inbox.put(ShutdownStage(seq=0))
         except Exception as error:

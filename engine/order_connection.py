@@ -23,20 +23,20 @@ class OrderConnection(Protocol):
         ...
 
     def send(self, message: bytes) -> None:
-        """Raises OtherEndGone."""
+        """Raises ConnectionClosed."""
         ...
 
     def flush(self) -> None: ...
 
     def receive(self) -> list[bytes]:
-        """Raises OtherEndGone."""
+        """Raises ConnectionClosed."""
         ...
 
     def close(self) -> None: ...
 
 
 def dial_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> OrderConnection:
-    """identity: the name of the stage. Raises OtherEndGone."""
+    """identity: the name of the stage. Raises ConnectionClosed."""
     if endpoint.startswith(UNIX):
         control = connect(endpoint.removeprefix(UNIX))
         control.send(identity)

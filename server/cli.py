@@ -3,6 +3,7 @@
 import argparse
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,36 +21,43 @@ from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
 
 MISTAKE = 2  # exit status for a wrong flag, file or model
+INTERRUPTED = 128 + signal.SIGINT
+BROKEN_PIPE = 128 + signal.SIGPIPE
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
-STAGE = "run one pipeline stage of a server that was started with --stages external; by torchrun, srun, Kubernetes"
+STAGE = "run one pipeline stage of a server started with --stages external, under torchrun, srun or Kubernetes"
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError in place of printing the whole usage."""
+    """Raises ConfigError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 2, with one line on stderr, for mistakes of the user."""
+    """Run the command. Returns the exit status: 2, with one line on stderr, for wrong flags, files or models."""
     try:
-        return _run(_parse(sys.argv[1:] if arguments is None else arguments))
+        status = _run(_parse(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return MISTAKE
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing == "headrace":  # a mistake of ours
+        if missing == "headrace":  # a bug
             raise
         print(
             f"headrace: {missing} is not installed; the server needs: pip install 'headrace[server]'", file=sys.stderr
         )
         return MISTAKE
+    except BrokenPipeError:  # `headrace check | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
+        return BROKEN_PIPE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -99,13 +107,13 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("keys", help=curve_keys.DESCRIPTION, description=curve_keys.DESCRIPTION, allow_abbrev=False)
     )
     demo = commands.add_parser(
-        "demo", help="hand four prompts from a prefill to a decode server on this machine", allow_abbrev=False
+        "demo", help="hand four prompts from a prefill server to a decode server on this machine", allow_abbrev=False
     )
     demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
     demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
-    bench = commands.add_parser("bench", help="measure; run it from a checkout of the repository", allow_abbrev=False)
-    bench.add_argument("benchmark", nargs="?", help="one of the modules of benchmarks/ (default: all)")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    bench = commands.add_parser("bench", help="run benchmarks; needs a checkout of the repository", allow_abbrev=False)
+    bench.add_argument("benchmark", nargs="?", help="a module of benchmarks/ (default: all)")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
     return parser
 
 
@@ -129,12 +137,12 @@ def _check(given: argparse.Namespace) -> int:
         where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
         print(f"# memory{where}: {memory.explanation}")
     if not resolved.memory:
-        print("# memory: external stages plan theirs when they start")
+        print("# memory: each external stage plans its own when it starts")
     return 0
 
 
 def _bench(name: str | None, arguments: Sequence[str]) -> int:
-    """The same as `python -m benchmarks.NAME ARGUMENTS` (or `python -m benchmarks` for all of them)."""
+    """Same as `python -m benchmarks.NAME ARGUMENTS` (or `python -m benchmarks` for all of them)."""
     module = "benchmarks.__main__" if name is None else f"benchmarks.{name}"
     if find_spec("benchmarks") is None or find_spec(module) is None:
         raise ConfigError(f"there is no {module.replace('.', '/')}.py here; run from a checkout of the repository")

@@ -1,4 +1,4 @@
-"""`headrace demo`: the whole road on this machine, with real servers.
+"""`headrace demo`: disaggregated prefill on this machine, with real servers.
 
 Starts a prefill and a decode server on free loopback ports, sends four prompts at once to the decode server, shows
 the prefill's progress and the texts as they come, then runs the same prompts on one colocated server and compares.
@@ -27,12 +27,12 @@ LONG_TEXT = "adventure.txt"
 
 
 class DemoFailed(Exception):
-    """A server answered with an error."""
+    """A server responded with an error."""
 
 
 @dataclass
 class Conversation:
-    """One prompt on its way, and what came of it."""
+    """One prompt, its progress and its result."""
 
     name: str
     prompt: str
@@ -127,7 +127,7 @@ async def _run_one(client: httpx.AsyncClient, talk: Conversation) -> None:
 
 
 def _take(talk: Conversation, event: dict[str, Any]) -> None:
-    """Note what one streamed event says."""
+    """Update a conversation from one streamed event."""
     if "error" in event:
         raise DemoFailed(f"{talk.name}: {event['error']['message']}")
     for choice in event.get("choices", ()):

@@ -1,7 +1,7 @@
-"""Whole messages between two processes of a server, over a Unix socket: [length, 4 bytes][message], in order.
+"""Length-prefixed messages over a Unix socket, between two processes of a server: [length, 4 bytes][message].
 
-No thread stands between the two, so a message costs one wake-up of the other process; through a ZMQ socket it would
-cost three, which an idle server spends most of a short request's time on.
+There is no I/O thread, so a message costs one wake-up of the receiving process; a ZMQ socket costs three, which are
+most of the time of a short request on an idle server.
 """
 
 import socket
@@ -9,21 +9,21 @@ import struct
 import time
 from collections import deque
 
-UNIX = "unix://"  # before the path where a connection is to be had
+UNIX = "unix://"  # scheme of endpoints, before the path of the socket
 LENGTH = struct.Struct("<I")
-READ_BYTES = 1 << 18  # taken in one pass, so that other work of a loop gets its turn
+READ_BYTES = 1 << 18  # read per pass, so that one connection cannot starve the others of a loop
 CONNECT_TIMEOUT_S = 30.0
 RETRY_S = 0.01
-UNSENT_WAIT_S = 0.002  # until a loop offers again what the other end had no room for
-UNSENT_BYTES = 256 << 20  # both ends are ours; reaching this means that the other one is dead
+UNSENT_WAIT_S = 0.002  # until a loop calls flush() again, when the socket's buffer was full
+UNSENT_BYTES = 256 << 20  # limit of the send queue; reaching it means that the other process hangs
 
 
-class OtherEndGone(Exception):
-    """Nothing comes or goes any more."""
+class ConnectionClosed(Exception):
+    """The other end has closed the connection, does not read, or does not exist."""
 
 
 def connect(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> "FrameSocket":
-    """A connection to whoever listens at the path, or will within this time. Raises OtherEndGone."""
+    """Connect to a listening socket, which may take timeout_s seconds to appear. Raises ConnectionClosed."""
     end = time.monotonic() + timeout_s
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -33,12 +33,12 @@ def connect(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> "FrameSocket":
         except OSError as error:
             connection.close()
             if time.monotonic() > end:
-                raise OtherEndGone(f"nobody listens at {path}: {error.strerror}") from error
+                raise ConnectionClosed(f"no process listens at {path}: {error.strerror}") from error
             time.sleep(RETRY_S)
 
 
 class FrameSocket:
-    """One end of a connection. Nothing here blocks."""
+    """One end of a connection. No call blocks."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -48,51 +48,52 @@ class FrameSocket:
         self._received = bytearray()
 
     def fileno(self) -> int:
+        """File descriptor, to poll for reading."""
         return self._socket.fileno()
 
     @property
     def handle(self) -> int:
-        """To poll for reading."""
+        """What to poll for reading."""
         return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
-        """Whether flush() has something to do."""
+        """Whether messages wait for flush()."""
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Send what the kernel takes now, and keep the rest for flush(). Raises OtherEndGone."""
+        """Send as much as the kernel accepts, and queue the rest for flush(). Raises ConnectionClosed."""
         if self._unsent_bytes > UNSENT_BYTES:
-            raise OtherEndGone("it does not take messages")
+            raise ConnectionClosed("it does not read its messages")
         self._unsent.append(memoryview(LENGTH.pack(len(message)) + message))
         self._unsent_bytes += LENGTH.size + len(message)
         if len(self._unsent) == 1:
             self.flush()
 
     def flush(self) -> None:
-        """Go on with what was kept. Raises OtherEndGone."""
+        """Send queued messages as far as the kernel accepts them. Raises ConnectionClosed."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
             except BlockingIOError:
                 return
             except OSError as error:
-                raise OtherEndGone(error.strerror) from error
+                raise ConnectionClosed(error.strerror) from error
             self._unsent_bytes -= sent
             rest = self._unsent.popleft()[sent:]
             if rest:
                 self._unsent.appendleft(rest)
 
     def receive(self) -> list[bytes]:
-        """The messages that are complete after one pass. Raises OtherEndGone, but not before the last was given."""
+        """Read once; returns the messages that are complete. Raises ConnectionClosed, after the last message only."""
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
-            raise OtherEndGone(error.strerror) from error
+            raise ConnectionClosed(error.strerror) from error
         if not data:
-            raise OtherEndGone("it has closed the connection")
+            raise ConnectionClosed("it has closed the connection")
         self._received += data
         messages: list[bytes] = []
         start, end = 0, len(self._received)
@@ -107,4 +108,5 @@ class FrameSocket:
         return messages
 
     def close(self) -> None:
+        """Close this end."""
         self._socket.close()

@@ -1,29 +1,29 @@
-"""Say a thing once in a while, however often it happens: for logs that others can cause to be written."""
+"""Rate-limits log lines that remote peers can trigger."""
 
 EVERY_S = 60.0
 REMEMBERED = 1024
 
 
 class LogThrottle:
-    """Remembers what was said within the last every_s seconds, of so many things at most. Pure."""
+    """Lets each distinct text through once in every_s seconds. Remembers a bounded number of texts. Pure."""
 
     def __init__(self, every_s: float = EVERY_S, remembered: int = REMEMBERED) -> None:
         self._every_s = every_s
         self._remembered = remembered
-        self._said: dict[str, float] = {}  # oldest first
+        self._logged_at: dict[str, float] = {}  # oldest first
 
-    def due(self, about: str, now: float) -> bool:
-        """Whether to say it now; if so it counts as said."""
-        last = self._said.get(about)
+    def due(self, text: str, now: float) -> bool:
+        """Whether to log the text now; if so, the interval begins anew."""
+        last = self._logged_at.get(text)
         if last is not None and now - last < self._every_s:
             return False
-        self._said.pop(about, None)
-        self._said[about] = now
-        if len(self._said) > self._remembered:
-            del self._said[next(iter(self._said))]
+        self._logged_at.pop(text, None)
+        self._logged_at[text] = now
+        if len(self._logged_at) > self._remembered:
+            del self._logged_at[next(iter(self._logged_at))]
         return True
 
 
 def printable(text: str) -> str:
-    """Somebody else's words in one line, without anything that a terminal would obey."""
+    """Text from a peer as one line for a log: control characters and terminal escapes are written as \\xNN."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

@@ -1,4 +1,4 @@
-"""Compiled parts, built when the package is installed. All of them are optional: there is Python for each."""
+"""Loads C libraries built when the package was installed. Each is optional and has a replacement in Python."""
 
 import ctypes
 from pathlib import Path
@@ -6,6 +6,6 @@ from sysconfig import get_config_var
 
 
 def load_library(source: Path) -> ctypes.CDLL | None:
-    """The library that was built from a C file, beside it; None where it was not."""
+    """The library built from a C source file, which lies beside it; None if it was not built."""
     library = source.with_suffix(get_config_var("EXT_SUFFIX"))
     return ctypes.CDLL(str(library)) if library.is_file() else None

@@ -1,4 +1,4 @@
-"""How far a stream of orders has come, in a form in which its two ends can compare notes."""
+"""Count and digest of a stream of orders, which the scheduler and each stage compare."""
 
 import hashlib
 
@@ -6,10 +6,10 @@ DIGEST_BYTES = 8
 
 
 class OrderLog:
-    """Counts the orders of one stream, and keeps a digest of all of them as they were encoded, in order.
+    """Counts the orders of one stream and hashes their encodings, in order.
 
-    Of two ends with the same count and digest, neither has lost, repeated, changed or swapped an order. A digest of
-    the standard library: the scheduler's process has no other use for a faster one.
+    Two ends with the same count and digest have seen the same orders: none lost, repeated, changed or reordered.
+    BLAKE2b of the standard library is fast enough, so the scheduler process needs no other hash.
     """
 
     def __init__(self) -> None:
@@ -17,14 +17,16 @@ class OrderLog:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
     def add(self, frame: bytes) -> None:
-        """One more order. Encodings end where their msgpack ends, so no two streams run together to the same bytes."""
+        """Add the next order, as encoded. msgpack delimits itself: different streams never have equal bytes."""
         self._count += 1
         self._hash.update(frame)
 
     @property
     def count(self) -> int:
+        """Number of orders so far."""
         return self._count
 
     @property
     def digest(self) -> bytes:
+        """Hash of all orders so far, DIGEST_BYTES long."""
         return self._hash.digest()

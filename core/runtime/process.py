@@ -1,4 +1,4 @@
-"""Process set-up: how child processes are started, and what every process of a server does at its start."""
+"""Process set-up: starting child processes, dying with the parent, garbage collection and malloc settings."""
 
 import ctypes
 import gc
@@ -13,36 +13,41 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 def module_command(module: str, *arguments: str) -> list[str]:
     """Command line that runs a module of this installation in a child process.
 
-    The working directory stays off the child's import path (python -P): a core.py or torch.py that lies there is
-    neither
-    imported nor in the way.
+    python -P keeps the working directory off the child's import path, so that a torch.py there is not imported.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere a no-op). parent: its
-    process id, as it has told it: who asks for it here may ask too late.
+    """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere a no-op).
 
-    Also leaves SIGINT to the parent, which ends its children in order.
+    Also ignores SIGINT: the parent ends its children in order.
+
+    Args:
+        parent: process id, as given by the parent itself; os.getppid() is wrong if the parent has died already.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request was in place
+    if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)
 
 
 def freeze_loaded() -> None:
-    """Keep what has been loaded so far out of all garbage collections. Modules and classes never become garbage, and
-    going through hundreds of thousands of objects would now and then hold up a request for tens of milliseconds."""
+    """Exclude all objects loaded so far from garbage collection.
+
+    Modules and classes never become garbage, and scanning them delays a request by tens of milliseconds now and then.
+    """
     gc.freeze()
 
 
 def keep_freed_memory() -> None:
-    """Have free() keep what it gets for the next malloc() (glibc; elsewhere a no-op). Large tensors would otherwise be
-    mapped and unmapped for every operation, and the kernel's clearing of their pages is up to a third of a prefill."""
+    """Have free() keep memory for the next malloc() instead of unmapping it (glibc; elsewhere a no-op).
+
+    Otherwise large tensors are mapped and unmapped for every operation, and the kernel's zeroing of their pages takes
+    up to a third of a prefill.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)

@@ -1,0 +1,1 @@
+"""Values that several parts share: requests, KV geometry, backends, addresses, errors."""

@@ -1,7 +1,7 @@
 """The prefill servers that a decode server may dial: its own, and those that --allow-prefill names.
 
-Pure. Names are compared as they are written and never resolved, so nobody's DNS decides what is allowed; a network
-matches addresses only.
+Pure. Host names are compared as text and never resolved, so that DNS has no say in what is allowed; a network matches
+addresses only.
 """
 
 import re
@@ -17,20 +17,22 @@ from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError
 PREFILL_NOT_ALLOWED = "prefill_not_allowed"
 
 _NAME = re.compile(r"(?=.{1,253}\Z)[0-9a-z_]([0-9a-z_-]*[0-9a-z_])?(\.[0-9a-z_]([0-9a-z_-]*[0-9a-z_])?)*")
-_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+))*")  # what some resolvers take for an address
+_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+))*")  # resolvers may parse such a name as an address
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class AllowedPrefill(msgspec.Struct, frozen=True):
-    """One rule. host: in canonical form; a network counts in its place. port 0: any."""
+    """One rule."""
 
     host: str
+    """In canonical form; empty for a network."""
     port: int = 0
+    """0: any port."""
     network: IPv4Network | IPv6Network | None = None
 
     def matches(self, host: str, port: int) -> bool:
-        """host: in canonical form."""
+        """Whether the rule covers an address. host: in canonical form."""
         if self.network is None:
             return host == self.host and self.port in (0, port)
         address = _address(host)
@@ -41,16 +43,20 @@ Rules = tuple[AllowedPrefill, ...]
 
 
 def canonical(host: str) -> str:
-    """One way of writing for a host name or an address: lower case, no final dot, no brackets, addresses in their
-    shortest form and as IPv4 where they are mapped from it."""
+    """Canonical form of a host name or address: lower case, no final dot, no brackets.
+
+    Addresses are in their shortest form; IPv4-mapped IPv6 addresses become IPv4.
+    """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     address = _address(bare)
     return bare.lower().removesuffix(".") if address is None else str(address)
 
 
 def parse_allowed(text: str, flag: str = "--allow-prefill") -> AllowedPrefill:
-    """HOST, HOST:PORT, or a network such as 10.0.0.0/24. IPv6 addresses with a port are written in brackets. Raises
-    ConfigError, naming the flag."""
+    """Parse HOST, HOST:PORT, or a network such as 10.0.0.0/24. IPv6 addresses with a port need brackets.
+
+    Raises ConfigError, naming the flag.
+    """
     if "/" in text:
         try:
             return AllowedPrefill("", network=ip_network(text))
@@ -68,32 +74,36 @@ def parse_allowed(text: str, flag: str = "--allow-prefill") -> AllowedPrefill:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host, in canonical form, and port of a URL; that of a control endpoint (tcp) always has a port."""
+    """Host (in canonical form) and port of a URL. 0: it has no port, and its scheme no default one."""
     parts = urlsplit(url)
     return canonical(parts.hostname or ""), parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
 
 
 def allowed_prefills(urls: Iterable[str], texts: Iterable[str]) -> Rules:
-    """The rules of a configuration. urls: of --prefill, each its own host and port. texts: of --allow-prefill. Raises
-    ConfigError."""
+    """The rules of a configuration: host and port of each URL of --prefill, then the texts of --allow-prefill.
+
+    Raises ConfigError.
+    """
     configured = [AllowedPrefill(*address_of(url)) for url in urls]
     return (*configured, *(parse_allowed(text) for text in texts))
 
 
 def is_allowed(rules: Rules, host: str, port: int) -> bool:
-    """Whether a decode server may dial host:port. An address that is written in a form of its own (127.1, 0x7f000001)
-    is a name, and no name of that kind is ever allowed."""
+    """Whether a decode server may connect to host:port.
+
+    Unusual spellings of addresses (127.1, 0x7f000001) count as names, and such names are never allowed.
+    """
     known = canonical(host)
     return 1 <= port <= 65535 and _is_host(known) and any(rule.matches(known, port) for rule in rules)
 
 
 def require_allowed(rules: Rules, host: str, port: int) -> None:
-    """Raises HeadraceError (403), naming the address and the flag, unless is_allowed()."""
+    """Raises HeadraceError (403), naming the address and the flag, unless is_allowed() holds."""
     if is_allowed(rules, host, port):
         return
     message = (
-        f"this server may not dial the prefill server {host_port(host, port)[:300]!r}: "
-        "whoever runs it can add --allow-prefill HOST:PORT, a host or a network"
+        f"this server may not connect to the prefill server {host_port(host, port)[:300]!r}: "
+        "its operator can add --allow-prefill HOST:PORT, a host or a network"
     )
     raise HeadraceError(ErrorInfo(code=PREFILL_NOT_ALLOWED, message=message, status=403))
 

@@ -1,4 +1,4 @@
-"""The ways in which KV moves between two servers, and how a pool is described to those who write into it."""
+"""Transfer backends, and the description of a KV pool that lets a peer write into it."""
 
 from typing import Annotated, Final, Literal, get_args
 
@@ -23,58 +23,64 @@ Strides = tuple[Size, Size, Size, Size, Size]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a component's part of a pool begins, and bytes from one page, layer, plane, head and slot to the next."""
+    """Where a component lies in the memory of a pool."""
 
     name: Word
+    """Of the component."""
     offset: Size
+    """Byte at which its first page begins."""
     strides: Strides
+    """Bytes from one page, layer, plane, head and slot to the next."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the pages of a pool lie in a memory of so many bytes, for those who write into it.
+    """Where the pages of a pool lie in its memory.
 
-    offset: where keys and values of the first page begin; strides: bytes from one page, layer, K or V, head and slot
-    to the next. components: the same of each component. A slot of a head is contiguous; nothing else has to be, and a
-    page may be scattered.
+    A slot of a head is contiguous; nothing else has to be, so a page may be scattered.
     """
 
     bytes: Size
+    """Size of the memory."""
     pages: Size
     strides: Strides
+    """Of keys and values: bytes from one page, layer, plane (K or V), head and slot to the next."""
     offset: Size = field(default_factory=int)  # a factory has msgspec write it even when it is 0
+    """Byte at which the first page's keys and values begin."""
     components: Annotated[tuple[Placement, ...], Meta(max_length=MAX_COMPONENTS)] = ()
 
 
 class SharedMemory(PoolLayout, frozen=True):
-    """A pool in a file of /dev/shm that others on the host may map: the memory of its layout. host: equal for all
-    processes that see the same /dev/shm. name: of the file."""
+    """A pool whose memory is a file of /dev/shm that other processes of the host may map."""
 
     host: HostToken
+    """Equal for all processes that see the same /dev/shm."""
     name: FileName
+    """Of the file in /dev/shm."""
 
 
 class NixlMemory(PoolLayout, frozen=True):
-    """A pool that NIXL of this version can write into: the memory of its layout, which begins at an address that
-    NixlAccess tells."""
+    """A pool whose memory can be written through NIXL; NixlAccess says at which address it begins."""
 
     version: Version
+    """Of NIXL; both sides need the same."""
 
 
 class NixlAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """What gives a stage the right to write into a NixlMemory during one session. metadata: of the NIXL agent that the
-    pool is registered with; address: where its memory begins."""
+    """What a prefill stage needs to write into a NixlMemory during one session."""
 
     metadata: AgentMetadata
+    """Of the NIXL agent that the pool is registered with."""
     address: Size
+    """Where the pool's memory begins."""
 
 
 class PoolMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How others can write into the pool of one stage; None where they cannot."""
+    """How a peer can write into the pool of one stage; None where it cannot."""
 
     shm: SharedMemory | None = None
     nixl: NixlMemory | None = None
 
 
 def writes_directly(backend: str) -> bool:
-    """Whether the sending side writes into the peer's pages itself, so that the peer cannot refuse a write."""
+    """Whether the sender writes into the peer's pages itself, so that the peer cannot reject a write."""
     return backend in (SHM, NIXL)

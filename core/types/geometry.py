@@ -1,11 +1,11 @@
-"""The shape of a KV pool: keys and values, and the components beside them."""
+"""Shape of a KV pool: keys and values, and further components such as a draft model's KV."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
 
-KV = "kv"  # the name of a model's own keys and values among the tensors of a pool
+KV = "kv"  # name of the model's own keys and values among the tensors of a pool
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 MAX_COMPONENTS = 16
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -22,21 +22,23 @@ def pages_spanned(start: int, end: int, page_size: int) -> int:
 
 
 class Component(msgspec.Struct, frozen=True):
-    """One rank's part of KV of one kind: [pages, layers, planes, kv_heads, page_size, head_dim] elements of dtype, in
-    the pages of the same tokens.
+    """One rank's part of one tensor of a KV pool: [pages, layers, planes, kv_heads, page_size, head_dim] of dtype.
 
-    planes: 2 for keys and values, 1 for a single vector such as an MLA latent. Layers (of the component's own model,
-    where that is a draft model) and heads are counted from the two starts.
+    A page holds the same tokens in every component.
     """
 
     name: Word
-    dtype: Word  # one of ITEM_BYTES; "uint8" is for bytes of any meaning
+    dtype: Word
+    """One of ITEM_BYTES; "uint8" for bytes of any meaning."""
     layers: int
     kv_heads: int
     head_dim: int
     planes: int = 2
+    """Vectors per token: 2 for keys and values, 1 for a single one such as an MLA latent."""
     layer_start: int = 0
+    """First layer of this rank, in the component's own model (which may be a draft model)."""
     head_start: int = 0
+    """First KV head of this rank."""
 
     @property
     def layer_end(self) -> int:
@@ -60,20 +62,22 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank's KV pool: [pages, layers, 2, kv_heads, page_size, head_dim] elements of dtype, and its components.
+    """One rank's KV pool: [pages, layers, 2, kv_heads, page_size, head_dim] elements of dtype, and its components."""
 
-    layers are [layer_start, layer_start + layers) of the model; kv_heads likewise start at head_start. layers is 0
-    where a rank has components alone.
-    """
-
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str
+    """Either "float32", "bfloat16" or "float16"."""
     layers: int
+    """0 for a rank that has components only."""
     kv_heads: int
     head_dim: int
     page_size: int
+    """Tokens per page."""
     layer_start: int = field(default_factory=int)  # a factory has msgspec write it even when it is 0
+    """First layer of this rank."""
     head_start: int = field(default_factory=int)
+    """First KV head of this rank."""
     components: Annotated[tuple[Component, ...], Meta(max_length=MAX_COMPONENTS)] = ()
+    """What the pages hold besides keys and values."""
 
     @property
     def item_bytes(self) -> int:
@@ -82,7 +86,7 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tensors(self) -> tuple[Component, ...]:
-        """All that the pool holds: keys and values as a component named KV, unless there are none, and the others."""
+        """All tensors of the pool: keys and values as a component named KV, if there are any, then the components."""
         if not self.layers:
             return self.components
         size = self.layers, self.kv_heads, self.head_dim

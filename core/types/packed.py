@@ -1,4 +1,4 @@
-"""Integer lists as they travel: little-endian int32, packed in bytes (token ids, page ids)."""
+"""Lists of int32 (token ids, page ids) as bytes of messages: little-endian, without a length."""
 
 import hashlib
 import sys
@@ -9,7 +9,7 @@ ITEM_BYTES = 4
 
 
 def pack(values: Iterable[int]) -> bytes:
-    """Return the values as little-endian int32 bytes. Raises OverflowError for a value outside int32."""
+    """Returns the values as little-endian int32 bytes. Raises OverflowError for a value outside int32."""
     packed = array("i", values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -17,7 +17,7 @@ def pack(values: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> "array[int]":
-    """Return the packed values. Raises ValueError when the length is no multiple of four bytes."""
+    """Returns the packed values. Raises ValueError when the length is no multiple of four bytes."""
     if len(data) % ITEM_BYTES:
         raise ValueError(f"a packed int32 list has {len(data)} bytes, which is no multiple of {ITEM_BYTES}")
     values = array("i")
@@ -28,7 +28,7 @@ def unpack(data: bytes) -> "array[int]":
 
 
 def prompt_hash(prompt: bytes) -> str:
-    """What the two sides of a handoff compare a prompt by: SHA-256 of its packed token ids, in hexadecimal."""
+    """SHA-256 of a prompt's packed token ids, in hexadecimal; both sides of a handoff compare it."""
     return hashlib.sha256(prompt).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, each refused with what to write instead."""
+"""Checks for settings that contradict each other; each error says what to write instead."""
 
 from urllib.parse import urlsplit
 
@@ -35,7 +35,7 @@ def _check_role(config: Config) -> None:
                 raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
     elif not server.prefill and not server.allow_prefill and server.fallback != "local":
         raise ConfigError(
-            "a decode server needs to know its prefill servers: add --prefill http://HOST:PORT (once per server), "
+            "a decode server needs prefill servers: add --prefill http://HOST:PORT (once per server), "
             "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
         )
     for url in server.prefill:
@@ -71,7 +71,7 @@ def _check_binds(config: Config) -> None:
         if not is_loopback(host):
             raise ConfigError(
                 f"{flag} {host} is reachable from other machines and no API key is set: add --api-key KEY "
-                f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure if anybody may use the server"
+                f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"
             )
 
 
@@ -127,16 +127,16 @@ def _check_external_stages(config: Config) -> None:
     if not group.key and not config.server.insecure and not is_loopback(group.host):
         raise ConfigError(
             f"--stage-host {group.host} is reachable from other machines and no stage key is set: set "
-            f"HEADRACE_STAGE_KEY here and for the stages, bind to 127.0.0.1, or add --insecure if anybody may join"
+            f"HEADRACE_STAGE_KEY here and for the stages, bind to 127.0.0.1, or add --insecure to let all of them join"
         )
     if config.model.dtype == "auto":
-        raise ConfigError("--stages external needs --dtype: what the stages' machines are good at is not known here")
+        raise ConfigError("--stages external needs --dtype: the devices of the stages' machines are not known here")
 
 
 def _check_nixl(config: Config) -> None:
     if NIXL in config.transfer.backends and config.transfer.curve_key:
         raise ConfigError(
-            "--transfer-backends names nixl, which moves KV in the clear, and --curve-key is there to encrypt it: "
+            "--transfer-backends names nixl, which moves KV unencrypted, and --curve-key requires encryption: "
             "leave one of them out"
         )
 
@@ -144,16 +144,18 @@ def _check_nixl(config: Config) -> None:
 def _check_kv_events(config: Config) -> None:
     events = config.kv_events
     if events.replay_port and not events.port:
-        raise ConfigError("--kv-events-replay-port repeats what is published: add --kv-events-port, or leave it out")
+        raise ConfigError("--kv-events-replay-port replays published events: add --kv-events-port, or leave it out")
     if events.port and not config.scheduler.prefix_cache:
-        raise ConfigError("--kv-events-port reports a prefix cache that --no-prefix-cache switches off: leave one out")
+        raise ConfigError(
+            "--kv-events-port needs the prefix cache, which --no-prefix-cache disables: leave one of them out"
+        )
 
 
 def _check_curve(config: Config) -> None:
-    """Keys that are given for nothing, and connections that would be left open by a key that is missing."""
+    """Keys that have no effect in this role, and missing keys that would leave connections unauthenticated."""
     transfer, server = config.transfer, config.server
     if transfer.curve_key and server.role == "colocated":
-        raise ConfigError("--curve-key is for prefill and decode servers: nobody connects to a colocated one")
+        raise ConfigError("--curve-key is for prefill and decode servers: no peer connects to a colocated one")
     if transfer.curve_allowed and server.role != "prefill":
         raise ConfigError(f"--curve-allowed is for prefill servers, where peers connect; leave it out ({server.role})")
     if server.curve_server_keys and server.role != "decode":
@@ -163,10 +165,10 @@ def _check_curve(config: Config) -> None:
             raise ConfigError(f"--{key} needs this server's own keys, too: add --curve-key FILE (headrace keys FOLDER)")
     if transfer.curve_key and server.role == "prefill" and not transfer.curve_allowed:
         raise ConfigError(
-            "--curve-key without --curve-allowed would let anybody connect who has the public key: add --curve-allowed "
-            "FOLDER with the public keys of the decode servers"
+            "--curve-key without --curve-allowed would let every host connect that has the public key: add "
+            "--curve-allowed FOLDER with the public keys of the decode servers"
         )
     if transfer.curve_key and server.role == "decode" and not server.curve_server_keys:
         raise ConfigError(
-            "--curve-key of a decode server needs to know its prefill servers' keys: add --curve-server-key FILE"
+            "--curve-key of a decode server needs the prefill servers' public keys, too: add --curve-server-key FILE"
         )

@@ -1,4 +1,4 @@
-"""What a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
+"""Resolves what a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
 import os
 from functools import partial
@@ -17,19 +17,19 @@ from headrace.server.config.load import copy_shared
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A configuration without anything left open, and the memory that each stage takes. With external stages, device,
-    threads and KV pages (and so the memory) are left to them."""
+    """A configuration without open choices. External stages resolve device, threads and KV pages themselves."""
 
     config: Config
     memory: tuple[MemoryPlan, ...]
+    """Memory plan of each stage; empty with external stages."""
 
 
 def resolve(config: Config) -> Resolved:
-    """Look at the model and the machine. Raises ConfigError for a model that cannot be served here."""
+    """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""
     check_keys(config)
     spec = load_spec(resolve_source(config.model.model))
     if config.group.start == "external":
-        return _resolve_model(config, spec)
+        return _resolve_external(config, spec)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
@@ -37,7 +37,7 @@ def resolve(config: Config) -> Resolved:
     native = has_matrix_units(dtype, device, config.engine.cpuinfo)
     plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length, native_units=native)
     available = available_memory(device)
-    # Stages of one machine's CPU share its memory: what fits is what fits the whole model.
+    # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
     whole = plan(config.engine.kv_pages, available)
     memory: tuple[MemoryPlan, ...] = (whole,)
     if len(layers) > 1:
@@ -48,8 +48,8 @@ def resolve(config: Config) -> Resolved:
     return Resolved(_completed(config, spec, model, engine), memory)
 
 
-def _resolve_model(config: Config, spec: ModelSpec) -> Resolved:
-    """What the model says. The machines are others, and each stage sizes its pool on its own."""
+def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
+    """Resolve what depends on the model only; each external stage sizes its pool on its own machine."""
     model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     return Resolved(_completed(config, spec, model, engine), ())
@@ -61,7 +61,7 @@ def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: Engi
 
 
 def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:
-    """Layers of each stage. A server that decodes only needs the head for every token, others once a chunk or so."""
+    """Layers of each stage. A decode server runs the LM head for every token, others about once per chunk."""
     given = config.engine.pp_layers
     if not given:
         sampled_share = 1.0 if config.server.role == "decode" else 1 / config.scheduler.chunk_tokens

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SocketLink:
             return
         try:
             self._frames.send(self._out.encode(message))
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             self._fail(error)
         else:
             self._write_later()
@@ -69,7 +69,7 @@ class SocketLink:
         try:
             for frame in self._frames.receive():
                 self._take(self._in.decode(frame))
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             self._fail(error)
         except Exception:
             log.exception("a message of the scheduler could not be handled")
@@ -83,13 +83,13 @@ class SocketLink:
     def _write(self) -> None:
         try:
             self._frames.flush()
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             self._fail(error)
         else:
             if self._loop is not None and not self._frames.unsent:
                 self._loop.remove_writer(self._frames)
 
-    def _fail(self, error: OtherEndGone | None) -> None:
+    def _fail(self, error: ConnectionClosed | None) -> None:
         """Logged at level debug, since the supervisor reports why the scheduler has ended."""
         log.debug("the connection to the scheduler has failed: %s", error)
         self.failed = True

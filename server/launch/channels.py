@@ -21,7 +21,7 @@ from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, Heartbeat, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNSENT_WAIT_S, FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
@@ -77,12 +77,14 @@ class FrontChannel:
         self._send(msgspec.structs.replace(self._info, stages=pools))
 
     def sockets(self) -> Sequence[int]:
+        """The connection's file descriptor."""
         return (self._frames.fileno(),)
 
     def receive(self, now: float) -> Sequence[AnyFrontendRequest | StageFailed]:
+        """Requests of the front end; Shutdown if it has closed the connection."""
         try:
             messages = [self._in.decode(frame) for frame in self._frames.receive()]
-        except OtherEndGone:
+        except ConnectionClosed:
             return [Shutdown()]
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
@@ -90,6 +92,7 @@ class FrontChannel:
         ]
 
     def apply(self, command: AnySchedulerReply, now: float) -> Sequence[ChannelEvent]:
+        """Send a reply."""
         if isinstance(command, StatsReply):
             stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
             command = msgspec.structs.replace(command, stats=stats)
@@ -98,19 +101,22 @@ class FrontChannel:
         return self._on_stage_down(command) if isinstance(command, StageDown) else ()
 
     def tick(self, now: float) -> Sequence[AnyFrontendRequest]:
-        with suppress(OtherEndGone):
+        """Send what the socket's buffer had no room for."""
+        with suppress(ConnectionClosed):
             self._frames.flush()
         self._schedule_flush(now)
         return ()
 
     def next_deadline(self) -> float | None:
+        """When unsent messages are offered to the socket again."""
         return self._flush_at
 
     def close(self) -> None:
+        """Close the connection."""
         self._frames.close()
 
     def _send(self, message: AnySchedulerReply) -> None:
-        with suppress(OtherEndGone):  # receive() reports it
+        with suppress(ConnectionClosed):  # receive() reports it
             self._frames.send(self._out.encode(message))
 
     def _schedule_flush(self, now: float) -> None:
@@ -161,9 +167,11 @@ class StageChannel:
         self._out: Codec[AnyOrder] = Codec(AnyOrder)
 
     def sockets(self) -> Sequence[Any]:
+        """Those of the router."""
         return self._router.sockets()
 
     def receive(self, now: float) -> Sequence[ChannelEvent]:
+        """Events of the current group's stages, and of the join endpoint."""
         events: list[ChannelEvent] = []
         for identity, frames in self._router.receive():
             if self._join_endpoint is not None and not self._join_endpoint.is_member(identity):
@@ -173,13 +181,14 @@ class StageChannel:
             if isinstance(event, StageReady) and event.epoch > self._epoch:
                 self._begin_group(event.epoch)
             if identity != self._identity(event.stage):
-                continue  # of a group that has ended
+                continue  # from a group that has ended
             self._record(event, now)
             if not isinstance(event, StageHeartbeat):
                 events.append(event)
         return events
 
     def apply(self, command: AnyOrder, now: float) -> Sequence[ChannelEvent]:
+        """Broadcast an order. Returns a StageFailed for each stage that cannot be reached."""
         if isinstance(command, BeginEpoch):
             self._group_begun = command.epoch == self._epoch
         if not self._group_begun and not isinstance(command, ShutdownStage):
@@ -191,6 +200,7 @@ class StageChannel:
         return failures
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
+        """Send heartbeats and unsent messages; returns a StageFailed for each stage that is silent."""
         self._router.flush()
         self._schedule_flush(now)
         due = self._next_heartbeat
@@ -212,6 +222,7 @@ class StageChannel:
         return events
 
     def next_deadline(self) -> float | None:
+        """When the next heartbeat, or the next attempt to send, is due."""
         return min((at for at in (self._next_heartbeat, self._flush_at) if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
@@ -232,6 +243,7 @@ class StageChannel:
         return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
 
     def close(self) -> None:
+        """Close all connections."""
         self._router.close()
 
     def _schedule_flush(self, now: float) -> None:
@@ -263,7 +275,7 @@ class StageChannel:
             return ()
         try:
             self._router.send(self._identity(stage), frame)
-        except OtherEndGone as error:
+        except ConnectionClosed as error:
             # The supervisor reports a local stage that has exited, with its exit status. External stages have no
             # supervisor here.
             if isinstance(command, ShutdownStage) or self._join_endpoint is None:

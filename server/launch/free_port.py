@@ -1,4 +1,4 @@
-"""Ports that are free."""
+"""Free TCP ports on loopback."""
 
 import contextlib
 import random
@@ -6,15 +6,18 @@ import socket
 from collections.abc import Iterator
 from itertools import cycle
 
-# Below the range that systems give to outgoing connections, so that none of those takes a port before its server does.
+# Below the ephemeral range, so that no outgoing connection takes a port before its server binds it.
 _PORTS = range(20_000, 32_768)
 _START = random.randrange(len(_PORTS))
 _walk: Iterator[int] = cycle((*_PORTS[_START:], *_PORTS[:_START]))
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now. One process goes through all of them before it names one again, and
-    another process is elsewhere: of the servers that are about to listen, no two were told the same."""
+    """Returns a loopback port that no process is bound to.
+
+    A process walks through the whole range, from a random start, before it repeats a port: servers that are started at
+    the same time get different ones.
+    """
     while True:
         port = next(_walk)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The front end of one server: its service, and uvicorn with the application over it."""
+"""The front end: the Service, and uvicorn with the HTTP application."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,16 @@ from headrace.server.version import headrace_version
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
+    """uvicorn without its signal handlers, which would close the port before open requests have finished."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to StopSignals."""
         yield
 
 
 class FrontEnd:
-    """What listens to clients, on one port or two, and talks to the scheduler."""
+    """HTTP servers on one port or two (--bootstrap-port), and the connection to the scheduler."""
 
     def __init__(
         self,
@@ -48,26 +49,26 @@ class FrontEnd:
             self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port)))
 
     async def serve(self) -> None:
-        """Answer clients until close(). A port that closes closes the other one."""
+        """Serve HTTP until close(). When one port closes, so does the other."""
         serving = [asyncio.create_task(http.serve()) for http in self._http]
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         self.close()
         await asyncio.gather(*serving)
 
     def close(self) -> None:
-        """Have serve() return."""
+        """Make serve() return."""
         for http in self._http:
             http.should_exit = True
 
-    async def tell_engine_news(self) -> None:
-        """Print how far the stages have come, whenever that changes: for stages with logs on machines of their own."""
-        told = ""
+    async def print_engine_status(self) -> None:
+        """Print the status of the stages whenever it changes: external stages have their logs elsewhere."""
+        printed = ""
         while True:
-            told = await self.service.readiness.next_engine_news(told)
-            print(told, flush=True)
+            printed = await self.service.readiness.next_engine_news(printed)
+            print(printed, flush=True)
 
     def announce(self, seconds: float) -> None:
-        """Print what listens where."""
+        """Print the addresses of the server, once it is ready."""
         config = self._config
         info, stages = self.service.control.require_stages()
         lines = [
@@ -98,7 +99,7 @@ def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
         port=port,
         log_config=None,
         access_log=config.server.log_level == "debug",
-        timeout_graceful_shutdown=2,  # what was in flight has been drained before
+        timeout_graceful_shutdown=2,  # open requests have been drained before
         lifespan="off",
         http=HttpProtocol,
     )

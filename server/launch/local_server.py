@@ -1,4 +1,4 @@
-"""A server of ours as a child process on a free loopback port: for the demo, the benchmarks and the tests."""
+"""`headrace serve` as a child process on a free loopback port, for the demo, benchmarks and tests."""
 
 import os
 import signal
@@ -18,16 +18,16 @@ LOG_LINES = 40
 
 
 class ServerFailed(Exception):
-    """The server ended too early, or did not end; the message carries the end of its output."""
+    """The server exited before it was ready, or does not exit; the message has the last lines of its output."""
 
 
 class LocalServer:
-    """One `headrace serve`, started at once. port 0 takes a free one."""
+    """A server process, started by the constructor. port 0: a free one."""
 
     def __init__(self, *flags: str, port: int = 0) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in ended()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
             module_command("headrace.server.cli", "serve", "--port", str(self.port), *flags),
             stdout=self._output,
@@ -37,52 +37,55 @@ class LocalServer:
 
     @property
     def log(self) -> str:
-        """The end of what it has printed so far."""
+        """The last lines of its output so far."""
         if self._output.closed:
             return ""
         text = os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")
         return "\n".join(text.splitlines()[-LOG_LINES:])
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
-        """Seconds until it would serve. Raises ServerFailed."""
+        """Wait for /ready. Returns the seconds it took. Raises ServerFailed."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
             if self.process.poll() is not None:
-                raise ServerFailed(f"the server ended with {self.process.returncode} before it was ready:\n{self.log}")
+                raise ServerFailed(
+                    f"the server exited with status {self.process.returncode} before it was ready:\n{self.log}"
+                )
             if self.ready():
                 return time.monotonic() - started
             time.sleep(0.1)
         raise ServerFailed(f"the server was not ready within {timeout_s:.0f} s:\n{self.log}")
 
     def ready(self) -> bool:
+        """Whether /ready responds with 200."""
         try:
             return self.request("GET", "/ready").status_code == 200
         except httpx.TransportError:
             return False
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """One HTTP call; any thread may make it."""
+        """Send one HTTP request. Thread-safe."""
         with httpx.Client(base_url=self.url, timeout=600, verify=False) as client:
             return client.request(method, path, json=body)
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Have it drain. Returns its exit status; raises ServerFailed when it does not end."""
+        """Send a signal, SIGTERM to drain it, and wait. Returns the exit status; raises ServerFailed on timeout."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.ended()
 
     def ended(self) -> int:
-        """Wait for its end. Returns its exit status; raises ServerFailed when it does not come."""
+        """Wait until it exits. Returns the exit status; raises ServerFailed, and kills it, on timeout."""
         try:
             status = self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise ServerFailed(f"the server did not end within {END_TIMEOUT_S:.0f} s:\n{self.log}") from None
+            raise ServerFailed(f"the server did not exit within {END_TIMEOUT_S:.0f} s:\n{self.log}") from None
         return status
 
     def close(self) -> None:
-        """Drop its output, and the server itself where it still runs."""
+        """Kill the server if it still runs, and discard its output."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,8 +1,8 @@
 """The scheduler process: `python -m headrace.server.launch.scheduler_process PARENT`, configuration as JSON on
 standard input.
 
-Joins the pure scheduler with its ports: the front end, the stages, the control endpoint where decode peers call, the
-control client that calls prefill servers' control endpoints, and the publisher of KV events.
+Connects the pure scheduler to its event sources: the front end, the stages, the control endpoint (role prefill) or the
+control client (role decode), and the publisher of KV events.
 """
 
 import logging
@@ -106,9 +106,9 @@ def run(config: SchedulerProcessConfig) -> None:
     try:
         loop.run()
     finally:
-        for port in (front, stages, control_server, control_client, publisher):
-            if port is not None:
-                port.close()
+        for source in (front, stages, control_server, control_client, publisher):
+            if source is not None:
+                source.close()
         context.term()
 
 

@@ -1,13 +1,14 @@
 """`headrace serve`: one server from start to exit status.
 
     this process            children
-    ┌────────────────┐      ┌───────────┐      ┌─────────┐   ┌─────────┐
-    │ uvicorn + app  │      │ scheduler │      │ stage 0 │──►│ stage 1 │ …
-    │ supervisor     │◄────►│ control endpoint      │◄────►│ pool    │   │ pool    │
-    └────────────────┘      └───────────┘      └─────────┘   └─────────┘
+    ┌────────────────┐      ┌──────────────────┐      ┌─────────┐   ┌─────────┐
+    │ uvicorn + app  │      │ scheduler        │      │ stage 0 │──►│ stage 1 │ …
+    │ supervisor     │◄────►│ control endpoint │◄────►│ KV pool │   │ KV pool │
+    └────────────────┘      └──────────────────┘      └─────────┘   └─────────┘
 
-Order of the end, on SIGTERM or Ctrl-C: not ready at once; work in flight finishes, or is failed at the deadline; the
-HTTP server closes; scheduler and stages are told to end, and are killed if they do not. A second signal cuts the wait.
+Shutdown, on SIGTERM or Ctrl-C: /ready fails at once; open requests finish, or fail at the deadline (--drain-timeout);
+the HTTP server closes; scheduler and stages are told to exit, and killed if they do not. A second signal skips
+the wait.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve(config: Config) -> int:
-    """Run a server with a resolved configuration until a signal ends it. Returns the exit status."""
+    """Run a server with a resolved configuration until a signal. Returns the exit status."""
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
     )
@@ -79,8 +80,8 @@ async def _serve(config: Config, folder: Path) -> int:
     try:
         await service.start()
         freeze_loaded()
-        news = [front.tell_engine_news()] if external else []
-        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *news))
+        status = [front.print_engine_status()] if external else []
+        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *status))
         await _first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
             front.announce(time.monotonic() - started)
@@ -100,7 +101,7 @@ async def _serve(config: Config, folder: Path) -> int:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, counted: the first asks for an orderly end, the second for a quick one."""
+    """SIGTERM and SIGINT: the first drains the server, the second ends it at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -113,7 +114,7 @@ class StopSignals:
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Return when one of them is done, raising what it raised; coroutines that are not done are cancelled."""
+    """Return when one of them is done, and raise what it raised. Other coroutines are cancelled; futures are not."""
     futures = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +127,7 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
 
 
 def _tcp(host: str, port: int) -> str:
-    """An endpoint to bind; port 0 takes a free one."""
+    """An endpoint to bind; port 0: a free one."""
     return url("tcp", host, port or "*")
 
 
@@ -150,21 +151,21 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
 
 
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
-    """The stages of one start of the group, which meet at a port of their own."""
+    """The stage processes of one start of the group, with a rendezvous port of their own."""
     stages = config.scheduler.stages
     rendezvous = f"{LOOPBACK}:{free_port()}"
     group = {"WORLD_SIZE": str(stages)}
     if sys.platform == "linux":
-        group["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else has any business with their links
-    kept = {}
+        group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
+    caches = {}
     if config.server.cache_dir:
-        kept["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
+        caches["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
     return [
         Child(
             "headrace.engine.stage",
             _stage(config, stage_endpoint, rendezvous, stage, epoch),
             threads=config.engine.threads,
-            environment={**kept, **group, "RANK": str(stage)} if stages > 1 else kept,
+            environment={**caches, **group, "RANK": str(stage)} if stages > 1 else caches,
         )
         for stage in range(stages)
     ]
@@ -188,7 +189,7 @@ def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: in
 
 
 def _template(config: Config) -> StageConfig:
-    """What all stages have in common."""
+    """The configuration that all stages have in common."""
     return StageConfig(
         stage=0,
         stages=config.scheduler.stages,

@@ -1,5 +1,5 @@
-"""The scheduler's end of the connections to its stages: to those of this machine over Unix sockets, to those of other
-machines over a ZMQ ROUTER. Either way a stage has a name, and the two are alike to the StageChannel."""
+"""The scheduler's connections to its stages, addressed by routing id: over Unix sockets to local stages, over a ZMQ
+ROUTER to external ones."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -8,70 +8,80 @@ from typing import Any, Protocol
 
 import zmq
 
-from headrace.core.runtime.frames import FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
 from headrace.core.types.errors import ConfigError
 
-BATCH = 256  # messages taken in one pass, so that one busy channel cannot starve the others
+BATCH = 256  # messages received per pass, so that a busy socket cannot starve the others
 MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
-HIGH_WATER = 100_000  # both ends are ours and bounded by credits; reaching this means the other end is dead
+HIGH_WATER = 100_000  # messages are bounded by credits; reaching this means the other end is dead
 BACKLOG = 128
 
 
 class Router(Protocol):
-    """Messages from and to named connections. Nothing here blocks."""
+    """Sends and receives messages over connections that have routing ids ("names"). No call blocks."""
 
     @property
     def unsent(self) -> bool:
-        """Whether flush() has something to do."""
+        """Whether messages wait for flush()."""
         ...
 
     def sockets(self) -> Sequence[Any]:
-        """To poll for reading; others whenever stages come and go."""
+        """What to poll for reading; changes as stages connect and disconnect."""
         ...
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Names, and the frames of a message each, in a bounded pass."""
+        """Yields the routing id and the frames of each message, of a bounded number of them."""
         ...
 
     def send(self, name: bytes, frame: bytes) -> None:
-        """Raises OtherEndGone when there is no such connection, or it takes nothing."""
+        """Send a message. Raises ConnectionClosed when there is no such connection, or its buffers are full."""
         ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Send queued messages as far as the sockets accept them."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all connections."""
+        ...
 
 
 class FrameRouter:
-    """Listens at a path. The first frame of a connection is its name; who comes later takes over the name."""
+    """A Router over Unix sockets.
+
+    The first frame of a connection is its routing id. A later connection with the same id replaces the earlier one.
+    """
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(path)
         self._listener.listen(BACKLOG)
-        self._strangers: list[FrameSocket] = []
+        self._unnamed: list[FrameSocket] = []
         self._named: dict[bytes, FrameSocket] = {}
 
     @property
     def unsent(self) -> bool:
+        """Whether a connection has messages to flush."""
         return any(connection.unsent for connection in self._named.values())
 
     def sockets(self) -> Sequence[int]:
-        return [self._listener.fileno(), *(each.fileno() for each in (*self._strangers, *self._named.values()))]
+        """The listening socket and all connections."""
+        return [self._listener.fileno(), *(each.fileno() for each in (*self._unnamed, *self._named.values()))]
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Accept a connection, and read once from each."""
         with suppress(BlockingIOError):
-            self._strangers.append(FrameSocket(self._listener.accept()[0]))
-        for connection in list(self._strangers):
+            self._unnamed.append(FrameSocket(self._listener.accept()[0]))
+        for connection in list(self._unnamed):
             try:
                 frames = connection.receive()
-            except OtherEndGone:
-                self._strangers.remove(connection)
+            except ConnectionClosed:
+                self._unnamed.remove(connection)
                 connection.close()
                 continue
             if frames:
-                self._strangers.remove(connection)
+                self._unnamed.remove(connection)
                 name, *more = frames
                 if (before := self._named.pop(name, None)) is not None:
                     before.close()
@@ -80,38 +90,43 @@ class FrameRouter:
         for name, connection in list(self._named.items()):
             try:
                 yield from ((name, [frame]) for frame in connection.receive())
-            except OtherEndGone:
+            except ConnectionClosed:
                 self._named.pop(name).close()
 
     def send(self, name: bytes, frame: bytes) -> None:
+        """Send, or queue what the kernel does not accept. Raises ConnectionClosed."""
         if name not in self._named:
-            raise OtherEndGone("it is not connected")
+            raise ConnectionClosed("it is not connected")
         self._named[name].send(frame)
 
     def flush(self) -> None:
+        """Send queued messages as far as the kernel accepts them."""
         for connection in self._named.values():
-            with suppress(OtherEndGone):  # receive() finds out
+            with suppress(ConnectionClosed):  # receive() closes it
                 connection.flush()
 
     def close(self) -> None:
+        """Flush and close all connections."""
         self.flush()
-        for connection in (*self._strangers, *self._named.values()):
+        for connection in (*self._unnamed, *self._named.values()):
             connection.close()
         self._listener.close()
 
 
 class ZmqRouter:
-    """Over a socket from order_socket()."""
+    """A Router over a socket from order_socket()."""
 
-    unsent = False  # libzmq sees to it
+    unsent = False  # libzmq queues messages
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
 
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        """The ROUTER."""
         return (self._socket,)
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yields BATCH messages at most."""
         for _ in range(BATCH):
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -120,29 +135,36 @@ class ZmqRouter:
             yield name, frames
 
     def send(self, name: bytes, frame: bytes) -> None:
+        """Hand a message to libzmq. Raises ConnectionClosed."""
         try:
             self._socket.send_multipart((name, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise OtherEndGone(error.strerror) from error
+            raise ConnectionClosed(error.strerror) from error
 
     def flush(self) -> None:
-        """Nothing is kept here."""
+        """Nothing to do: libzmq queues messages."""
 
     def close(self) -> None:
+        """Close the ROUTER."""
         self._socket.close()
 
 
 def order_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, silence_s: float = 0.0
 ) -> "zmq.Socket[bytes]":
-    """A ROUTER that stages send to, bound. silence_s: have libzmq itself drop connections whose other end is silent;
-    where that may be on another machine, nothing else tells. Raises ConfigError when the address is taken or not ours.
+    """Bind the ROUTER that stages connect to.
+
+    Raises ConfigError when the address is in use or not one of this machine.
+
+    Args:
+        silence_s: libzmq closes connections that are silent for this long, which is the only sign of a machine that
+            is gone; 0: never.
     """
     socket = context.socket(zmq.ROUTER)
     socket.set_hwm(HIGH_WATER)
     socket.linger = 1000
     socket.router_mandatory = True
-    socket.router_handover = True  # a restarted stage takes its predecessor's place
+    socket.router_handover = True  # a restarted stage replaces its predecessor's connection
     socket.ipv6 = True
     if silence_s:
         socket.maxmsgsize = MAX_EVENT_BYTES
@@ -159,7 +181,7 @@ def order_socket(
 
 
 def bound_port(socket: "zmq.Socket[bytes]") -> int:
-    """The port that a socket has got."""
+    """The TCP port that a socket is bound to."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.decode().rstrip("\0").rpartition(":")[2])

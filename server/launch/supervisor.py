@@ -1,12 +1,13 @@
-"""Child processes of a server: started with their configuration on standard input, watched, restarted, ended.
+"""Supervises the child processes of a server: starts them with their configuration on standard input, restarts stages.
 
-    a stage ends            ─► the scheduler is told, and fails what was in flight ─┐
-    a stage is silent       ─► the scheduler fails what was in flight, and tells us ├─► all stages are killed, and
-    or does not finish                                                              │   started again after a pause
-    the stages take too long to start ──────────────────────────────────────────────┘
+    a stage exits           ─► the scheduler is told, fails requests in flight   ─┐
+    a stage is silent       ─► the scheduler fails requests in flight, tells us   ├─► all stages are killed, and
+    or exceeds a timeout                                                          │   restarted after a delay
+    the stages take too long to start ────────────────────────────────────────────┘
 
-Stages hold parts of the same KV pages and are linked to each other, so they come and go as a group: each start has its
-epoch. Restarts are bounded, with growing pauses. A scheduler that dies ends the server: it held the only truth.
+Stages hold parts of the same KV pages and are connected to each other, so they are restarted as a group; each start
+has its epoch. Restarts are bounded, with exponential back-off. A scheduler that exits ends the server: it has the state
+of all requests.
 """
 
 import asyncio
@@ -23,17 +24,25 @@ from headrace.core.runtime.process import module_command
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 5  # in a row, of groups that computed nothing
+MAX_RESTARTS = 5  # in a row, of groups that completed no plan
 FIRST_PAUSE_S = 0.25
-LAST_WORDS_S = 1.0  # for the scheduler to say what a lost group had done
+STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
 END_TIMEOUT_S = 5.0
-CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot use what it was told
+CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
 
 
 class Child:
-    """One child process of ours: `python -m module PARENT`, its configuration on standard input."""
+    """One child process: `python -m module PARENT`, with its configuration as JSON on standard input.
+
+    Args:
+        module: to run.
+        config: for standard input.
+        threads: OMP_NUM_THREADS.
+        environment: variables besides those of this process.
+        descriptors: open file descriptors that the child inherits.
+    """
 
     def __init__(
         self,
@@ -44,16 +53,16 @@ class Child:
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """environment: variables besides those of this process. descriptors: open files of ours that it has, too."""
         self._module = module
         self._descriptors = descriptors
         self._config = msgspec.json.encode(config)
-        # One thread pool size for every library that brings its own; the tokenizer's is of no use here.
+        # One thread count for every library with a pool of its own; tokenizers must not add another one.
         own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self._environment = {**os.environ, **own, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
+        """Start the process and write its configuration."""
         # A session of its own: Ctrl-C in a terminal reaches the parent only, which ends its children in order.
         self._process = await asyncio.create_subprocess_exec(
             *module_command(self._module, str(os.getpid())),
@@ -68,33 +77,35 @@ class Child:
         self._process.stdin.close()
 
     async def wait(self) -> int:
-        """Exit status; negative for the signal that killed it."""
+        """Wait for the exit. Returns the status; negative for the signal that killed it."""
         assert self._process is not None
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """End it at once, whatever it is doing (a stopped process, too)."""
+        """Kill it with SIGKILL, which works on a stopped process, too, and wait for the exit."""
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # it has just exited
                 self._process.kill()
             await self._process.wait()
 
     async def end(self) -> None:
-        """Wait for its orderly end, then insist."""
+        """Wait for the exit; kill it after END_TIMEOUT_S."""
         if self._process is None or self._process.returncode is not None:
             return
         try:
             await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
         except TimeoutError:
-            log.warning("%s did not end within %.0f s; killing it", self._module, END_TIMEOUT_S)
+            log.warning("%s did not exit within %.0f s; killing it", self._module, END_TIMEOUT_S)
             await self.kill()
 
 
 class Supervisor:
-    """Watches the scheduler and the stages. fatal gets the exit status to end with when one is lost for good.
+    """Watches the scheduler and the stages, and restarts the group of stages when one fails.
 
-    make_stages: the children of the group's epoch-th start, in stage order; None where stages are not our children.
-    start_timeout_s: longest time that a group may take to be ready.
+    Args:
+        scheduler: its process.
+        make_stages: makes the processes of the group for an epoch, in order of their ranks; None: external stages.
+        start_timeout_s: longest time until a group is ready, in seconds.
     """
 
     def __init__(
@@ -111,20 +122,25 @@ class Supervisor:
         self._starting = asyncio.Lock()
         self._ending = False
         self.fatal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Resolves to the exit status of the server when the scheduler exits, or restarts are used up."""
 
     async def start(self) -> None:
+        """Start the scheduler and the first group of stages."""
         await asyncio.gather(self._scheduler.start(), self._group.start())
 
     def watch(self, on_stage_lost: OnStageLost) -> None:
-        """Begin to watch the children, which have been started. on_stage_lost is told which stage ended and how."""
+        """Watch the started children. on_stage_lost: called with the rank of a stage that exited, and how it did."""
         self._tasks = [asyncio.create_task(self._watch_scheduler())]
         if self._make_stages is not None:
             self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages, on_stage_lost)))
 
     async def end(self) -> None:
-        """The children have been told to end; make sure that they do. Without a scheduler nobody has told them."""
+        """Wait until the children, which were told to shut down, have exited; kill them if that takes too long.
+
+        Without a scheduler the stages were not told, and are killed at once.
+        """
         self._ending = True
-        async with self._starting:  # a process that is being made could otherwise be lost
+        async with self._starting:  # a process that is being started could otherwise be missed
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,22 +150,22 @@ class Supervisor:
             await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
 
     def stages_ready(self) -> None:
-        """The scheduler has heard that all stages of the group are up."""
+        """The scheduler reports that all stages of the group are ready."""
         self._group.ready.set()
 
     def stage_down(self, down: StageDown) -> None:
-        """The scheduler has given a stage up. Words about a group that has already ended are ignored."""
+        """The scheduler reports a failed stage; ignored if its group has already ended."""
         if down.epoch == self._group.epoch and not self._group.down.done():
             self._group.down.set_result(down)
 
     async def _watch_scheduler(self) -> None:
         status = await self._scheduler.wait()
         if not self._ending:
-            log.error("the scheduler has ended with status %d", status)
+            log.error("the scheduler exited with status %d", status)
             self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
     async def _watch_stages(self, make_stages: Callable[[int], list[Child]], on_lost: OnStageLost) -> None:
-        """Restart the group of stages while that can help. One that has served starts with a clean record."""
+        """Restart the group when it fails, MAX_RESTARTS times in a row; a group that has served resets the count."""
         restarts = 0
         while True:
             message = await self._first_loss(self._group, on_lost)
@@ -171,7 +187,7 @@ class Supervisor:
                 await self._group.start()
 
     async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> str:
-        """Until a stage ends, is given up by the scheduler or takes too long to start; says which one and how."""
+        """Wait until a stage exits, is reported by the scheduler or takes too long to start. Returns a log message."""
         ends = [asyncio.create_task(stage.wait()) for stage in group.stages]
         late = asyncio.create_task(self._late(group))
         try:
@@ -185,10 +201,10 @@ class Supervisor:
             if not group.down.done():
                 return f"{group} took more than {self._start_timeout_s:g} s to start"
             down = group.down.result()
-            return f"stage {down.stage} was given up: {down.message}"
-        # A stage that lost its neighbour ends by itself; a killed one was the first.
+            return f"stage {down.stage} failed: {down.message}"
+        # A stage that loses its neighbour exits with status 1; one killed by a signal (negative) was the cause.
         stage = min(statuses, key=lambda stage: statuses[stage])
-        message = f"stage {stage} ended with status {statuses[stage]}"
+        message = f"stage {stage} exited with status {statuses[stage]}"
         if not self._ending:
             if CONFIGURATION_MISTAKE in statuses.values():
                 self._give_up(CONFIGURATION_MISTAKE)
@@ -197,12 +213,12 @@ class Supervisor:
         return message
 
     async def _late(self, group: "_Group") -> None:
-        """Return when a group has taken too long to be ready; a stopped process says nothing while it loads."""
+        """Return when a group has taken too long to be ready; never if it becomes ready in time."""
         try:
             await asyncio.wait_for(group.ready.wait(), self._start_timeout_s)
         except TimeoutError:
             return
-        await asyncio.Event().wait()  # from now on the scheduler is the one who waits
+        await asyncio.Event().wait()  # ready: from now on the scheduler's own timeouts apply
 
     def _give_up(self, status: int) -> None:
         if not self.fatal.done():
@@ -210,13 +226,14 @@ class Supervisor:
 
 
 class _Group:
-    """One start of all stages. down: what the scheduler said when it gave one of them up."""
+    """One start of all stages."""
 
     def __init__(self, epoch: int, stages: list[Child]) -> None:
         self.epoch = epoch
         self.stages = stages
         self.ready = asyncio.Event()
         self.down: asyncio.Future[StageDown] = asyncio.get_running_loop().create_future()
+        """The scheduler's report of the first failed stage."""
 
     def __str__(self) -> str:
         return "the stage" if len(self.stages) == 1 else f"all {len(self.stages)} stages"
@@ -228,9 +245,9 @@ class _Group:
         await asyncio.gather(*(stage.kill() for stage in self.stages))
 
     async def has_served(self) -> bool:
-        """Whether it computed anything before it was lost, which the scheduler knows, and is about to tell."""
+        """Whether it completed a plan before it failed, which the scheduler's StageDown says."""
         try:
-            down = await asyncio.wait_for(asyncio.shield(self.down), LAST_WORDS_S)
+            down = await asyncio.wait_for(asyncio.shield(self.down), STAGE_DOWN_TIMEOUT_S)
         except TimeoutError:
             return False
         return down.served

@@ -24,7 +24,7 @@ from headrace.core.messages.orders import (
 from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNIX, OtherEndGone
+from headrace.core.runtime.frames import UNIX, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.types.geometry import Geometry
 from headrace.engine.io_thread import EventOutbox, StageIoThread
@@ -81,7 +81,7 @@ class Bench:
             try:
                 self.router.send(stage_identity(STAGE), frame)
                 return frame
-            except OtherEndGone:  # it has not said its name yet
+            except ConnectionClosed:  # it has not said its name yet
                 assert time.monotonic() < deadline
                 self._came += self.router.receive()
 

@@ -1,5 +1,7 @@
-"""The command: mistakes are one line and status 2, check explains."""
+"""The headrace command: mistakes are one line and status 2; help; check."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +42,7 @@ def test_mistakes_are_one_line_and_status_2(
     assert message in err
 
 
-def test_check_prints_a_configuration_that_can_be_used_and_the_memory(
+def test_check_prints_a_loadable_configuration_and_the_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     flags = ["--dtype", "float32", "--device", "cpu", "--max-model-len", "512", "--threads", "1", "--kv-pages", "64"]
@@ -81,7 +83,7 @@ def test_a_file_without_the_flags_of_a_cpu_is_a_mistake(
 
 
 @pytest.mark.cpu_kind
-def test_serve_gets_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_runs_with_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Config] = []
 
     def serve(config: Config) -> int:
@@ -113,3 +115,24 @@ def test_bench_runs_a_module_with_its_arguments(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "transfer", "--help"])
     assert ended.value.code == 0
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    """`headrace check | head -1`."""
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.server.cli",
+        "check",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--kv-pages",
+        "512",
+    ]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

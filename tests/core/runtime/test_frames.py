@@ -1,4 +1,4 @@
-"""Messages between two processes of a server: whole, in order, and never waited for."""
+"""Framing of messages over Unix sockets."""
 
 import socket
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.runtime import frames
-from headrace.core.runtime.frames import READ_BYTES, FrameSocket, OtherEndGone
+from headrace.core.runtime.frames import READ_BYTES, ConnectionClosed, FrameSocket
 
 Pair = tuple[FrameSocket, FrameSocket]
 
@@ -29,7 +29,7 @@ def pair() -> Iterator[Pair]:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=50), st.integers(0, 3 * READ_BYTES).map(bytes))), st.randoms())
-def test_messages_come_whole_and_in_order_whatever_the_kernel_takes(messages: list[bytes], random: Random) -> None:
+def test_messages_arrive_whole_and_in_order_however_they_are_split(messages: list[bytes], random: Random) -> None:
     received: list[bytes] = []
     with ends() as (one, other):
         for message in messages:
@@ -44,7 +44,7 @@ def test_messages_come_whole_and_in_order_whatever_the_kernel_takes(messages: li
         assert other.receive() == []
 
 
-def test_nothing_waits_for_an_end_that_does_not_read(pair: Pair) -> None:
+def test_sending_does_not_block_when_the_other_end_does_not_read(pair: Pair) -> None:
     one, other = pair
     one.send(bytes(10 << 20))
     assert one.unsent
@@ -56,20 +56,20 @@ def test_nothing_waits_for_an_end_that_does_not_read(pair: Pair) -> None:
     assert received == [bytes(10 << 20), b"after it"]
 
 
-def test_an_end_that_never_reads_counts_as_gone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_never_reads_counts_as_closed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "UNSENT_BYTES", 1 << 20)
     one, _ = pair
     one.send(bytes(4 << 20))
-    with pytest.raises(OtherEndGone, match="does not take"):
+    with pytest.raises(ConnectionClosed, match="does not read"):
         one.send(b"more")
 
 
-def test_what_was_said_before_the_end_is_heard(pair: Pair) -> None:
+def test_messages_sent_before_the_close_are_received(pair: Pair) -> None:
     one, other = pair
-    one.send(b"last words")
+    one.send(b"the last one")
     one.close()
-    assert other.receive() == [b"last words"]
-    with pytest.raises(OtherEndGone, match="closed"):
+    assert other.receive() == [b"the last one"]
+    with pytest.raises(ConnectionClosed, match="closed"):
         other.receive()
-    with pytest.raises(OtherEndGone):
-        other.send(b"who is there?")
+    with pytest.raises(ConnectionClosed):
+        other.send(b"too late")

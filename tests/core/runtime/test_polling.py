@@ -1,4 +1,4 @@
-"""Sockets that come and go between waits."""
+"""Polling of sockets that change between calls."""
 
 import select
 import socket
@@ -8,7 +8,7 @@ import zmq
 from headrace.core.runtime.polling import Poll
 
 
-def test_only_what_is_asked_for_and_can_be_read() -> None:
+def test_returns_the_readable_ones_of_the_given_sockets() -> None:
     made = 0
 
     def poller() -> select.poll:

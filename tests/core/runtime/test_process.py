@@ -1,4 +1,4 @@
-"""Children do not outlive their parents, whenever those die."""
+"""Child processes end when their parent dies."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 
 def ended(pid: int) -> bool:
-    """Whether the process ends within seconds; an orphan may stay a zombie where nobody reaps."""
+    """Whether the process ends within seconds; an orphan may stay a zombie where init does not reap it."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -57,10 +57,10 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
     assert ended(child)
 
 
-def test_a_child_ends_when_its_parent_was_gone_before_it_asked() -> None:
+def test_a_child_ends_when_its_parent_died_before_prctl() -> None:
     made, child = parent()
     with made:
-        made.kill()  # the child reads the end of its input, and asks only now
+        made.kill()  # the child reads the end of its input, and only then calls prctl
         made.wait()
         assert made.stdout is not None
         assert made.stdout.read() == "", "it went on without a parent"

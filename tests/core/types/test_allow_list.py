@@ -1,4 +1,4 @@
-"""Which prefill servers a decode server may dial."""
+"""Rules for the prefill servers that a decode server may connect to."""
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address
 
@@ -33,7 +33,7 @@ RULES = allowed_prefills(
         ("192.168.0.1", 22),
     ],
 )
-def test_what_was_configured_is_dialled(host: str, port: int) -> None:
+def test_configured_servers_are_allowed(host: str, port: int) -> None:
     require_allowed(RULES, host, port)
 
 
@@ -71,8 +71,8 @@ def test_everything_else_is_refused_naming_the_address_and_the_flag(host: str, p
 
 
 @pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0"])
-def test_an_address_in_disguise_is_never_allowed(host: str) -> None:
-    """Resolvers take them for addresses, of which a rule that was meant for a name knows nothing."""
+def test_unusual_spellings_of_addresses_are_never_allowed(host: str) -> None:
+    """Resolvers parse them as addresses, which a rule for host names does not expect."""
     everything = allowed_prefills([], ["0.0.0.0/0", "::/0"])
     assert not is_allowed(everything, host, 80)
     with pytest.raises(ConfigError):
@@ -82,13 +82,13 @@ def test_an_address_in_disguise_is_never_allowed(host: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", ":", "a:", ":1", "a:0", "a:65536", "a:-1", "a:1x", "a b", "http://a", "10.0.0.1/8", "*"]
 )
-def test_a_rule_that_is_none_is_a_mistake_at_the_start(text: str) -> None:
+def test_malformed_rules_are_configuration_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="--allow-prefill"):
         parse_allowed(text)
 
 
 @given(st.ip_addresses(v=4), st.integers(0, 32), st.ip_addresses(v=4))
-def test_a_network_matches_as_its_bits_say(base: IPv4Address, bits: int, other: IPv4Address) -> None:
+def test_a_network_matches_by_its_prefix_bits(base: IPv4Address, bits: int, other: IPv4Address) -> None:
     network = IPv4Network((base, bits), strict=False)
     rules = allowed_prefills([], [str(network)])
     same = int(other) >> (32 - bits) == int(base) >> (32 - bits)
@@ -97,7 +97,7 @@ def test_a_network_matches_as_its_bits_say(base: IPv4Address, bits: int, other: 
 
 
 @given(st.ip_addresses(v=6), st.integers(1, 65535))
-def test_however_an_address_is_written_it_is_the_same(address: IPv6Address, port: int) -> None:
+def test_all_spellings_of_an_ipv6_address_are_equal(address: IPv6Address, port: int) -> None:
     rules = (parse_allowed(f"[{address}]:{port}"),)
     for form in (str(address), address.exploded, address.exploded.upper(), f"[{address}]"):
         assert is_allowed(rules, form, port)
@@ -106,6 +106,6 @@ def test_however_an_address_is_written_it_is_the_same(address: IPv6Address, port
 
 @given(st.text(max_size=40), st.integers(-10, 70000))
 @example("prefill-0:8000", 8000)
-def test_any_text_has_an_answer(host: str, port: int) -> None:
+def test_any_text_is_handled_without_an_exception(host: str, port: int) -> None:
     assert not is_allowed((), host, port)
     is_allowed(RULES, host, port)

@@ -1,4 +1,4 @@
-"""headrace keys, and key files that are missing or wrong at the start."""
+"""`headrace keys`, and missing or malformed key files."""
 
 import stat
 from pathlib import Path
@@ -17,9 +17,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_pair_is_written_for_its_owner_only_and_is_read_by_pyzmq(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_is_readable_by_its_owner_only_and_by_pyzmq(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", str(tmp_path / "new"), "--name", "decode-0"]) == 0
     public, secret = tmp_path / "new" / "decode-0.key", tmp_path / "new" / "decode-0.key_secret"
     assert str(secret) in capsys.readouterr().out
@@ -32,13 +30,13 @@ def test_a_pair_is_written_for_its_owner_only_and_is_read_by_pyzmq(
     assert sorted(path.name for path in public.parent.iterdir()) == [public.name, secret.name]
 
 
-def test_a_pair_is_not_written_over_unless_that_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_is_overwritten_with_force_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, secret = write_pair(tmp_path, "a")
     before = secret.read_text()
     assert main(["keys", str(tmp_path), "--name", "a"]) == 2
     assert "--force" in capsys.readouterr().err
     (tmp_path / "a.key").unlink()
-    with pytest.raises(ConfigError, match=r"a\.key_secret is there already"):
+    with pytest.raises(ConfigError, match=r"a\.key_secret exists already"):
         write_pair(tmp_path, "a")
     assert secret.read_text() == before
     secret.chmod(0o644)
@@ -64,7 +62,7 @@ def test_a_name_stays_in_the_folder(tmp_path: Path, name: str) -> None:
         (lambda path: path.write_text(path.read_text().replace("secret-key", "other")), "no secret key"),
     ],
 )
-def test_a_key_file_that_is_none_is_named_at_the_start(tmp_path: Path, change: object, message: str) -> None:
+def test_malformed_key_files_are_named(tmp_path: Path, change: object, message: str) -> None:
     _, secret = write_pair(tmp_path, "a")
     config = Config(transfer=TransferConfig(curve_key=str(secret), curve_allowed=str(tmp_path)))
     check_keys(config)
@@ -75,7 +73,7 @@ def test_a_key_file_that_is_none_is_named_at_the_start(tmp_path: Path, change: o
     assert str(secret) in str(mistake.value)
 
 
-def test_every_prefill_server_has_a_key_of_its_own_or_that_of_all(tmp_path: Path) -> None:
+def test_every_prefill_server_has_its_own_key_or_the_common_one(tmp_path: Path) -> None:
     files = {name: str(write_pair(tmp_path, name)[0]) for name in ("all", "one", "port")}
     keys = {name: read_public(Path(file)) for name, file in files.items()}
     texts = (f"prefill-1={files['one']}", f"prefill-1:8001={files['port']}")
@@ -95,7 +93,7 @@ def test_every_prefill_server_has_a_key_of_its_own_or_that_of_all(tmp_path: Path
         check_keys(config)
 
 
-def test_the_folder_of_allowed_keys_is_looked_at_again(tmp_path: Path) -> None:
+def test_the_folder_of_allowed_keys_is_reread(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         AllowList(tmp_path / "nowhere")
     folder = tmp_path / "allowed"

@@ -1,4 +1,4 @@
-"""Flags, files, the environment, and what is refused."""
+"""Configuration from flags, files and environment, and the errors for mistakes."""
 
 import argparse
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
         assert from_file == underscored == configure(*role, *flags), key
 
 
-def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
+def test_precedence_is_flags_environment_file_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, 'port = 1\nchunk-tokens = 7\napi-key = ["of-file"]\n')
     assert configure("--config", path).server.api_keys == ("of-file",)
     from_env = configure("--config", path, "--port", "2", HEADRACE_API_KEY="one, two")
@@ -83,16 +83,16 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
     assert decode.server.prefill_api_key == "k"
 
 
-def test_stages_may_come_from_elsewhere_with_the_key() -> None:
+def test_external_stages_with_a_key_from_the_environment() -> None:
     config = configure(*EXTERNAL, "--stage-host", "10.0.0.1", HEADRACE_STAGE_KEY=" sesame ")
     assert config.group == GroupConfig(start="external", host="10.0.0.1", key="sesame")
     assert "sesame" not in to_toml(config)
-    assert configure(HEADRACE_STAGE_KEY="sesame").group.start == "local", "a key that is not needed does no harm"
-    # Other machines have data ports of their own, and may have the same ones.
+    assert configure(HEADRACE_STAGE_KEY="sesame").group.start == "local", "a key without --stages external is ignored"
+    # External stages bind data ports on other machines, so those cannot collide with ports here.
     configure(*EXTERNAL, "--pp", "3", "--data-port", "8000", "--stage-port", "8001")
 
 
-def test_the_scheduler_gets_its_copies() -> None:
+def test_the_scheduler_slice_gets_copies_of_shared_fields() -> None:
     config = configure("--page-size", "32", "--kv-pages", "99", "--max-model-len", "640")
     assert (config.scheduler.page_size, config.scheduler.kv_pages, config.scheduler.max_model_len) == (32, 99, 640)
     assert not config.scheduler.kv_events
@@ -115,12 +115,12 @@ MISTAKES = [
     (["--role", "decode"], "--prefill http://HOST:PORT"),
     (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
     (["--allow-prefill", "10.0.0.5"], "--role decode"),
-    (["--curve-key", "k"], "nobody connects"),
+    (["--curve-key", "k"], "no peer connects"),
     (["--role", "prefill", "--curve-key", "k"], "--curve-allowed FOLDER"),
     (["--role", "prefill", "--curve-allowed", "d"], "--curve-key FILE"),
     (
         ["--role", "prefill", "--curve-key", "k", "--curve-allowed", "d", "--transfer-backends", "nixl,zmq"],
-        "which moves KV in the clear",
+        "which moves KV unencrypted",
     ),
     (["--role", "prefill", "--curve-key", "k", "--curve-server-key", "p"], "--curve-server-key is for decode"),
     (["--role", "decode", "--prefill", "http://a:1", "--curve-key", "k"], "--curve-server-key FILE"),
@@ -179,7 +179,7 @@ def test_mistakes_in_files_name_the_key_and_the_file(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize("flags", [["--host", "localhost"], ["--host", "::1"], ["--host", "0.0.0.0", "--insecure"]])
-def test_binds_that_are_fine(flags: list[str]) -> None:
+def test_binds_that_are_allowed(flags: list[str]) -> None:
     assert configure(*flags).server.host == flags[1]
 
 
@@ -188,7 +188,7 @@ def test_sizes(given: object, value: int) -> None:
     assert parse_value(BY_KEY["window-bytes"], given, "here") == value
 
 
-def test_keys_are_never_printed() -> None:
+def test_secrets_are_never_printed() -> None:
     text = to_toml(configure("--api-key", "sesame"))
     assert "sesame" not in text
     with pytest.raises(ConfigError) as caught:
@@ -206,7 +206,7 @@ def test_keys_are_never_printed() -> None:
         lambda text: text.strip()
     ),
 )
-def test_what_check_prints_loads_to_the_same(
+def test_printed_toml_loads_to_the_same_configuration(
     tmp_path_factory: pytest.TempPathFactory,
     port: int,
     page: int,

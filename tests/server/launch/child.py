@@ -1,4 +1,4 @@
-"""A child process for the tests of the supervisor: it ends as it is told, or waits to be ended."""
+"""A child process for tests of the supervisor: exits with a given status, or waits until killed."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Script(msgspec.Struct, frozen=True):
-    """status: to end with, at once; None waits for whoever kills it."""
+    """status: to exit with at once; None: wait until killed."""
 
     status: int | None = None
 

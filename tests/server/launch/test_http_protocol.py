@@ -1,4 +1,4 @@
-"""The server's HTTP from raw sockets: what it takes in of a request that never ends."""
+"""Limits of the HTTP parser, tested over raw sockets."""
 
 import socket
 import threading
@@ -45,7 +45,7 @@ def port() -> Iterator[int]:
 
 
 def answer(port: int, *parts: bytes, endless: bytes = b"") -> bytes:
-    """What comes back. endless: sent until the server has had enough."""
+    """The response. endless: sent repeatedly until the server closes the connection."""
     with closing(socket.create_connection(("127.0.0.1", port), timeout=10)) as connection:
         sent = 0
         with suppress(ConnectionError):
@@ -54,8 +54,8 @@ def answer(port: int, *parts: bytes, endless: bytes = b"") -> bytes:
             while endless and sent < 64 * HEAD_BYTES:
                 connection.sendall(endless)
                 sent += len(endless)
-                time.sleep(0.001)  # let it read
-        assert sent < 64 * HEAD_BYTES, "it took everything in"
+                time.sleep(0.001)  # lets the server thread run
+        assert sent < 64 * HEAD_BYTES, "the server accepted everything"
         came = b""
         with suppress(ConnectionError):
             while part := connection.recv(1 << 16):
@@ -73,7 +73,7 @@ def answer(port: int, *parts: bytes, endless: bytes = b"") -> bytes:
         pytest.param(CHUNKED + b"1;x=", b"more" * 1000, id="chunk extension"),
     ],
 )
-def test_a_request_without_end_is_refused(port: int, start: bytes, endless: bytes) -> None:
+def test_an_endless_request_is_refused(port: int, start: bytes, endless: bytes) -> None:
     came = answer(port, start, endless=endless)
     assert not came or came.startswith(b"HTTP/1.1 400"), "unless the connection was reset before the answer was read"
     assert answer(port, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "others are served"
@@ -85,7 +85,7 @@ def test_bodies_may_be_long_and_in_small_chunks(port: int) -> None:
     assert answer(port, CHUNKED, b"1\r\nx\r\n" * HEAD_BYTES, b"0\r\n\r\n").endswith(b"\r\n\r\n%d" % HEAD_BYTES)
 
 
-def test_requests_of_one_connection_are_counted_each_on_its_own(port: int) -> None:
+def test_requests_of_one_connection_are_counted_separately(port: int) -> None:
     body = bytes(HEAD_BYTES // 2)
     with closing(socket.create_connection(("127.0.0.1", port), timeout=10)) as connection:
         for _ in range(5):

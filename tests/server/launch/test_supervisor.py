@@ -1,4 +1,4 @@
-"""Real child processes that end, and what the supervisor makes of it."""
+"""The supervisor with real child processes that exit."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTART
 from tests.server.launch.child import Script
 
 NAME = "tests.server.launch.child"
-ROOT = Path(__file__).resolve().parents[3]  # children do not look into the working directory for modules
+ROOT = Path(__file__).resolve().parents[3]  # children run with python -P
 
 
 def child(status: int | None = None) -> Child:
@@ -23,7 +23,7 @@ def child(status: int | None = None) -> Child:
 
 
 class Site:
-    """A supervisor of stages that end with the statuses that plan gives for each start, and what it was told."""
+    """A supervisor of stages that exit with the statuses of plan(epoch) (None: never), and what it reported."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Site:
         return [child(status) for status in self._plan(epoch)]
 
     async def _on_lost(self, stage: int, message: str) -> None:
-        """The scheduler's part: it says what the group had done."""
+        """As the scheduler: reports whether the group had completed a plan."""
         self.lost.append((stage, message))
         down = StageDown(stage=stage, message=message, epoch=self.starts[-1], served=self._served)
         self.supervisor.stage_down(down)
@@ -69,17 +69,17 @@ def timed(test: Callable[[pytest.MonkeyPatch], Coroutine[Any, Any, None]]) -> Ca
 
 
 @timed
-async def test_a_group_that_never_serves_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_of_a_group_that_never_serves_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, 7])
     await site.start()
     assert await site.supervisor.fatal == 1
     assert site.starts == list(range(MAX_RESTARTS + 1))
-    assert site.lost[0] == (1, "stage 1 ended with status 7")
+    assert site.lost[0] == (1, "stage 1 exited with status 7")
     await site.supervisor.end()
 
 
 @timed
-async def test_a_group_that_has_served_comes_back_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_that_has_served_is_restarted_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     often = 2 * MAX_RESTARTS
     site = Site(lambda epoch: [9 if epoch < often else None], served=True)
     await site.start()
@@ -90,7 +90,7 @@ async def test_a_group_that_has_served_comes_back_however_often(monkeypatch: pyt
 
 
 @timed
-async def test_a_mistake_in_the_configuration_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_configuration_mistake_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, CONFIGURATION_MISTAKE])
     await site.start()
     assert await site.supervisor.fatal == CONFIGURATION_MISTAKE
@@ -99,8 +99,8 @@ async def test_a_mistake_in_the_configuration_is_not_tried_again(monkeypatch: py
 
 
 @timed
-async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_WORDS_S", 0.01)
+async def test_a_group_that_is_not_ready_in_time_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STAGE_DOWN_TIMEOUT_S", 0.01)
     site = Site(lambda epoch: [None, None], start_timeout_s=0.2)
     await site.start()
     await site.started(2)
@@ -109,7 +109,7 @@ async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pyt
     assert site.starts == [0, 1], "a group that is ready in time is left alone"
     site.supervisor.stage_down(StageDown(stage=1, message="silent", epoch=0))
     await asyncio.sleep(0.2)
-    assert site.starts == [0, 1], "that was about a group that has ended"
+    assert site.starts == [0, 1], "a report about an earlier group is ignored"
     site.supervisor.stage_down(StageDown(stage=1, message="silent", epoch=1))
     await site.started(3)
     site.supervisor.fatal.set_result(0)
@@ -117,10 +117,10 @@ async def test_a_group_that_does_not_get_ready_is_started_again(monkeypatch: pyt
 
 
 @timed
-async def test_the_end_of_the_scheduler_is_the_end_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exit_of_the_scheduler_ends_the_server_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, None], scheduler=child(3))
     await site.start()
     assert await site.supervisor.fatal == 1
     started = time.monotonic()
     await site.supervisor.end()
-    assert time.monotonic() - started < module.END_TIMEOUT_S, "nobody waits for stages that nobody has told to end"
+    assert time.monotonic() - started < module.END_TIMEOUT_S, "stages that were not told to exit are killed at once"

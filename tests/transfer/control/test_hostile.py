@@ -15,7 +15,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer
 from headrace.core.messages.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled
 from headrace.core.runtime.codec import Codec, DecodeError
-from headrace.core.stats import LABELS, Counters
+from headrace.core.stats import MAX_LABELS, Counters
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.control.connection import ControlConnection
@@ -136,14 +136,14 @@ def test_what_a_server_says_cannot_write_lines_of_its_own_into_the_log() -> None
 
 def test_label_values_of_others_do_not_grow_the_metrics_without_end() -> None:
     counters = Counters()
-    for number in range(3 * LABELS):
+    for number in range(3 * MAX_LABELS):
         counters.add("nacks_total", labels=(f"code{number}",))
     counters.add("nacks_total", labels=("code1",))
     samples = counters.snapshot()
-    assert len(samples) == LABELS + 1
-    assert counters.value("nacks_total", ("other",)) == 2 * LABELS
+    assert len(samples) == MAX_LABELS + 1
+    assert counters.value("nacks_total", ("other",)) == 2 * MAX_LABELS
     assert counters.value("nacks_total", ("code1",)) == 2
-    assert sum(sample.value for sample in samples) == 3 * LABELS + 1
+    assert sum(sample.value for sample in samples) == 3 * MAX_LABELS + 1
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0, 1e9])
