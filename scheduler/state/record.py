@@ -121,7 +121,6 @@ class Request:
     known_to_stages: bool = False
     """Stages hold something under its serial, and need a ReleaseRequest."""
 
-    preempting: bool = False
     error: ErrorInfo | None = None
     """Why it has failed."""
 
@@ -129,7 +128,10 @@ class Request:
     """By position in the prompt."""
 
     route: AnyRoute = field(init=False)
+    """submit.route"""
+
     decodes_here: bool = field(init=False)
+    """Tokens after the first one are generated here (kept, since every row of a plan needs it)."""
 
     def __post_init__(self) -> None:
         self.route = self.submit.route

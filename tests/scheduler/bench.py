@@ -1,4 +1,4 @@
-"""Drives one Scheduler by hand: events in, effects kept by kind, the books checked after every step."""
+"""Drives one Scheduler by hand: events in, effects kept, integrity checked after every step."""
 
 from typing import TypeVar
 
@@ -112,7 +112,7 @@ class Bench:
             if not left and tokens:
                 return
 
-    # The wire, as the prefill side sees it.
+    # Peers, as a prefill server sees them.
 
     def join(self, session: str = "s", page_size: int = PAGE) -> list[Effect]:
         return self.do(PeerJoined(session=session, name="peer", geometry=geometry(page_size), window_bytes=1 << 20))
@@ -149,7 +149,7 @@ class Bench:
     def quiet(self, request: int, stage: int = 0) -> list[Effect]:
         return self.do(SendCancelled(stage=stage, request=request))
 
-    # The wire, as the decode side sees it.
+    # Prefill servers, as a decode server sees them.
 
     def prefill_up(self, session: str = "p1") -> list[Effect]:
         self.do(AddPrefill(name="p", endpoint="tcp://x:1"))

@@ -1,4 +1,4 @@
-"""What a router makes of KV events, written from the documentation alone."""
+"""A router that follows KV events, written from the documentation alone."""
 
 import struct
 from collections import Counter

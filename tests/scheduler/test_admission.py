@@ -1,4 +1,4 @@
-"""Who gets in, who does not, and what they are told."""
+"""Which requests are admitted, and the errors of those that are refused."""
 
 import pytest
 
@@ -142,7 +142,7 @@ def test_drain_refuses_finishes_and_says_so_once() -> None:
     bench.assert_empty()
 
 
-def test_shutdown_fails_everyone_and_halts_the_stages() -> None:
+def test_shutdown_fails_every_request_and_ends_the_stages() -> None:
     bench = Bench()
     bench.join()
     bench.submit("a", route=SendTo("t"))

@@ -1,4 +1,4 @@
-"""What goes into a plan, and what comes of it when everything is computed here."""
+"""Which rows go into a plan, and their results when everything is computed here."""
 
 from headrace.core.messages.frontend import Progress, RequestFinished
 from headrace.core.messages.orders import Forward, ReleaseRequest
@@ -238,7 +238,7 @@ def test_an_abort_waits_for_its_plans_before_pages_come_back() -> None:
     assert bench.ended("a") == 1
 
 
-def test_an_abort_that_finishes_gives_what_there_is() -> None:
+def test_an_abort_that_finishes_reports_what_was_generated() -> None:
     bench = Bench()
     bench.submit("a", 4, max_tokens=10)
     forward = bench.plan()
@@ -251,7 +251,7 @@ def test_an_abort_that_finishes_gives_what_there_is() -> None:
 
 def test_an_unknown_abort_is_counted() -> None:
     bench = Bench()
-    bench.abort("nobody")
+    bench.abort("unknown")
     assert bench.metric("dropped_messages_total", "unknown_rid") == 1
 
 

@@ -11,7 +11,7 @@ from headrace.core.types.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 
 
-def test_a_plan_that_does_not_come_back_names_the_stage() -> None:
+def test_a_plan_that_times_out_fails_the_stage_that_did_not_report_it() -> None:
     bench = Bench(stages=2)
     bench.submit("a", 40)
     first, second = bench.plan(), bench.plan()
@@ -31,7 +31,7 @@ def test_a_plan_that_does_not_come_back_names_the_stage() -> None:
     bench.assert_empty()
 
 
-def test_a_failed_stage_fails_everyone_and_the_pool_starts_over() -> None:
+def test_a_failed_stage_fails_every_request_and_the_pool_starts_over() -> None:
     bench = Bench()
     bench.join()
     bench.prefill_up()
@@ -105,7 +105,7 @@ def test_reports_of_the_old_engine_are_dropped() -> None:
     assert bench.tokens("b") == [6]
 
 
-def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
+def test_a_stage_that_restarts_on_its_own_fails_the_engine() -> None:
     bench = Bench()
     bench.submit("a")
     bench.plan()
@@ -116,7 +116,7 @@ def test_a_stage_that_restarts_unasked_has_lost_its_pool() -> None:
     assert isinstance(bench.plan(), Forward)
 
 
-def test_stages_that_come_together_elsewhere_say_why_nothing_is_served() -> None:
+def test_stages_that_are_gathering_are_the_reason_that_is_announced() -> None:
     bench = Bench(up=False)
     bench.do(JoinProgress(message="waiting for stage 0"))
     assert bench.last(EngineState) == EngineState(ready=False, reason="waiting for stage 0")
@@ -147,7 +147,7 @@ def test_all_stages_have_to_come_up_again() -> None:
     assert bench.error().code == "not_ready"
 
 
-def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
+def test_a_stage_that_does_not_answer_a_cancel_is_failed() -> None:
     bench = Bench(stages=2)
     bench.join()
     bench.submit("a", route=SendTo("t"))
@@ -158,7 +158,7 @@ def test_a_stage_that_never_answers_cancel_is_found_out() -> None:
     effects = bench.wait(121)
     state = only(effects, EngineState)
     assert "stage 1" in state.reason
-    assert none(effects, TellCancelled), "nobody can promise that no byte follows"
+    assert none(effects, TellCancelled), "it is not certain that no byte follows"
     assert only(effects, TellFailed).error.stage == 1
     bench.assert_empty()
 

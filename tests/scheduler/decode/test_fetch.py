@@ -1,4 +1,4 @@
-"""The way in by wire."""
+"""Requests whose KV is fetched from a prefill server."""
 
 import math
 
@@ -61,7 +61,7 @@ def arrive(bench: Bench, expect: PrepareReceive, token: int = 42, stage: int = 0
     bench.do(KvReceived(stage=stage, request=expect.request, first=first, bytes=100, chunks=2))
 
 
-def test_pages_are_expected_at_every_stage_before_the_prefill_server_is_told() -> None:
+def test_every_stage_is_prepared_before_pages_are_reserved() -> None:
     bench = connected(stages=2)
     fetch(bench)
     expect = bench.one(PrepareReceive)
@@ -101,7 +101,7 @@ def test_decoding_goes_on_from_the_first_token() -> None:
     bench.assert_empty()
 
 
-def test_what_is_cached_here_is_not_asked_for() -> None:
+def test_cached_pages_are_not_fetched() -> None:
     bench = connected()
     arrive(bench, reserved(bench))
     bench.abort("a")
@@ -137,7 +137,7 @@ def test_fetches_wait_for_pages_and_rows() -> None:
     assert len(bench.all(PrepareReceive)) == 2
 
 
-def test_an_abort_asks_both_sides_and_waits_for_the_stages() -> None:
+def test_an_abort_cancels_at_stages_and_prefill_server_and_waits_for_the_stages() -> None:
     bench = connected(stages=2)
     expect = reserved(bench)
     effects = bench.abort("a")
@@ -150,7 +150,7 @@ def test_an_abort_asks_both_sides_and_waits_for_the_stages() -> None:
     bench.assert_empty()
 
 
-def test_an_abort_before_the_prefill_server_was_told_does_not_bother_it() -> None:
+def test_an_abort_before_the_reservation_sends_the_prefill_server_nothing() -> None:
     bench = connected()
     fetch(bench)
     expect = bench.one(PrepareReceive)
@@ -248,7 +248,7 @@ def test_logprobs_are_those_that_were_asked_for() -> None:
             assert bench.last(Tokens).logprobs == shown
 
 
-def test_a_lost_prefill_server_fails_what_it_owes() -> None:
+def test_a_lost_prefill_server_fails_the_requests_it_has_not_delivered() -> None:
     bench = connected(metadata_rows=2)
     for number in range(3):
         reserved(bench, rid=f"r{number}", ticket=f"t{number}")
@@ -262,7 +262,7 @@ def test_a_lost_prefill_server_fails_what_it_owes() -> None:
     assert none(effects, AskCancel)
 
 
-def test_a_queueing_prefill_server_is_not_silent() -> None:
+def test_a_fetch_does_not_time_out_while_the_prompt_is_queued() -> None:
     bench = connected(transfer_timeout_s=1.0, bootstrap_timeout_s=1.0)
     reserved(bench)
     bench.wait(1000)
@@ -291,7 +291,7 @@ def test_bad_kv_fails_before_a_token_is_used() -> None:
     bench.assert_empty()
 
 
-def test_sessions_are_dialled_renewed_and_hung_up() -> None:
+def test_sessions_are_opened_replaced_and_closed() -> None:
     bench = Bench()
     effects = bench.prefill_up()
     bench.one(ConnectPrefill)

@@ -1,4 +1,4 @@
-"""Decoding here, and giving way when pages run out."""
+"""Decoding here, and preemption when pages run out."""
 
 from headrace.core.messages.orders import Forward, ReleaseRequest
 from tests.scheduler.bench import Bench, ids, only
@@ -22,7 +22,7 @@ def test_pages_grow_one_at_a_time() -> None:
     bench.assert_empty()
 
 
-def test_the_youngest_gives_way_and_goes_on_where_it_was() -> None:
+def test_the_latest_arrival_is_preempted_and_continues_where_it_was() -> None:
     bench = Bench(kv_pages=4, pipeline_depth=0, prefix_cache=False)
     bench.submit("old", 7, max_tokens=6)
     bench.submit("young", 7, max_tokens=6)
@@ -68,7 +68,7 @@ def test_a_preempted_request_keeps_its_pages_until_its_plans_are_done() -> None:
     assert len(forward_of(bench).rows) == 1
 
 
-def test_alone_with_a_full_pool_is_the_end() -> None:
+def test_a_request_that_fills_the_pool_alone_ends() -> None:
     bench = Bench(kv_pages=2, pipeline_depth=1)
     bench.submit("a", 6, max_tokens=50)
     bench.compute(1, 2, 3)

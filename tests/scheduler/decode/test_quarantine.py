@@ -1,4 +1,4 @@
-"""Pages that a prefill server writes into itself: when they are ours again, and what a failed engine may say."""
+"""Pages that a prefill server writes into directly: when they are free again, and what a failed engine tells peers."""
 
 import pytest
 
@@ -47,18 +47,18 @@ NAMES = {"session": "p2", "ticket": "t", "generation": 1}
 FAILED = ErrorInfo(code="stage_failed", message="", status=503)
 
 
-@pytest.mark.parametrize("word", [TicketCancelled(**NAMES), TicketFailed(**NAMES, error=FAILED)])  # type: ignore[arg-type]
-def test_pages_of_a_cancelled_request_wait_for_the_word_of_the_prefill_server(word: PeerEvent) -> None:
+@pytest.mark.parametrize("answer", [TicketCancelled(**NAMES), TicketFailed(**NAMES, error=FAILED)])  # type: ignore[arg-type]
+def test_pages_of_a_cancelled_request_are_kept_until_the_prefill_server_answers(answer: PeerEvent) -> None:
     bench, expect = direct()
     only(bench.abort(), AskCancel)
     assert none(bench.forgotten(expect.request), ReleaseRequest), "our stage has ceased, the other side has not said so"
     assert bench.metric("quarantined_pages") == 3
-    only(bench.do(word), ReleaseRequest)  # type: ignore[arg-type]
+    only(bench.do(answer), ReleaseRequest)  # type: ignore[arg-type]
     assert bench.metric("quarantined_pages") == 0
     bench.assert_empty()
 
 
-def test_the_word_may_come_before_our_own_stages_have_answered() -> None:
+def test_the_prefill_server_may_answer_before_our_own_stages() -> None:
     bench, expect = direct(stages=2)
     bench.abort()
     assert none(bench.do(TicketCancelled(**NAMES)), ReleaseRequest)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_the_word_may_come_before_our_own_stages_have_answered() -> None:
     only(bench.forgotten(expect.request, 1), ReleaseRequest)
 
 
-def test_without_a_word_they_wait_until_nobody_can_write_through_the_session() -> None:
+def test_after_a_lost_session_pages_are_kept_until_every_stage_has_closed_it() -> None:
     bench, expect = direct(stages=2)
     only(bench.do(PrefillDown(name="p", session="p2", reason="silent")), CloseSession)
     for stage in (0, 1):
@@ -84,7 +84,7 @@ def test_without_a_word_they_wait_until_nobody_can_write_through_the_session() -
     assert bench.metric("quarantined_pages") == 0
 
 
-def test_what_was_never_reserved_or_has_arrived_waits_for_nobody() -> None:
+def test_pages_without_a_reservation_or_with_all_kv_here_are_not_quarantined() -> None:
     bench = Bench(True)
     bench.prefill_up()
     bench.do(up("p2"))
@@ -98,7 +98,7 @@ def test_what_was_never_reserved_or_has_arrived_waits_for_nobody() -> None:
     assert none(bench.seen, AskCancel)
 
 
-def test_a_pool_that_is_gone_needs_no_quarantine() -> None:
+def test_a_failed_engine_ends_the_quarantine_of_its_pages() -> None:
     bench, expect = direct()
     bench.abort()
     bench.forgotten(expect.request)
@@ -109,8 +109,8 @@ def test_a_pool_that_is_gone_needs_no_quarantine() -> None:
     assert bench.do(SessionClosed(stage=0, session="p2")) == []
 
 
-def test_a_prefill_server_whose_stage_failed_promises_nothing_to_peers_it_writes_to() -> None:
-    """Another stage may still be writing: the session ends, and the peer takes the right back itself."""
+def test_a_failed_stage_ends_the_sessions_of_peers_that_are_written_to_directly() -> None:
+    """Another stage may still be writing: the session ends, and the peer revokes the access itself."""
     bench = Bench()
     joined = {"name": "d", "geometry": geometry(), "window_bytes": 1 << 20}
     bench.do(PeerJoined(session="direct", backend=SHM, **joined))  # type: ignore[arg-type]
@@ -120,8 +120,8 @@ def test_a_prefill_server_whose_stage_failed_promises_nothing_to_peers_it_writes
     assert none(effects[: effects.index(only(effects, EndPeer))], TellFailed), "it ends before anything else is said"
 
 
-def test_a_peer_to_which_a_write_was_lost_is_told_nothing_but_that_its_session_ends() -> None:
-    """Bytes may still come to its pages, so no word about a ticket is true; the others go on."""
+def test_a_lost_write_ends_the_session_and_sends_the_peer_nothing_else() -> None:
+    """Bytes may still come to its pages, so it is told nothing about its tickets. Other peers are not affected."""
     bench = Bench()
     joined = {"geometry": geometry(), "window_bytes": 1 << 20, "backend": NIXL}
     bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]

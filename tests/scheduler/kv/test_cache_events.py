@@ -1,4 +1,4 @@
-"""A router that hears nothing but the events knows what is in the prefix tree, whatever happens to it."""
+"""Cache events: a router that gets only them knows what is in the prefix tree."""
 
 from collections import Counter
 
@@ -94,7 +94,7 @@ def test_such_schedules_store_remove_and_clear() -> None:
     st.lists(st.tuples(SALTS, st.lists(st.integers(0, 2), min_size=1, max_size=9), st.booleans()), max_size=25),
     st.integers(3, 10),
 )
-def test_many_changes_may_pass_between_two_looks(steps: list[tuple[str, list[int], bool]], pool: int) -> None:
+def test_events_do_not_depend_on_how_often_they_are_taken(steps: list[tuple[str, list[int], bool]], pool: int) -> None:
     """Nothing depends on how often the events are taken."""
     events, router, leases = CacheEventLog(2), Router(), list[Lease]()
     cache = KvCache(pool, 2, events=events)
@@ -139,7 +139,7 @@ def test_equal_prompts_of_two_tenants_have_different_names() -> None:
     assert CacheEventLog(1).stored(None, b"a", pack([7])) == names[1], "every server says the same"
 
 
-def test_nothing_is_told_unless_asked_for() -> None:
+def test_without_kv_events_nothing_is_collected() -> None:
     cache = KvCache(4, 1)
     lease = cache.acquire(pack([1, 2]), "")
     assert lease is not None

@@ -1,4 +1,4 @@
-"""The free list and the deadlines, against naive twins."""
+"""The page allocator and the deadlines, against naive models."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The tree and the leases, against naive twins that know every prefix by heart."""
+"""The prefix tree and the leases, against naive models that keep every prefix."""
 
 import pytest
 from hypothesis import given, settings
@@ -126,7 +126,7 @@ class Leases(RuleBasedStateMachine):
             self.cache.release(entry[0])
 
     @invariant()
-    def books_balance(self) -> None:
+    def cache_is_consistent(self) -> None:
         if not hasattr(self, "cache"):
             return
         assert self.cache.check() == []

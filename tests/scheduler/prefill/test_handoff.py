@@ -1,4 +1,4 @@
-"""The way out by wire: what is sent, in which pieces, and how it ends."""
+"""The handoff to a decode peer: which chunks are sent, and how requests end."""
 
 from headrace.core.messages.frontend import Abort, Progress, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, SendChunk
@@ -29,7 +29,7 @@ def next_forward(bench: Bench) -> Forward:
     return forward
 
 
-def test_chunks_leave_behind_their_forward_and_the_last_with_the_first_token() -> None:
+def test_chunks_are_sent_behind_their_forward_and_the_last_one_with_the_first_token() -> None:
     bench = started(38, bench=Bench(chunk_tokens=15), progress=True)
     first = next_forward(bench)
     send = bench.one(SendChunk)
@@ -124,7 +124,7 @@ def test_min_tokens_keep_a_stop_token_from_ending_it() -> None:
     assert bench.one(SendChunk).last is not None
 
 
-def test_a_sole_token_needs_no_send_at_all() -> None:
+def test_a_request_of_one_token_sends_no_kv() -> None:
     bench = started(40, max_tokens=1)
     bench.compute(3)
     assert bench.all(SendChunk) == []
@@ -134,7 +134,7 @@ def test_a_sole_token_needs_no_send_at_all() -> None:
     bench.assert_empty()
 
 
-def test_an_end_with_chunks_under_way_waits_for_quiet() -> None:
+def test_an_end_with_chunks_under_way_waits_until_they_are_cancelled() -> None:
     bench = started(20, stop_token_ids=(5,))
     forwards = [next_forward(bench), next_forward(bench)]
     bench.done(forwards[0])
@@ -149,7 +149,7 @@ def test_an_end_with_chunks_under_way_waits_for_quiet() -> None:
     bench.assert_empty()
 
 
-def test_silence_of_the_peer_is_counted_from_when_the_stage_gets_to_the_send() -> None:
+def test_the_peer_is_silent_only_from_when_the_stage_reaches_the_send() -> None:
     bench = started(20, bench=Bench(stage_timeout_s=500))
     forwards = [next_forward(bench), next_forward(bench)]
     bench.wait(60)
@@ -167,7 +167,7 @@ def test_silence_of_the_peer_is_counted_from_when_the_stage_gets_to_the_send() -
     bench.assert_empty()
 
 
-def test_an_ack_of_anything_shows_that_the_peer_is_there() -> None:
+def test_an_ack_of_any_request_shows_that_the_peer_is_alive() -> None:
     bench = started(8)
     bench.submit("b", 8, route=SendTo("u"), cache_salt="b")
     bench.reserve("u", 8)
@@ -204,7 +204,7 @@ def test_a_peer_that_does_not_expect_a_chunk_any_more_has_cancelled() -> None:
     bench.assert_empty()
 
 
-def test_a_failure_with_bytes_under_way_keeps_pages_and_the_last_word_until_every_stage_is_quiet() -> None:
+def test_a_failure_with_bytes_under_way_keeps_pages_and_the_reply_until_every_stage_has_stopped() -> None:
     bench = started(10, bench=Bench(stages=2, kv_pages=3))
     bench.compute(1)
     send = bench.one(SendChunk)
@@ -221,7 +221,7 @@ def test_a_failure_with_bytes_under_way_keeps_pages_and_the_last_word_until_ever
     assert bench.plan() is not None
 
 
-def test_cancelled_is_answered_when_quiet_and_only_once() -> None:
+def test_a_cancel_is_answered_once_when_sends_have_stopped() -> None:
     bench = started(10)
     bench.compute(1)
     send = bench.one(SendChunk)

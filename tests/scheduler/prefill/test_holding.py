@@ -64,7 +64,7 @@ def test_the_answer_comes_with_the_prefill_and_the_bytes_with_the_reservation() 
     bench.assert_empty()
 
 
-def test_what_is_sent_later_was_computed_before() -> None:
+def test_chunks_of_a_held_request_name_the_last_plan() -> None:
     bench = Bench(chunk_tokens=16)
     bench.join()
     hold(bench, "a", "t", 30)
@@ -77,7 +77,7 @@ def test_what_is_sent_later_was_computed_before() -> None:
 
 
 @pytest.mark.parametrize("cached", [0, 5, 8])
-def test_what_the_peer_has_is_not_sent(cached: int) -> None:
+def test_tokens_that_the_peer_has_are_not_sent(cached: int) -> None:
     bench = held(30, bench=Bench(chunk_tokens=8))
     bench.reserve(tokens=30, cached=cached)
     sends = bench.all(SendChunk)
@@ -134,7 +134,7 @@ def test_a_reserved_ticket_waits_for_a_metadata_row_without_a_lease() -> None:
     bench.assert_empty()
 
 
-def test_who_waits_for_pages_keeps_no_metadata_row_from_those_who_have_them() -> None:
+def test_a_request_that_waits_for_pages_holds_no_metadata_row() -> None:
     """One waits for the pages of the other, which waits for a row: so the row must be free."""
     bench = held(40, bench=Bench(metadata_rows=1, kv_pages=16, hold_percent=100))
     bench.submit("b", list(range(100, 139)), route=SendTo("u"))
@@ -152,7 +152,7 @@ def test_who_waits_for_pages_keeps_no_metadata_row_from_those_who_have_them() ->
     bench.assert_empty()
 
 
-def test_a_lease_ends_and_a_late_peer_hears_of_it_at_once() -> None:
+def test_an_expired_lease_fails_the_request_and_a_late_reservation() -> None:
     bench = held()
     bench.wait(29.9)
     assert bench.ended() == 0
@@ -188,7 +188,7 @@ def test_renewals_of_others_and_of_what_has_no_lease_do_nothing() -> None:
     assert bench.metric("dropped_messages_total", "unknown_lease") == 2
     bench.compute(42)
     bench.wait(20)
-    renew(bench, session="stranger")
+    renew(bench, session="other")
     assert bench.metric("dropped_messages_total", "unknown_session") == 1
     bench.wait(11)
     assert bench.error().code == "lease_expired"
@@ -253,13 +253,13 @@ def test_a_first_token_that_ends_the_request_holds_nothing(sampling: dict[str, o
     bench.assert_empty()
 
 
-def test_that_token_is_kept_no_longer_than_a_lease() -> None:
+def test_the_first_token_is_kept_no_longer_than_a_lease() -> None:
     bench = held(max_tokens=1)
     bench.wait(31)
     assert only(bench.reserve(), TellFailed).error.code == "lease_expired"
 
 
-def test_a_stage_that_fails_takes_what_is_held_with_it() -> None:
+def test_a_failed_stage_fails_held_requests() -> None:
     bench = held()
     bench.do(StageFailed(stage=0, message="gone"))
     assert bench.error().code == "stage_failed"
@@ -268,7 +268,7 @@ def test_a_stage_that_fails_takes_what_is_held_with_it() -> None:
     assert only(bench.reserve(), TellFailed).error.code == "stage_failed"
 
 
-def test_a_peer_that_goes_away_ends_what_it_has_reserved_only() -> None:
+def test_a_peer_that_leaves_fails_only_what_it_has_reserved() -> None:
     bench = held()
     hold(bench, "b", "u")
     bench.compute(43)

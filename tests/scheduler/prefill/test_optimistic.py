@@ -27,7 +27,7 @@ def test_a_prompt_is_computed_while_its_peer_gets_ready() -> None:
     for send in sends:
         bench.ack(send)
     assert bench.finished().reason == "handoff"
-    assert bench.all(Held) == [], "nobody asked for that"
+    assert bench.all(Held) == [], "the client did not ask for that"
     bench.assert_empty()
 
 
@@ -47,7 +47,7 @@ def test_a_peer_may_come_between_two_chunks() -> None:
     bench.assert_empty()
 
 
-def test_a_peer_that_does_not_come_costs_no_pages_for_long() -> None:
+def test_a_request_that_no_peer_reserves_is_failed_at_the_bootstrap_timeout() -> None:
     bench = optimist(bootstrap_timeout_s=10.0)
     send_to(bench)
     bench.compute(7)
@@ -94,7 +94,7 @@ def test_held_prompts_take_from_the_same_share() -> None:
     assert bench.metric("queue_requests", "bootstrap") == 1
 
 
-def test_a_first_token_that_is_all_is_kept_for_the_peer() -> None:
+def test_a_first_token_that_ends_the_request_is_kept_for_the_peer() -> None:
     bench = optimist()
     send_to(bench, max_tokens=1)
     bench.compute(7)
@@ -119,7 +119,7 @@ def test_a_drain_waits_for_the_peer() -> None:
     bench.assert_empty()
 
 
-def test_without_it_nothing_is_computed_ahead() -> None:
+def test_without_optimistic_start_nothing_is_computed_early() -> None:
     bench = Bench()
     bench.join()
     send_to(bench)

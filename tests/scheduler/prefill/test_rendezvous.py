@@ -1,4 +1,4 @@
-"""BOOTSTRAP: prompts and reservations find each other, or somebody is told."""
+"""BOOTSTRAP: prompts and reservations are matched, or the side that waits is told why not."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_no_peer_in_time() -> None:
     bench.assert_empty()
 
 
-def test_a_late_reservation_is_told_why_at_once_and_revives_nothing() -> None:
+def test_a_late_reservation_fails_at_once_with_the_reason_and_revives_nothing() -> None:
     bench = Bench()
     bench.join()
     send_to(bench)
@@ -59,7 +59,7 @@ def test_a_late_reservation_is_told_why_at_once_and_revives_nothing() -> None:
     assert bench.plan() is not None
 
 
-def test_a_refused_prompt_is_told_to_its_peer_before_and_after() -> None:
+def test_the_peer_of_a_refused_prompt_is_told_if_it_came_before_or_after() -> None:
     bench = Bench()
     bench.join()
     bench.reserve("early", 500)
@@ -133,7 +133,7 @@ def test_early_reservations_are_bounded_and_unknown_sessions_ignored() -> None:
     bench.join()
     bench.reserve("t1")
     assert only(bench.reserve("t2"), TellFailed).error.status == 429
-    assert bench.reserve("t3", session="nobody") == []
+    assert bench.reserve("t3", session="unknown") == []
     assert bench.metric("dropped_messages_total", "unknown_session") == 1
 
 
@@ -169,12 +169,12 @@ def test_peers_are_admitted_at_every_stage_and_dropped() -> None:
     failed = only(effects, RequestFailed)
     assert (failed.rid, failed.error.code, failed.error.status) == ("a", "peer_gone", 502)
     only(effects, DropPeer)
-    assert none(effects, TellFailed), "there is nobody to tell"
+    assert none(effects, TellFailed), "the peer is gone"
     assert bench.metric("reservations_waiting") == 0
     assert bench.ended("b") == 0
 
 
-def test_a_peer_that_joined_before_the_stages_is_introduced_when_they_are_up() -> None:
+def test_a_peer_that_joined_before_the_stages_is_admitted_when_they_are_up() -> None:
     bench = Bench(up=False)
     assert none(bench.join(), AdmitPeer)
     bench.up()

@@ -1,4 +1,4 @@
-"""Random schedules under a virtual clock. A seed that fails, fails again."""
+"""Random schedules under a virtual clock, reproducible by seed."""
 
 from collections import Counter
 
@@ -42,7 +42,7 @@ def test_storms_of_cancels() -> None:
     run("pair", 20_000, cancel=0.9, arrivals_s=0.0005)
 
 
-def test_a_seed_is_a_schedule() -> None:
+def test_a_schedule_follows_from_its_seed() -> None:
     for shape in ("colocated", "pair"):
         scenario = Scenario(seed=7, shape=shape)
         assert simulate(scenario) == simulate(scenario)
@@ -53,15 +53,15 @@ def test_without_cancels_and_faults_every_request_that_is_let_in_succeeds() -> N
     assert not {"colocated:cancelled", "colocated:stage_failed"} & set(outcomes)
 
 
-def test_without_faults_nobody_is_called_silent() -> None:
+def test_without_faults_no_peer_or_stage_times_out() -> None:
     outcomes = run("pair", 30_000, cancel=0.1, crash=0.0, lost_peer=0.0, abandon=0.0)
     assert outcomes["decode:stop"] > 0
     assert not [reason for reason in outcomes if reason.endswith(("peer_gone", "stage_failed", "no_request"))]
 
 
 @pytest.mark.parametrize("shape", ["colocated", "pair"])
-def test_plans_in_flight_change_no_result(shape: Shape) -> None:
-    """The same requests at every depth: whoever finishes has the same tokens and ends for the same reason."""
+def test_results_do_not_depend_on_the_plans_in_flight(shape: Shape) -> None:
+    """The same requests at every depth: those that finish have the same tokens and finish reason."""
     compared = 0
     for seed in range(40_000, 40_000 + BATCH // 2):
 

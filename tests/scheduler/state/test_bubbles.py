@@ -1,4 +1,4 @@
-"""Bubbles against a twin that looks at every moment."""
+"""Bubbles against a model that looks at every moment."""
 
 import pytest
 from hypothesis import given
@@ -79,7 +79,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules())
-def test_bubbles_are_the_moments_with_a_plan_in_flight_and_none_computed_here(schedule: Schedule) -> None:
+def test_a_bubble_is_time_with_a_plan_in_flight_and_none_computed_by_the_stage(schedule: Schedule) -> None:
     counters = Counters()
     schedule.play(Bubbles(schedule.stages, counters))
     for stage in range(schedule.stages):
@@ -105,7 +105,7 @@ def test_counters_never_fall_whatever_a_stage_claims(reports: list[tuple[int, in
     assert counters.value("stage_bubble_seconds_total", ("0",)) == max(bubble, now + 100 - claimed)
 
 
-def test_a_scheduler_counts_them() -> None:
+def test_the_scheduler_counts_bubbles() -> None:
     bench = Bench(stages=2)
     bench.wait(5)
     bench.submit("a", 16, route=Discard())

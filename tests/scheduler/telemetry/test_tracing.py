@@ -1,4 +1,4 @@
-"""What the scheduler notes while a trace is recorded, and what it has its stages do."""
+"""What the scheduler records during a trace, and what it orders its stages to record."""
 
 from collections import defaultdict
 
@@ -38,7 +38,7 @@ def test_every_stage_is_told_and_passes_its_part_on() -> None:
     assert reply == StageTraced(trace=7, stage=1, spans=b"spans")
 
 
-def test_nothing_is_noted_and_nobody_told_otherwise() -> None:
+def test_without_a_trace_nothing_is_recorded_or_ordered() -> None:
     bench = Bench()
     bench.submit("a", 10, route=Discard())
     bench.compute(1)
@@ -136,7 +136,7 @@ def test_a_group_that_comes_up_again_records_too() -> None:
 
 
 @pytest.mark.parametrize("loaded", [0, 1])
-def test_a_server_that_is_not_ready_traces_what_there_is(loaded: int) -> None:
+def test_a_server_without_stages_traces_the_scheduler_alone(loaded: int) -> None:
     bench = Bench(up=False, stages=2)
     if loaded:
         one = Bench(up=False, stages=1)

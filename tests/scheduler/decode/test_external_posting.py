@@ -1,4 +1,4 @@
-"""Tickets whose two halves come from somebody else, a router: each side that gives up says so to the other at once."""
+"""Tickets whose prompt a router posts: a side that gives up tells the other at once."""
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ def fetch(
 
 
 @pytest.mark.parametrize("peer_first", [True, False])
-def test_a_peer_hears_why_the_front_end_refused_its_prompt(peer_first: bool) -> None:
+def test_a_peer_is_told_why_the_front_end_refused_its_prompt(peer_first: bool) -> None:
     bench = Bench()
     bench.join()
     refuse = RefuseTicket(ticket="t", error=REFUSED)
@@ -61,7 +61,7 @@ def test_a_refusal_does_not_touch_another_request_with_the_ticket() -> None:
     assert bench.plan() is not None
 
 
-def test_a_peer_that_gives_up_ends_the_wait_for_it() -> None:
+def test_a_released_ticket_fails_the_request_that_waits_for_a_peer() -> None:
     bench = Bench()
     bench.join()
     send_to(bench)
@@ -71,7 +71,7 @@ def test_a_peer_that_gives_up_ends_the_wait_for_it() -> None:
     bench.assert_empty()
 
 
-def test_a_peer_may_give_up_before_the_prompt_comes() -> None:
+def test_a_peer_may_release_a_ticket_before_the_prompt_comes() -> None:
     bench = Bench(bootstrap_timeout_s=10.0)
     bench.join()
     releases(bench)
@@ -85,7 +85,7 @@ def test_a_peer_may_give_up_before_the_prompt_comes() -> None:
     assert bench.ended("c") == 0, "that is long ago"
 
 
-def test_a_reservation_takes_back_what_was_given_up() -> None:
+def test_a_reservation_overrides_an_earlier_release() -> None:
     bench = Bench()
     bench.join()
     releases(bench)
@@ -94,7 +94,7 @@ def test_a_reservation_takes_back_what_was_given_up() -> None:
     assert bench.plan() is not None
 
 
-def test_one_peer_cannot_give_up_what_another_has_reserved() -> None:
+def test_a_peer_cannot_release_what_another_has_reserved() -> None:
     bench = Bench()
     bench.join()
     bench.join("other")
@@ -105,7 +105,7 @@ def test_one_peer_cannot_give_up_what_another_has_reserved() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_peer_with_another_prompt_gets_nothing(same: bool) -> None:
+def test_a_reservation_with_another_prompt_hash_fails(same: bool) -> None:
     bench = Bench()
     bench.join()
     send_to(bench)
@@ -120,7 +120,7 @@ def test_a_peer_with_another_prompt_gets_nothing(same: bool) -> None:
         assert prompt_hash(pack(prompt)) in bench.error().message
 
 
-def test_what_is_posted_is_reserved_under_its_hash() -> None:
+def test_externally_posted_prompts_are_reserved_with_their_hash() -> None:
     bench = Bench()
     bench.prefill_up()
     fetch(bench, posting="done")
@@ -130,7 +130,7 @@ def test_what_is_posted_is_reserved_under_its_hash() -> None:
     assert (ask.wait, ask.prompt_hash) == (False, prompt_hash(pack(range(10))))
 
 
-def test_only_what_is_held_is_renewed() -> None:
+def test_only_tickets_whose_prompt_was_posted_are_renewed() -> None:
     bench = Bench()
     bench.prefill_up()
     fetch(bench)
@@ -140,7 +140,7 @@ def test_only_what_is_held_is_renewed() -> None:
 
 
 @pytest.mark.parametrize("expected", [True, False])
-def test_a_request_that_ends_before_it_reserved_lets_its_ticket_go(expected: bool) -> None:
+def test_a_request_that_ends_before_it_has_reserved_releases_its_ticket(expected: bool) -> None:
     bench = Bench(kv_pages=3)
     bench.prefill_up()
     if not expected:
@@ -151,7 +151,7 @@ def test_a_request_that_ends_before_it_reserved_lets_its_ticket_go(expected: boo
     assert (cancel.session, cancel.ticket, cancel.generation) == ("p1", "t", 0)
 
 
-def test_a_request_that_is_refused_lets_its_ticket_go() -> None:
+def test_a_refused_request_releases_its_ticket() -> None:
     bench = Bench()
     bench.prefill_up()
     fetch(bench, tokens=500)
@@ -163,7 +163,7 @@ def test_a_request_that_is_refused_lets_its_ticket_go() -> None:
     assert bench.last(AskCancel).ticket == "u"
 
 
-def test_our_own_prompts_are_not_given_up_before_they_were_posted() -> None:
+def test_locally_posted_prompts_are_not_released_before_they_are_posted() -> None:
     bench = Bench()
     bench.prefill_up()
     fetch(bench, posting="local")
