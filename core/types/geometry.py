@@ -11,6 +11,11 @@ MAX_COMPONENTS = 16
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)
+
+
 class Component(msgspec.Struct, frozen=True):
     """One rank's part of KV of one kind: [pages, layers, planes, kv_heads, page_size, head_dim] elements of dtype, in
     the pages of the same tokens.
@@ -89,4 +94,4 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many token positions."""
-        return -(-tokens // self.page_size)
+        return ceil_div(tokens, self.page_size)
