@@ -140,7 +140,7 @@ INLINE void store_part(void *row, int64_t i, int64_t n, vec v, int dtype)
 /* ---- elementwise ------------------------------------------------------------------------------------------------ */
 
 /* step(type) for every `row` of `rows` in parallel, with `dtype` as a constant. */
-#define FOR_EACH_ROW(step)                                                                                    \
+#define FOR_EACH_ROW(step)                                                                                 \
     _Pragma("omp parallel for schedule(static) if (rows > 1)") for (int64_t row = 0; row < rows; row++)    \
     {                                                                                                      \
         if (dtype == FLOAT32)                                                                              \
@@ -228,8 +228,8 @@ void headrace_gate(const void *gate_up, void *activated, int64_t rows, int64_t w
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
 /* Microkernel: out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n
- * rows i and LANES lanes. Rows of out and start are out_stride elements apart; start NULL means 0. keep0, keep1: factors
- * of lanes 0-7 and 8-15. With n = 6, twelve sums, two vectors of b and a factor fill the sixteen vector registers. */
+ * rows i and LANES lanes. Rows of out and start are out_stride elements apart; start NULL means 0. keep0, keep1:
+ * factors of lanes 0-7 and 8-15. With n = 6, twelve sums, two vectors of b and a factor fill the sixteen vector registers. */
 INLINE void microkernel(int n, float *out, const float *start, int64_t out_stride, vec keep0, vec keep1, const float *a,
                         int64_t row, int64_t step, const float *b, int64_t depth)
 {
