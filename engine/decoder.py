@@ -1,4 +1,4 @@
-"""The decoder of one stage: layers [start, end), with the embedding on the first stage and the head on the last."""
+"""Llama-family decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,14 +15,15 @@ from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import rotary_tables
 from headrace.engine.model.weights import LayerWeights, load_head, load_layer
 
-LOADERS = 4  # threads that read layers; each holds a tensor of its own while it converts it
+LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
 
 
 class Decoder:
-    """Weights and arithmetic; keys and values live in the pool that an AttentionPass writes to.
+    """Weights of a stage's layers and their forward pass; keys and values live in the pool that an AttentionPass
+    writes.
 
-    Hidden states come and go in precision.model, and are in precision.compute between. RMSNorm and the rotary
-    embedding are computed in float32.
+    Hidden states enter and leave in precision.model and are in precision.compute between. RMSNorm (arXiv 1910.07467)
+    and the rotary embedding are computed in float32.
     """
 
     def __init__(
@@ -36,11 +37,15 @@ class Decoder:
         arithmetic: Arithmetic,
         device: str,
     ) -> None:
-        """positions: longest sequence; only what these layers need is read. Raises ConfigError on bad tensors."""
+        """Read the weights of these layers, and of nothing else.
+
+        positions: length of the rotary tables, the longest sequence. Raises ConfigError for a missing or misshapen
+        tensor.
+        """
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
-        # Weights that are converted in every product are not packed.
+        # Packing is for weights held in the compute dtype; others are converted for every product.
         pack = arithmetic.pack if precision.held == precision.compute else TorchArithmetic().pack
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             load = partial(load_layer, spec, checkpoint, precision=precision, pack=pack, device=device)
@@ -57,13 +62,16 @@ class Decoder:
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids int64 [tokens] → hidden states [tokens, hidden]. First stage only."""
+        """Token ids int64 [tokens] → hidden states [tokens, hidden size]. First stage only."""
         return F.embedding(ids, self._head.embedding).to(self._precision.model)
 
     def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
-        """Run this stage's layers over hidden states [tokens, hidden] at positions int64 [tokens]."""
+        """Run this stage's layers over hidden states [tokens, hidden size] at positions int64 [tokens].
+
+        Returns hidden states [tokens, hidden size].
+        """
         cos, sin = self._cos[positions], self._sin[positions]
-        hidden = hidden.to(self._precision.compute, copy=True)  # a sum that grows in place
+        hidden = hidden.to(self._precision.compute, copy=True)  # the residual stream, added to in place
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
         for index, weights in enumerate(self._layers):
@@ -73,7 +81,7 @@ class Decoder:
         return (hidden if delta is None else hidden.add_(delta)).to(self._precision.model)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [rows, hidden] → float32 logits [rows, vocabulary]. Last stage only."""
+        """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]. Last stage only."""
         return linear(self._norm(hidden.to(self._precision.compute), self._head.norm), self._head.head).float()
 
     def _attend(

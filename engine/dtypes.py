@@ -1,4 +1,4 @@
-"""What torch calls the dtypes of a configuration."""
+"""torch dtypes by their names in the configuration, and the precision of a stage."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Precision(NamedTuple):
-    """model: of hidden states between stages and of the KV pool; weights are rounded to it, too. held: what weights are
-    kept in. compute: what a stage multiplies and adds in."""
+    """Dtypes in which a stage stores and computes."""
 
     model: torch.dtype
+    """Of hidden states between stages and of the KV pool; weights are rounded to it."""
     held: torch.dtype
+    """In which weights are kept in memory."""
     compute: torch.dtype
+    """In which a stage multiplies and adds."""

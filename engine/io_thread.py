@@ -1,15 +1,15 @@
 """The stage's I/O thread: orders in, events out, pages to and from peers.
 
     scheduler ──orders──► ┌──────────┐ ──Forward, ReleaseRequest──► compute thread
-              ◄──events── │ I/O      │ ◄──Computed────────────
-    peers ◄──── pages ───►│ thread   │
+              ◄──events── │   I/O    │ ◄──ComputedPlan─────────────
+    peers ◄────pages────► │  thread  │
                           └──────────┘
 
-What comes in is logged, so that each Heartbeat can tell whether this stage has had the same orders as the others.
+The I/O thread owns every socket of the stage. The compute thread owns the model; two bounded queues connect them. A
+SendChunk is held here until the Forward that computes its pages is done, and is sent while the next one runs.
 
-The thread owns every socket of the stage. The compute thread owns the model and talks to it through two bounded
-queues. A SendChunk is held here until the Forward that computes its pages is done, and goes out while the next one
-runs.
+Every order of the stream is counted and hashed (OrderLog). A Heartbeat carries the scheduler's count and digest; a
+stage whose own differ has lost, repeated or changed an order and fails.
 """
 
 import contextlib
@@ -49,50 +49,52 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.order_connection import OrderConnection
-from headrace.engine.telemetry.meter import Meter, Run
+from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.data.sender import Sender
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 1 << 16  # entries between the threads; plans are bounded by credits, so a full queue is a bug
+QUEUE_LIMIT = 1 << 16  # entries in each queue between the threads; credits bound the plans, so a full queue is a bug
 ITEMS_PER_PASS = 256
 
-WirePort = EventSource[StageEvent, Any]
+DataSocket = EventSource[StageEvent, Any]
 
 
-class Computed(NamedTuple):
-    """A plan that is done: when it was where, and what to report of it."""
+class ComputedPlan(NamedTuple):
+    """A plan that the compute thread has finished."""
 
-    run: Run
-    done: PlanDone
+    run: PlanRun  # when each of its steps began
+    done: PlanDone  # to be reported
 
 
-OutboxItem = AnyStageEvent | Computed | ShutdownStage
+OutboxItem = AnyStageEvent | ComputedPlan | ShutdownStage
 
 
 class EventOutbox:
-    """What the compute thread hands to the I/O thread: a bounded queue, and a socket pair that wakes the poller."""
+    """Queue from the compute thread to the I/O thread: bounded, with a socket pair that wakes the I/O thread's
+    poller."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._items: queue.Queue[OutboxItem] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
-        self.reader = context.socket(zmq.PAIR)  # the I/O thread's
-        self.reader.set_hwm(0)  # the queue is what is bounded
+        self.reader = context.socket(zmq.PAIR)  # used by the I/O thread
+        self.reader.set_hwm(0)  # the queue bounds the number of wake-up frames
         self.reader.bind(endpoint)
-        self._writer = context.socket(zmq.PAIR)  # the compute thread's
+        self._writer = context.socket(zmq.PAIR)  # used by the compute thread
         self._writer.set_hwm(0)
         self._writer.connect(endpoint)
 
     def post(self, item: OutboxItem) -> None:
-        """Compute thread only."""
+        """Queue an item and wake the I/O thread. Compute thread only. Raises queue.Full."""
         self._items.put_nowait(item)
-        with contextlib.suppress(zmq.Again):  # the I/O thread has ended, and nobody listens any more
+        with contextlib.suppress(zmq.Again):  # the I/O thread has ended
             self._writer.send(b"", zmq.NOBLOCK)
 
     def drain(self) -> list[OutboxItem]:
-        """I/O thread only. One wake-up frame is taken per item, so none is left behind."""
+        """Return up to ITEMS_PER_PASS queued items. I/O thread only. Takes one wake-up frame per item, so that the
+        reader stays readable while items are left."""
         items: list[OutboxItem] = []
         while len(items) < ITEMS_PER_PASS:
             try:
@@ -103,16 +105,16 @@ class EventOutbox:
         return items
 
     def close_writer(self) -> None:
-        """Compute thread only."""
+        """Close the compute thread's socket. Compute thread only."""
         self._writer.close()
 
 
-class OutOfStep(Exception):
-    """This stage has not had the orders that the scheduler has sent: it must not go on."""
+class OrderMismatch(Exception):
+    """The orders that this stage received are not those that the scheduler sent."""
 
 
 class StageIoThread(threading.Thread):
-    """Runs until ShutdownStage, or until the scheduler cannot be reached any more."""
+    """The stage's I/O thread. Runs until ShutdownStage, or until the connection to the scheduler is lost."""
 
     def __init__(
         self,
@@ -127,41 +129,42 @@ class StageIoThread(threading.Thread):
         outbox: EventOutbox,
         clock: Clock,
     ) -> None:
-        super().__init__(name="stage-wire", daemon=True)
+        super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
         self._sender = sender
         self._receiver = receiver
         self._meter = meter
         self._recorder = recorder
-        self._ports: tuple[WirePort, ...] = (sender, receiver)
+        self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[StageEvent] = Codec(AnyStageEvent)
         self._log = OrderLog()
-        self._computed = 0  # seq of the newest Forward that is done
-        self._held: deque[SendChunk] = deque()  # in stream order, so their Forwards are too
-        self._loop = EventLoop(self._ports, zmq.Poller, clock)
+        self._computed = 0  # seq of the last Forward that was computed
+        self._held: deque[SendChunk] = deque()  # waiting for their Forwards, in stream order
+        self._loop = EventLoop(self._data_sockets, zmq.Poller, clock)
         self._running = True
 
     def run(self) -> None:
+        """Serve the sockets to the end. An error ends the compute thread as well."""
         try:
             while self._running:
                 self._turn()
-        except OutOfStep as error:
+        except OrderMismatch as error:
             log.error("%s", error)
             self._fail(str(error))
         except ConnectionClosed as error:
-            log.debug("the scheduler is gone: %s", error)  # who watches both says why
+            log.debug("the scheduler is gone: %s", error)  # the supervisor logs the cause
             self._inbox.put(ShutdownStage(seq=0))
         except Exception as error:
             log.exception("the stage's I/O thread has failed")
             self._fail(f"I/O thread: {error}")
         finally:
-            for port in self._ports:
-                port.close()
+            for data_socket in self._data_sockets:
+                data_socket.close()
             self._control.close()
             self._outbox.reader.close()
 
@@ -171,23 +174,23 @@ class StageIoThread(threading.Thread):
         if self._control.unsent:
             self._control.flush()
         if self._control.handle in readable:
-            self._take_orders()
+            self._receive_orders()
         if self._outbox.reader in readable:
-            self._take_results()
+            self._drain_outbox()
         for _, events in self._loop.events():
             self._report(events)
 
-    def _take_orders(self) -> None:
+    def _receive_orders(self) -> None:
         for frame in self._control.receive():
             order = self._orders.decode(frame)
             if not isinstance(order, Heartbeat):
                 self._log.add(frame)
-            self._obey(order, self._clock.now())
+            self._handle(order, self._clock.now())
 
-    def _obey(self, order: AnyOrder, now: float) -> None:
+    def _handle(self, order: AnyOrder, now: float) -> None:
         match order:
             case BeginEpoch():
-                pass  # the first of the log
+                pass  # starts the log
             case Forward():
                 self._inbox.put_nowait(order)
             case SendChunk() if order.after > self._computed:
@@ -200,7 +203,7 @@ class StageIoThread(threading.Thread):
             case OpenSession() | CloseSession() | PrepareReceive() | CancelReceive():
                 self._report(self._receiver.apply(order, now))
             case Heartbeat():
-                self._compare(order)
+                self._check_stream(order)
                 self._report([StageHeartbeat(stage=self._stage, stats=self._statistics())])
             case StartRecording():
                 self._recorder.start(order.trace)
@@ -210,19 +213,19 @@ class StageIoThread(threading.Thread):
                 self._inbox.put_nowait(order)
                 self._running = False
 
-    def _compare(self, beat: Heartbeat) -> None:
+    def _check_stream(self, heartbeat: Heartbeat) -> None:
         log = self._log
-        if (log.count, log.digest) != (beat.orders, beat.digest):
-            mine, theirs = f"{log.count} ({log.digest.hex()})", f"{beat.orders} ({beat.digest.hex()})"
-            raise OutOfStep(f"its orders are not those of the scheduler: {mine} came, {theirs} were sent")
+        if (log.count, log.digest) != (heartbeat.orders, heartbeat.digest):
+            received, sent = f"{log.count} ({log.digest.hex()})", f"{heartbeat.orders} ({heartbeat.digest.hex()})"
+            raise OrderMismatch(f"the stage's orders are not the scheduler's: {received} received, {sent} sent")
 
-    def _take_results(self) -> None:
+    def _drain_outbox(self) -> None:
         for item in self._outbox.drain():
             match item:
                 case ShutdownStage():
                     self._running = False
-                case Computed():
-                    self._recorder.computed(item.run)
+                case ComputedPlan():
+                    self._recorder.add_plan(item.run)
                     self._report([item.done])
                     self._computed = item.done.seq
                     while self._held and self._held[0].after <= self._computed:

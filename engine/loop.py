@@ -1,4 +1,4 @@
-"""The compute thread's loop: orders in stream order, and hidden states from stage to stage.
+"""The stage's compute loop: executes plans in stream order, with hidden states passed from stage to stage.
 
 Three stages, plans 1 to 4, two of which decode the same request (2 feeds 4):
 
@@ -9,9 +9,9 @@ Three stages, plans 1 to 4, two of which decode the same request (2 feeds 4):
     stage 2           [1 ][2 ]│[3 ]·····[4 ]
                               └ sampled
 
-One turn: take in what has come │ tokens, hidden states (wait) │ layers │ pass on or sample │ share tokens │ report.
-Receives of all plans that have come in are posted before the wait and before the layers, so that the hidden states of
-the next plan travel while this one is computed. Nobody waits for a send.
+One turn: queue new orders │ wait for tokens and hidden states │ layers │ send or sample │ broadcast tokens │ report.
+Receives of all queued plans are posted before the wait and before the layers, so that the hidden states of the next
+plan travel while this one is computed. Sends are never waited for.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from collections import deque
 
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
-from headrace.engine.io_thread import Computed, EventOutbox
+from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import Runner
 from headrace.engine.telemetry.meter import Meter
 
 
 class StageLoop:
-    """Executes the stream until ShutdownStage. Raises LinkBroken, and whatever the runner raises."""
+    """Executes the orders of the stream that need the model, until ShutdownStage. Used by the compute thread alone."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class StageLoop:
         self._meter = meter
         self._inbox = inbox
         self._outbox = outbox
-        self._ahead: deque[AnyOrder] = deque()  # taken in, in order, and not yet executed
+        self._queued: deque[AnyOrder] = deque()  # received and not yet executed, in order
 
     def run(self) -> None:
+        """Execute orders until ShutdownStage. Raises LinkBroken, and what the runner raises."""
         while True:
             match self._next():
                 case Forward() as plan:
@@ -59,48 +60,48 @@ class StageLoop:
                     self._links.close()
                     return
 
-    def halts_within(self, timeout_s: float) -> bool:
-        """After a failure: drop what is left to do, and see whether a ShutdownStage is among it or comes in this
-        time."""
+    def shutdown_within(self, timeout_s: float) -> bool:
+        """After a failure: drop the remaining orders. Returns whether ShutdownStage is among them or arrives within
+        timeout_s seconds."""
         deadline = time.monotonic() + timeout_s
-        halted = any(isinstance(order, ShutdownStage) for order in self._ahead)
-        while not halted and (left := deadline - time.monotonic()) > 0:
+        found = any(isinstance(order, ShutdownStage) for order in self._queued)
+        while not found and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                halted = isinstance(self._inbox.get(timeout=left), ShutdownStage)
-        return halted
+                found = isinstance(self._inbox.get(timeout=left), ShutdownStage)
+        return found
 
     def _next(self) -> AnyOrder:
-        if not self._ahead:
+        if not self._queued:
             self._meter.idle()
-            self._take_in(self._inbox.get())
-        self._look_ahead()
-        return self._ahead.popleft()
+            self._enqueue(self._inbox.get())
+        self._drain_inbox()
+        return self._queued.popleft()
 
-    def _look_ahead(self) -> None:
-        while not self._inbox.empty():  # nobody else takes from it
-            self._take_in(self._inbox.get_nowait())
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():  # this thread is its only consumer
+            self._enqueue(self._inbox.get_nowait())
 
-    def _take_in(self, order: AnyOrder) -> None:
-        self._ahead.append(order)
+    def _enqueue(self, order: AnyOrder) -> None:
+        self._queued.append(order)
         if isinstance(order, Forward):
-            self._links.expect(order)
+            self._links.post_receive(order)
 
     def _execute(self, plan: Forward) -> None:
         runner, links, meter = self._runner, self._links, self._meter
         meter.begin(plan)
         runner.feed(links.tokens_for(plan.rows))
-        hidden = links.take(plan)
-        meter.step()
-        self._look_ahead()
+        hidden = links.receive(plan)
+        meter.mark()
+        self._drain_inbox()
         hidden = runner.forward(plan.rows, hidden)
-        meter.step()
+        meter.mark()
         samples: list[SampledToken] = []
         prompt_logprobs: list[PromptLogprobs] = []
         if links.last:
             samples, prompt_logprobs = runner.sample(plan.rows, hidden)
         else:
-            meter.passed_on(links.pass_on(plan, hidden))
-        links.share(plan, samples)
+            meter.add_hidden_bytes(links.send(plan, hidden))
+        links.broadcast(plan, samples)
         run, seconds = meter.end()
         done = PlanDone(
             stage=self._stage,
@@ -109,4 +110,4 @@ class StageLoop:
             samples=tuple(samples),
             prompt_logprobs=tuple(prompt_logprobs),
         )
-        self._outbox.post(Computed(run, done))
+        self._outbox.post(ComputedPlan(run, done))

@@ -1,4 +1,4 @@
-"""The stage's end of the connection to the scheduler: a Unix socket on the same machine, a ZMQ DEALER elsewhere."""
+"""A stage's connection to the scheduler: a Unix socket on the same machine, a ZMQ DEALER from another one."""
 
 from typing import Any, Protocol
 
@@ -6,37 +6,44 @@ import zmq
 
 from headrace.core.runtime.frames import UNIX, connect
 
-MESSAGES_PER_PASS = 256
+MESSAGES_PER_PASS = 256  # received in one call, so that other sockets get their turn
 
 
 class OrderConnection(Protocol):
-    """Messages in order, both ways. Nothing here blocks."""
+    """Sends and receives whole messages, in order. No call blocks."""
 
     @property
     def unsent(self) -> bool:
-        """Whether flush() has something to do."""
+        """Whether messages wait for flush()."""
         ...
 
     @property
     def handle(self) -> Any:
-        """To poll for reading."""
+        """Socket or file descriptor to poll for reading."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Raises ConnectionClosed."""
+        """Send a message, or keep what the socket does not take for flush(). Raises ConnectionClosed."""
         ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Send what is kept, as far as the socket takes it. Raises ConnectionClosed."""
+        ...
 
     def receive(self) -> list[bytes]:
-        """Raises ConnectionClosed."""
+        """Messages that have arrived. Raises ConnectionClosed."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection."""
+        ...
 
 
 def dial_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> OrderConnection:
-    """identity: the name of the stage. Raises ConnectionClosed."""
+    """Connect to the scheduler's order socket.
+
+    endpoint: unix:PATH or a ZMQ endpoint. identity: routing id of the stage (stage_identity). Raises ConnectionClosed.
+    """
     if endpoint.startswith(UNIX):
         control = connect(endpoint.removeprefix(UNIX))
         control.send(identity)
@@ -45,27 +52,29 @@ def dial_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, ide
 
 
 class ZmqOrderConnection:
-    """A OrderConnection over ZMQ."""
+    """An OrderConnection over a ZMQ DEALER socket."""
 
-    unsent = False  # libzmq sees to it
+    unsent = False  # libzmq queues and sends
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> None:
         self.handle = context.socket(zmq.DEALER)
         self.handle.routing_id = identity
         self.handle.set_hwm(0)
         self.handle.ipv6 = True
-        # What is on a connection that breaks is lost, and a stage that missed an order must not go on.
+        # Never reconnect: messages on a broken connection are lost, and a stage that missed an order must not go on.
         self.handle.reconnect_ivl = -1
         self.handle.linger = 1000
         self.handle.connect(endpoint)
 
     def send(self, message: bytes) -> None:
+        """Queue a message; libzmq sends it."""
         self.handle.send(message)
 
     def flush(self) -> None:
-        """Nothing is kept here."""
+        """Does nothing: libzmq sends what is queued."""
 
     def receive(self) -> list[bytes]:
+        """Up to MESSAGES_PER_PASS messages that have arrived."""
         messages: list[bytes] = []
         while len(messages) < MESSAGES_PER_PASS:
             try:
@@ -75,4 +84,5 @@ class ZmqOrderConnection:
         return messages
 
     def close(self) -> None:
+        """Close the socket; queued messages get a second to leave."""
         self.handle.close()

@@ -1,4 +1,4 @@
-"""One stage's forward pass: rows of a plan in, sampled tokens and prompt logprobs out."""
+"""Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -32,12 +32,12 @@ from headrace.engine.native import load_kernels
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 
-WARM_UP_REQUEST = -1
+WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
 WARM_UP_TOKENS = 32
 
 
-class Hidden(NamedTuple):
-    """What passes from stage to stage: `size` elements of dtype per token, on this device."""
+class HiddenSpec(NamedTuple):
+    """Hidden states that pass from stage to stage: [tokens, size] of dtype on device."""
 
     size: int
     dtype: torch.dtype
@@ -45,43 +45,63 @@ class Hidden(NamedTuple):
 
 
 class Runner(Protocol):
-    """What a stage runs its plans on. A plan is forward(), and on the last stage sample() after it."""
+    """Executes plans on one stage: forward() on every stage, then sample() on the last one."""
 
     @property
-    def geometry(self) -> Geometry: ...
+    def geometry(self) -> Geometry:
+        """Shape of the KV pool."""
+        ...
+
     @property
-    def pool(self) -> KVPool: ...
+    def pool(self) -> KVPool:
+        """KV of this stage's layers."""
+        ...
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Names what the model computes (engine/model/fingerprint.py)."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary."""
+        ...
+
     @property
-    def hidden(self) -> Hidden: ...
+    def hidden_spec(self) -> HiddenSpec:
+        """Form of the hidden states that forward() takes and returns."""
+        ...
 
     def warm_up(self) -> None:
-        """Run once before the first plan, over whatever the pool holds."""
+        """Run once before the first plan; pages of the pool are overwritten."""
         ...
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """(request, token) sampled elsewhere, which rows without tokens go on with."""
+        """Take (request, token) pairs sampled on the last stage, for rows without tokens."""
         ...
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, hidden] after this stage's layers. Those of the stage before come in; the first
-        stage is given none. KV of the rows is in the pool afterwards."""
+        """Run this stage's layers; afterwards the KV of the rows is in the pool.
+
+        hidden: states [tokens, hidden size] from the previous stage, None on the first; tokens in the order of the
+        rows. Returns states [tokens, hidden size].
+        """
         ...
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
-        """What the rows ask for, from the last stage's hidden states; in the order of the rows that asked for it."""
+        """Sample tokens and compute prompt logprobs for the rows that ask for them, in row order.
+
+        hidden: states [tokens, hidden size] after the last layer.
+        """
         ...
 
     def release(self, request: int) -> None:
-        """Forget what is kept for a request; unknown ones are fine."""
+        """Drop what is kept for a request; unknown requests are ignored."""
         ...
 
 
 class ModelRunner:
-    """Runs the layers of one stage; not thread-safe but for the pool, whose pages others may read and write."""
+    """Runs the layers of one stage. Used by one thread; other threads may read and write pages of the pool."""
 
     def __init__(
         self,
@@ -91,10 +111,10 @@ class ModelRunner:
         layer_range: range | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """max_model_len 0 takes the configured one, or the model's limit; layer_range None takes all layers. allocate:
-        see KVPool.
+        """Load the weights and allocate the pool.
 
-        Raises ConfigError for a model, a device, sizes or compiled arithmetic that cannot be had.
+        max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
+        all. allocate: see KVPool. Raises ConfigError for a model, device, sizes or compilation that do not work here.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -136,15 +156,15 @@ class ModelRunner:
         )
         self.fingerprint = fingerprint(spec, checkpoint)
         self.vocab_size = spec.vocab_size
-        self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
+        self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)
         self._sampler = Sampler(random.SystemRandom())
-        self._sampled: dict[int, int] = {}  # request → the token sampled last for it
+        self._sampled: dict[int, int] = {}  # request → its last sampled token
 
     def warm_up(self) -> None:
-        """A chunk and a decoding row, so that kernels and threads exist before the first plan."""
+        """Run a chunk and a decoding row, so that kernels and threads exist before the first plan."""
         count = min(WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
@@ -154,38 +174,43 @@ class ModelRunner:
         ):
             incoming = None
             if not self._first:
-                incoming = torch.zeros(row.count, self.hidden.size, dtype=self.hidden.dtype, device=self.hidden.device)
+                form = self.hidden_spec
+                incoming = torch.zeros(row.count, form.size, dtype=form.dtype, device=form.device)
             hidden = self.forward([row], incoming)
             if self._last:
                 self.sample([row], hidden)
         self.release(WARM_UP_REQUEST)
 
     def execute(self, rows: Sequence[PlanRow]) -> tuple[list[SampledToken], list[PromptLogprobs]]:
-        """A whole forward pass, where this stage is the only one. Raises what forward() raises."""
+        """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
         return self.sample(rows, self.forward(rows))
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """See Runner."""
         self._sampled.update(tokens)
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
-        """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
+        """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
+        page outside the pool."""
         with torch.inference_mode():
             positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
-                hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden.device))
+                hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
             attention = self._attention.begin(spans)
-            result = self._decoder.forward(hidden, place(positions, self.hidden.device), attention)
-            self.pool.computed()
+            result = self._decoder.forward(hidden, place(positions, self.hidden_spec.device), attention)
+            self.pool.mark_computed()
             return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
+        """See Runner."""
         ends = np.cumsum([row.count for row in rows]).tolist()
         with torch.inference_mode():
             return self._sample(rows, ends, hidden), self._prompt_logprobs(rows, ends, hidden)
 
     def release(self, request: int) -> None:
+        """See Runner."""
         self._sampled.pop(request, None)
 
     def _ids(self, row: PlanRow) -> NDArray[np.int32]:
@@ -233,7 +258,10 @@ class ModelRunner:
 
 
 def _wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
-    """Logprobs of the rows that want them; None for the others."""
+    """Logprobs of the rows that want them, None for the others.
+
+    logits: [rows, vocabulary]. wanted: number of alternatives per row, None for no logprobs.
+    """
     chosen = [index for index, count in enumerate(wanted) if count is not None]
     results: list[TokenLogprob | None] = [None] * len(tokens)
     if chosen:

@@ -1,4 +1,5 @@
-"""A stage process: `python -m headrace.engine.stage PARENT`, configuration as JSON on standard input.
+"""The process of one pipeline stage: `python -m headrace.engine.stage PARENT_PID`, StageConfig as JSON on standard
+input.
 
 The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) owns the sockets.
 """
@@ -37,32 +38,34 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0
+SHUTDOWN_WAIT_S = 2.0  # after a broken link: for ShutdownStage, before the stage reports the failure itself
 
 
 def run(config: StageConfig) -> int:
-    """Load, announce readiness, compute. Returns the exit status. Raises ConfigError, and LinkBroken when the stages do
-    not find together."""
+    """Load the model, report StageReady and compute until ShutdownStage. Returns the process's exit status.
+
+    Raises ConfigError for a model or sizes that cannot be served, LinkBroken when the stages cannot form their group.
+    """
     if config.stages > 1:
         join_group(config, torch.device(config.model.device))
-    sharing = KvMemory(config)
+    memory = KvMemory(config)
     try:
-        return _serve(config, sharing)
+        return _serve(config, memory)
     finally:
-        sharing.close()
+        memory.close()
 
 
-def _serve(config: StageConfig, sharing: KvMemory) -> int:
-    runner = _runner(config, sharing)
-    links = PipelineLinks(config.stage, config.stages, runner.hidden, config.stage_timeout_s)
+def _serve(config: StageConfig, memory: KvMemory) -> int:
+    runner = _make_runner(config, memory)
+    links = PipelineLinks(config.stage, config.stages, runner.hidden_spec, config.stage_timeout_s)
     context: Context = zmq.Context()
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     clock = SystemClock()
     meter = Meter(config.stage, clock)
     recorder = Recorder(config.stage, meter)
-    sender, receiver = _ends(config, runner, sharing, recorder, context)
-    wire = StageIoThread(
+    sender, receiver = _data_sockets(config, runner, memory, recorder, context)
+    io_thread = StageIoThread(
         control=dial_scheduler(
             context,
             config.endpoint,
@@ -78,21 +81,22 @@ def _serve(config: StageConfig, sharing: KvMemory) -> int:
         clock=clock,
     )
     freeze_loaded()
-    outbox.post(_ready(config, runner, sharing, sender.port))
-    wire.start()
-    # A stage on another machine is told by its membership, which notices an end a heartbeat later than a parent does.
-    patience_s = config.transfer.peer_timeout_s if config.session else LAST_WORDS_S
+    outbox.post(_ready(config, runner, memory, sender.port))
+    io_thread.start()
+    # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
+    # does.
+    shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
     loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
-    status = _compute(loop, config.stage, outbox, patience_s)
-    wire.join(timeout=5)
+    status = _compute(loop, config.stage, outbox, shutdown_wait_s)
+    io_thread.join(timeout=5)
     outbox.close_writer()
     return status
 
 
-def _ends(
-    config: StageConfig, runner: Runner, sharing: KvMemory, recorder: Recorder, context: Context
+def _data_sockets(
+    config: StageConfig, runner: Runner, memory: KvMemory, recorder: Recorder, context: Context
 ) -> tuple[Sender, Receiver]:
-    """This stage's ends of data connections, in both directions."""
+    """The sender and the receiver of this stage's KV."""
     sender = Sender(
         config.transfer,
         stage=config.stage,
@@ -100,7 +104,7 @@ def _ends(
         store=runner.pool,
         context=context,
         transfers=recorder.transfers,
-        reaches=sharing.reaches,
+        reaches=memory.transports,
     )
     receiver = Receiver(
         config.transfer,
@@ -108,12 +112,12 @@ def _ends(
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
-        exposures=sharing.exposures,
+        exposures=memory.registered_pools,
     )
     return sender, receiver
 
 
-def _ready(config: StageConfig, runner: Runner, sharing: KvMemory, data_port: int) -> StageReady:
+def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int) -> StageReady:
     return StageReady(
         stage=config.stage,
         geometry=runner.geometry,
@@ -123,42 +127,44 @@ def _ready(config: StageConfig, runner: Runner, sharing: KvMemory, data_port: in
         kv_pages=runner.pool.pages,
         vocab_size=runner.vocab_size,
         epoch=config.epoch,
-        cost=_cost(config, runner),
-        backends=sharing.backends,
-        host=sharing.host,
-        nixl=sharing.nixl,
-        memory=sharing.memory,
+        cost=_measured_cost(config, runner),
+        backends=memory.backends,
+        host=memory.host,
+        nixl=memory.nixl,
+        memory=memory.pool_memory,
     )
 
 
-def _runner(config: StageConfig, sharing: KvMemory) -> Runner:
-    """With the layers of this stage, warmed up."""
+def _make_runner(config: StageConfig, memory: KvMemory) -> Runner:
+    """A warmed-up runner of this stage's layers. Raises ConfigError."""
     layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
     make: Callable[..., Runner] = StubRunner if is_stub(config.model.model) else ModelRunner
-    runner = make(config.model, config.engine, layer_range=layers, allocate=sharing.allocate)
-    keep_freed_memory()  # not before the weights are there: what was theirs on the way is to be given back
+    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate)
+    keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
     runner.warm_up()
     return runner
 
 
-def _cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | None:
-    """How long a prompt of some length takes here, where the scheduler wants to know."""
+def _measured_cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | None:
+    """Coefficients of this stage's prefill time (StageReady.cost); None unless the scheduler sizes chunks by time."""
     if not config.measure_tokens:
         return None
     return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, patience_s: float) -> int:
-    """Run the loop to its end, and say why when that is no ShutdownStage. Returns the exit status. patience_s: for
-    whoever ends a broken group, before a stage complains of it."""
+def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, shutdown_wait_s: float) -> int:
+    """Run the loop to its end; report StageFailed if that is no ShutdownStage. Returns the exit status.
+
+    shutdown_wait_s: after a broken link, seconds for ShutdownStage to arrive before the failure is reported.
+    """
     try:
         loop.run()
         return 0
     except LinkBroken as error:
-        if loop.halts_within(patience_s):  # whoever watches the group knows better which stage was the first
+        if loop.shutdown_within(shutdown_wait_s):  # the supervisor knows which stage failed first
             return 0
-        log.error("stage %d: a link to another stage has broken: %s", stage, error)
-        outbox.post(StageFailed(stage=stage, message=f"a link to another stage has broken: {error}"))
+        log.error("stage %d: the link to another stage is broken: %s", stage, error)
+        outbox.post(StageFailed(stage=stage, message=f"the link to another stage is broken: {error}"))
     except Exception as error:
         log.exception("stage %d cannot go on", stage)
         outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
@@ -167,6 +173,8 @@ def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, patience_s: float
 
 
 def main() -> int:
+    """Run a stage as the child of the process whose id is the first argument. Returns the exit status: 2 for a wrong
+    configuration, 1 for a failure."""
     die_with_parent(int(sys.argv[1]))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
     logging.basicConfig(

@@ -1,13 +1,13 @@
-"""A runner that takes a set time and whose tokens show whether everything around it worked.
+"""Runner of the stub model: takes a configured time, and its tokens reveal any corrupted KV, hidden state or token.
 
-Every position has a state, a hash of all tokens up to it. The state is written into the position's KV slots, in another
-form for every layer, K and V. What a row samples follows from the state of its last position and from a digest of the
-states of all its positions, read from the pages. So a wrong, stale or misplaced page, a lost hidden state or a token
-that went to another row shows as another token; chunking, batching, paging and the split into stages do not show.
+Every position has a state, a hash of all tokens up to it. The state is written into the position's KV slots, XORed with
+another constant for every layer, K and V. The token sampled from a row follows from the state of its last position and
+from a digest of the states of all its positions, read from the pages. So a wrong, stale or misplaced page, a lost
+hidden state or a token of another row yields another token; chunking, batching, paging and the pipeline split do not.
 
-    hidden state of a position:   [8 numbers: bytes of its state][8 numbers: bytes of the digest][zeros]
+    hidden state of a position:   [8 elements: bytes of its state][8 elements: bytes of the digest][zeros]
 
-All arithmetic is on integers modulo 2^64. A byte is exact in every dtype that hidden states may have.
+All arithmetic is on integers modulo 2^64. Every dtype of hidden states represents a byte exactly.
 """
 
 import random
@@ -28,15 +28,15 @@ from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.runner import WARM_UP_REQUEST, Hidden
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 
-CERTAIN = 40.0  # logit of the token that follows; all others have 0
+CERTAIN = 40.0  # logit of the next token; all others are 0
 
 
 class StubRunner:
-    """The layers of one stage of a stub model (see engine/model/stub.py). A Runner."""
+    """A Runner for the layers of one stage of a stub model (engine/model/stub.py)."""
 
     def __init__(
         self,
@@ -45,8 +45,11 @@ class StubRunner:
         layer_range: range | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """layer_range None takes all layers. allocate: see KVPool. Raises ConfigError for a name or sizes that cannot
-        be had."""
+        """Allocate the pool; there are no weights.
+
+        layer_range: this stage's layers; None takes all. allocate: see KVPool. Raises ConfigError for a bad model name,
+        or sizes that do not fit.
+        """
         self._model = parse_stub(model.model)
         spec = self._model.spec()
         layers = layer_range or range(spec.layers)
@@ -59,7 +62,7 @@ class StubRunner:
         )  # fmt: skip
         self.fingerprint = self._model.fingerprint()
         self.vocab_size = spec.vocab_size
-        self.hidden = Hidden(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
+        self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self._first = layers.start == 0
@@ -67,32 +70,36 @@ class StubRunner:
         self._positions = length
         # [pages, layers, 2, page_size, words of 8 bytes in a slot]
         self._words = self.pool.tensor.view(torch.int64).squeeze(3)
-        self._form = self._numbers(range(2 * layers.start, 2 * layers.stop), 1).view(len(layers), 2)
-        self._weights = self._numbers(range(length), 2) | 1
+        # XORed into a state in the slots of a layer's K or V: int64 [layers, 2].
+        self._masks = self._numbers(range(2 * layers.start, 2 * layers.stop), 1).view(len(layers), 2)
+        self._weights = self._numbers(range(length), 2) | 1  # int64 [positions], odd
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
-        self._sampled: dict[int, int] = {}  # request → the token sampled last for it
-        self._overslept_s = 0.0
+        self._sampled: dict[int, int] = {}  # request → its last sampled token
+        self._overslept_s = 0.0  # by the last sleep
 
     def warm_up(self) -> None:
-        """A position, so that the code is loaded before the first plan."""
+        """Run one position, so that the code is loaded before the first plan."""
         row = PlanRow(WARM_UP_REQUEST, 0, 1, packed.pack([0]), packed.pack([0]), sample=SamplingParams(temperature=0.0))
-        incoming = None if self._first else torch.zeros(1, self.hidden.size, device=self.hidden.device)
+        incoming = None if self._first else torch.zeros(1, self.hidden_spec.size, device=self.hidden_spec.device)
         self.sample([row], self.forward([row], incoming))
         self.release(WARM_UP_REQUEST)
 
     def execute(self, rows: Sequence[PlanRow]) -> tuple[list[SampledToken], list[PromptLogprobs]]:
-        """A whole forward pass, where this stage is the only one. Raises what forward() raises."""
+        """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
         return self.sample(rows, self.forward(rows))
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """See Runner."""
         self._sampled.update(tokens)
 
     def release(self, request: int) -> None:
+        """See Runner."""
         self._sampled.pop(request, None)
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
-        """Raises ValueError for a row that contradicts itself, IndexError for a page outside the pool."""
+        """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
+        page outside the pool."""
         started = time.perf_counter()
         ends = np.cumsum([row.count for row in rows]).tolist()
         incoming = None if hidden is None else _words(hidden[:, :16])
@@ -103,14 +110,17 @@ class StubRunner:
             self._write(row, page_ids, states[-1])
         digests = [self._digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
         digest = torch.cat(digests)
-        if incoming is not None:  # the same on every stage, or else no stage's
+        if incoming is not None:  # unchanged where this stage's digest equals it, else a value that no stage computed
             digest = incoming[:, 1] + (digest - incoming[:, 1]) * self._numbers([0], 3)
-        result = torch.zeros(ends[-1], self.hidden.size, dtype=self.hidden.dtype, device=self.hidden.device)
-        result[:, :16] = _bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden.dtype)
+        result = torch.zeros(
+            ends[-1], self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device
+        )
+        result[:, :16] = _bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
         self._take_time(started, ends[-1])
         return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
+        """See Runner."""
         ends = np.cumsum([row.count for row in rows]).tolist()
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         samples = []
@@ -135,7 +145,8 @@ class StubRunner:
         return PromptLogprobs(row.request, row.start + 1, tuple(entries))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[positions, vocabulary]: the token that follows is certain, and never the end."""
+        """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never
+        END."""
         words = _words(hidden[:, :16]).cpu().numpy().view(np.uint64)
         values = _mixed(words[:, 0] ^ _mixed(words[:, 1]))
         tokens = (values % np.uint64(self.vocab_size - 1)).astype(np.int64)
@@ -145,34 +156,38 @@ class StubRunner:
         return logits
 
     def _states(self, row: PlanRow, pages: Tensor) -> Tensor:
-        """The state of a position is that of the one before it plus its token times the position's weight."""
+        """States int64 [count] of a row's positions: the previous position's state plus token times position weight."""
         if row.tokens:
             ids = np.frombuffer(row.tokens, dtype="<i4").astype(np.int64)
         else:
             ids = np.array([self._sampled[row.request]] if row.request in self._sampled else [], np.int64)
         if len(ids) != row.count or row.count < 1:
             raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
-        weighted = (torch.from_numpy(ids).to(self.hidden.device) + 1) * self._weights[row.start : row.start + row.count]
-        before: Tensor | int = 0
+        weighted = (torch.from_numpy(ids).to(self.hidden_spec.device) + 1) * self._weights[
+            row.start : row.start + row.count
+        ]
+        previous: Tensor | int = 0
         if row.start:
             page, slot = divmod(row.start - 1, self.geometry.page_size)
-            before = self._words[pages[page], 0, 0, slot, 0] ^ self._form[0, 0]
-        return weighted.cumsum(0) + before
+            previous = self._words[pages[page], 0, 0, slot, 0] ^ self._masks[0, 0]
+        return weighted.cumsum(0) + previous
 
     def _write(self, row: PlanRow, pages: Tensor, states: Tensor) -> None:
-        positions = torch.arange(row.start, row.start + row.count, device=self.hidden.device)
+        positions = torch.arange(row.start, row.start + row.count, device=self.hidden_spec.device)
         page, slot = pages[positions // self.geometry.page_size], positions % self.geometry.page_size
-        self._words[page, :, :, slot] = (states[:, None, None] ^ self._form)[..., None]
+        self._words[page, :, :, slot] = (states[:, None, None] ^ self._masks)[..., None]
 
     def _digests(self, row: PlanRow, pages: Tensor) -> Tensor:
-        """For each position of a row that samples, a hash of the states up to it as the pages have them: of every
-        position one layer's K or V, in turn. Zeros for other rows, which nobody would see."""
+        """For each position of a row that samples, a hash of the states up to it as read from the pages: int64 [count].
+
+        Of every position one layer's K or V is read, in turn. Zeros for rows that do not sample.
+        """
         if row.sample is None and row.prompt_logprobs is None:
-            return torch.zeros(row.count, dtype=torch.int64, device=self.hidden.device)
+            return torch.zeros(row.count, dtype=torch.int64, device=self.hidden_spec.device)
         end, size = row.start + row.count, self.geometry.page_size
-        positions = torch.arange(end, device=self.hidden.device)
+        positions = torch.arange(end, device=self.hidden_spec.device)
         layer, kind = positions // 2 % self.geometry.layers, positions % 2
-        words = self._words[pages[positions // size], layer, kind, positions % size, -1] ^ self._form[layer, kind]
+        words = self._words[pages[positions // size], layer, kind, positions % size, -1] ^ self._masks[layer, kind]
         return ((words ^ (words >> 29)) * self._weights[:end]).cumsum(0)[row.start :]
 
     def _pages(self, row: PlanRow) -> Tensor:
@@ -184,10 +199,10 @@ class StubRunner:
             raise ValueError(f"request {row.request} has {len(pages)} pages for {end} positions")
         if pages.min() < 0 or pages.max() >= self.pool.pages:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
-        return torch.from_numpy(pages).to(self.hidden.device)
+        return torch.from_numpy(pages).to(self.hidden_spec.device)
 
     def _take_time(self, started: float, tokens: int) -> None:
-        """Sleep until the set time is over. What a sleep was too long is taken off the next ones."""
+        """Sleep until the configured time since started has passed. Oversleeping is subtracted from the next sleep."""
         jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
         due_s = (tokens * self._model.us_per_token + self._model.us_per_plan) * 1e-6 * self._share * jitter
         until = started + due_s - self._overslept_s
@@ -196,15 +211,17 @@ class StubRunner:
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 
     def _numbers(self, keys: Sequence[int], series: int) -> Tensor:
-        """A pseudo-random 64-bit number for each key."""
+        """A pseudo-random 64-bit number for each key: int64 [keys]. series: keys of different series are
+        independent."""
         mixed = _mixed(np.asarray(keys, np.uint64) + np.uint64(series << 40))
-        return torch.from_numpy(mixed.view(np.int64)).to(self.hidden.device)
+        return torch.from_numpy(mixed.view(np.int64)).to(self.hidden_spec.device)
 
 
 def _mixed(
     values: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]",
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
-    """splitmix64's output function (Steele, Lea, Flood 2014), element by element."""
+    """Output function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), element
+    by element."""
     values = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -212,12 +229,12 @@ def _mixed(
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """[n, 16] numbers of a byte each to [n, 2] int64."""
+    """[n, 16] elements that hold a byte each → int64 [n, 2]."""
     return numbers.to(torch.uint8).contiguous().view(torch.int64)
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """The inverse of _words, as uint8."""
+    """int64 [n, 2] → uint8 [n, 16]: the inverse of _words."""
     return words.contiguous().view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Attention over the KV pool: one interface, small implementations."""
+"""Attention over the paged KV pool: one interface, an implementation per device and dtype."""
 
 import torch
 
@@ -11,8 +11,11 @@ from headrace.engine.native import Kernels
 
 
 def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | None = None) -> Attention:
-    """native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: those of this CPU, for
-    float32."""
+    """The fastest attention for the pool's device and dtype.
+
+    native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: of kernels.c, where they
+    work.
+    """
     dtype = pool.tensor.dtype
     if pool.tensor.device.type == "cpu":
         if kernels is not None and (dtype == torch.float32 or not native_units):
@@ -20,6 +23,6 @@ def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | Non
         return CpuAttention(pool, dtype if native_units else torch.float32)
     if dtype == torch.float32:
         return SdpaAttention(pool)
-    from headrace.engine.attention.cuda import VarlenAttention  # the kernel's module is not in every torch
+    from headrace.engine.attention.cuda import VarlenAttention  # torch.nn.attention.varlen is not in every torch
 
     return VarlenAttention(pool)

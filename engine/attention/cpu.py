@@ -1,17 +1,16 @@
-"""Attention on the CPU: torch's tiled flash kernel over gathered pages.
+"""Attention on the CPU by torch's flash attention kernel (arXiv 2205.14135) over gathered pages.
 
-A prompt chunk is halved again and again. The second half attends to the first, where no mask is needed; the kernel
-meets a causal mask in the small blocks on the diagonal only, half of which it computes in vain:
+A prompt chunk is halved recursively. The second half attends to the first, where no mask is needed; only the small
+blocks on the diagonal need a causal mask, and there the kernel wastes half of the work:
 
     ▙ · · ·        ▙  a block on the diagonal, at most DIAGONAL tokens
     █ ▙ · ·        █  halves that attend to halves, the larger the faster
     █ █ ▙ ·
     █ █ █ ▙        left of it all: the pages before the chunk, one call
 
-Parts are joined by their log-sum-exp, so no buffer of the size of the prompt squared exists. Only what lies before the
-chunk is gathered from the pool, once per layer, at the speed of a memory copy. Single-token rows are batched by
-similar length.
-Keys and values in 16 bits are attended in float32 unless the CPU has matrix units for them.
+Partial results are merged by their log-sum-exp, so no buffer of prompt length squared exists. Only the positions before
+the chunk are gathered from the pool, once per layer, at the speed of a memory copy. Single-token rows are batched by
+similar length. 16-bit keys and values are converted to float32 unless the CPU has matrix units for their dtype.
 """
 
 from collections.abc import Sequence
@@ -19,27 +18,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.slots import SlotWriter
 from headrace.engine.kv.pool import KVPool
 
 DIAGONAL = 128  # larger blocks waste more on masked scores, smaller ones are slower to multiply
-GROUP_BYTES = 64 << 20  # gathered keys and values of one group of single-token rows
+GROUP_BYTES = 64 << 20  # of gathered keys and values of one group of single-token rows
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
 
 class CpuAttention:
-    """compute_dtype: what the kernel multiplies in."""
+    """Attention by scaled_dot_product flash attention on the CPU, in any dtype."""
 
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype) -> None:
+        """compute_dtype: dtype in which the kernel multiplies."""
         self._pool = pool
         self._compute_dtype = compute_dtype
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "CpuPass":
+        """See Attention."""
         return CpuPass(self._pool, self._compute_dtype, spans)
 
 
 class CpuPass:
+    """An AttentionPass: chunks one by one, single-token rows in groups."""
+
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[AttentionSpan]) -> None:
         self._writer = SlotWriter(pool, spans)
         self._compute_dtype = compute_dtype
@@ -52,9 +56,10 @@ class CpuPass:
             else:
                 self._chunks.append(_Chunk(pool, compute_dtype, span, offset))
             offset += span.count
-        self._groups = [_Group(pool, compute_dtype, members) for members in grouped(pool, singles)]
+        self._groups = [_Group(pool, compute_dtype, members) for members in group_by_length(pool, singles)]
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """See AttentionPass."""
         self._writer.write(layer, keys_values)
         output = torch.empty_like(query)
         for chunk in self._chunks:
@@ -74,19 +79,20 @@ class _Chunk:
         self._rows = slice(offset, offset + span.count)
         pages = torch.from_numpy(span.pages[: pool.geometry.pages_for(span.start)])
         heads = torch.arange(pool.blocks_per_layer)
-        self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # head by head, pages in order
+        self._blocks = (pages * pool.blocks_per_page + heads[:, None]).reshape(-1)  # int64 [2 * kv_heads * pages]
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor, output: Tensor) -> None:
-        """Fill this row's part of output; of the pool only what is before keys_values is read."""
+        """Fill this row's part of output [tokens, heads, head_dim]; only positions before the chunk are read from the
+        pool. Shapes as in AttentionPass.attend."""
         queries = _heads_first(query[self._rows], self._compute_dtype)
         keys, values = _heads_first(keys_values[self._rows], self._compute_dtype).chunk(2, dim=1)
         filled = output[self._rows].transpose(0, 1)[None]
-        # Parts are joined in float32, and rounded once.
+        # Parts are merged in float32 and rounded once.
         attended = filled if filled.dtype == torch.float32 else torch.empty(filled.shape)
         lse = torch.empty(filled.shape[:3])
         _causal(queries, keys, values, attended, lse)
         if self._start:
-            _join(attended, lse, *_flash(queries, *self._gather(layer), causal=False))
+            _merge(attended, lse, *_flash(queries, *self._gather(layer), causal=False))
         if attended is not filled:
             filled.copy_(attended)
 
@@ -101,12 +107,12 @@ class _Chunk:
 
 
 class _Group:
-    """Single-token rows of similar length, padded to the longest. Padding is zeroed, then masked."""
+    """Single-token rows of similar length, padded to the longest one. Padding is zeroed, then masked."""
 
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype, members: list[tuple[int, AttentionSpan]]) -> None:
         self._pool = pool
         self._compute_dtype = compute_dtype
-        self._rows = torch.tensor([row for row, _ in members])
+        self._rows = torch.tensor([row for row, _ in members])  # int64 [rows] of the batch
         self._lengths = [span.start + 1 for _, span in members]
         pages = torch.nn.utils.rnn.pad_sequence(
             [torch.from_numpy(span.pages[: pool.geometry.pages_for(span.start + 1)]) for _, span in members],
@@ -119,20 +125,21 @@ class _Group:
         self._mask = torch.zeros(beyond.shape, dtype=compute_dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, output: Tensor) -> None:
+        """Fill the rows of output [tokens, heads, head_dim] that belong to the group; query has the same shape."""
         geometry, rows = self._pool.geometry, len(self._lengths)
         blocks = self._pool.blocks.index_select(0, self._blocks + layer * self._pool.blocks_per_layer)
         gathered = blocks.view(rows, 2 * geometry.kv_heads, -1, geometry.head_dim)
         for row, length in enumerate(self._lengths):
-            gathered[row, :, length:].zero_()  # a masked NaN is still a NaN
+            gathered[row, :, length:].zero_()  # zero weight times NaN would be NaN
         keys, values = gathered.to(self._compute_dtype).chunk(2, dim=1)
-        # Query heads that share a KV head stand where positions would: the kernel then reads each key once.
+        # Query heads that share a KV head take the axis of positions: the kernel then reads each key once.
         queries = query[self._rows].to(self._compute_dtype).view(rows, geometry.kv_heads, -1, geometry.head_dim)
         attended, _ = _flash(queries, keys, values, causal=False, mask=self._mask)
         output[self._rows] = attended.reshape(rows, -1, geometry.head_dim).to(output.dtype)
 
 
-def grouped(pool: KVPool, singles: list[tuple[int, AttentionSpan]]) -> list[list[tuple[int, AttentionSpan]]]:
-    """Rows in groups of similar length, each within GROUP_BYTES."""
+def group_by_length(pool: KVPool, singles: list[tuple[int, AttentionSpan]]) -> list[list[tuple[int, AttentionSpan]]]:
+    """Group (batch row, span) of single-token rows by similar length, each group within GROUP_BYTES."""
     token_bytes = pool.geometry.token_bytes // pool.geometry.layers
     groups: list[list[tuple[int, AttentionSpan]]] = []
     for member in sorted(singles, key=lambda item: item[1].start):
@@ -147,22 +154,29 @@ def grouped(pool: KVPool, singles: list[tuple[int, AttentionSpan]]) -> list[list
 
 
 def _causal(query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Fill float32 output [1, heads, positions, head_dim] and lse [1, heads, positions]: each sees those before it."""
+    """Causal attention of a chunk to itself, by recursive halving.
+
+    query: [1, heads, positions, head_dim]; keys, values: [1, kv_heads, positions, head_dim]. Fills float32 output
+    (query's shape) and lse [1, heads, positions].
+    """
     positions = query.shape[2]
     if positions <= DIAGONAL:
         attended, sums = _flash(query, keys, values, causal=True)
         output.copy_(attended)
         lse.copy_(sums)
         return
-    half = -(-positions // DIAGONAL) * (DIAGONAL // 2)
+    half = ceil_div(positions, DIAGONAL) * (DIAGONAL // 2)
     for part in (slice(half), slice(half, None)):
         _causal(query[:, :, part], keys[:, :, part], values[:, :, part], output[:, :, part], lse[:, :, part])
     first = _flash(query[:, :, half:], keys[:, :, :half], values[:, :, :half], causal=False)
-    _join(output[:, :, half:], lse[:, :, half:], *first)
+    _merge(output[:, :, half:], lse[:, :, half:], *first)
 
 
-def _join(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make output and lse those over the keys of both."""
+def _merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge two partial attention results over disjoint keys into output and lse, by their log-sum-exp.
+
+    output, other: [1, heads, positions, head_dim]; lse, other_lse: [1, heads, positions].
+    """
     output.lerp_(other.to(output.dtype), torch.sigmoid(other_lse - lse)[..., None])
     torch.logaddexp(lse, other_lse, out=lse)
 
@@ -175,9 +189,10 @@ def _heads_first(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _flash(
     query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, queries, head_dim] and log-sum-exp [batch, heads, queries]; grouped KV heads are fine.
+    """The operator behind scaled_dot_product_attention, which also returns the log-sum-exp of the scores.
 
-    The operator behind scaled_dot_product_attention, which does not hand out the log-sum-exp.
+    query: [batch, heads, queries, head_dim]; keys, values: [batch, kv_heads, keys, head_dim], where kv_heads divides
+    heads. Returns output (query's shape) and log-sum-exp [batch, heads, queries].
     """
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, attn_mask=mask

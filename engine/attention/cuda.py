@@ -1,7 +1,7 @@
-"""Attention on CUDA: one variable-length flash call for all rows of a batch, 16-bit dtypes only.
+"""Attention on CUDA: one variable-length FlashAttention call (arXiv 2307.08691) for all rows; 16-bit dtypes only.
 
-Keys and values of a batch are gathered from the pool first, once per layer: the kernel's own paging wants pages of 256
-tokens. Strided queries, keys and values are fine as long as each head is dense, so nothing else is copied.
+Keys and values of a batch are gathered from the pool first, once per layer: the kernel's own paging requires pages of
+256 tokens. Queries, keys and values may be strided as long as each head is dense, so nothing else is copied.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,23 @@ from headrace.engine.attention.slots import SlotWriter, slot_index
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 
-CAUSAL = (-1, 0)  # everything to the left; aligned at the last key of each row
+CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
 
 
 class VarlenAttention:
+    """Attention by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA."""
+
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "VarlenPass":
+        """See Attention."""
         return VarlenPass(self._pool, spans)
 
 
 class VarlenPass:
+    """An AttentionPass: gathers all keys and values of the batch, then one kernel call per layer."""
+
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._pool = pool
         self._writer = SlotWriter(pool, spans)
@@ -39,6 +44,7 @@ class VarlenPass:
         self._slots = slot_index(pool, spans, prefixes=True)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """See AttentionPass."""
         self._writer.write(layer, keys_values)
         geometry = self._pool.geometry
         stride = self._pool.blocks_per_layer * geometry.page_size
@@ -60,5 +66,5 @@ class VarlenPass:
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    """Where each row begins and the last one ends: int32 [rows + 1]."""
+    """Cumulative lengths (cu_seqlens): int32 [rows + 1], from 0, on the device."""
     return place(np.cumsum([0, *lengths], dtype=np.int32), device)

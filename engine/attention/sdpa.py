@@ -1,4 +1,4 @@
-"""Attention by scaled_dot_product_attention, one row at a time: for any device and dtype, and easy to believe."""
+"""Attention by scaled_dot_product_attention, one row at a time: for any device and dtype; the simplest and slowest."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,26 @@ from headrace.engine.kv.pool import KVPool
 
 
 class SdpaAttention:
+    """Attention by torch's scaled_dot_product_attention with an explicit mask; used for float32 on GPUs."""
+
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "SdpaPass":
+        """See Attention."""
         return SdpaPass(self._pool, spans)
 
 
 class SdpaPass:
+    """An AttentionPass, row by row."""
+
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._pool = pool
         self._spans = spans
         self._writer = SlotWriter(pool, spans)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """See AttentionPass."""
         self._writer.write(layer, keys_values)
         parts = []
         offset = 0
@@ -41,7 +47,7 @@ class SdpaPass:
         return torch.cat(parts)
 
     def _row(self, layer: int, span: AttentionSpan) -> tuple[Tensor, Tensor]:
-        """[1, kv_heads, positions, head_dim] each."""
+        """Keys and values of a row: [1, kv_heads, positions, head_dim] each."""
         ids = place(span.pages, self._pool.tensor.device)
         pages = self._pool.tensor[ids, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = pages[:, None, :, : span.start + span.count].unbind(0)

@@ -1,4 +1,4 @@
-"""Where keys and values lie in the pool, and how a pass puts its own there."""
+"""Slot mapping: indices of keys and values in the pool, and writing a pass's own there."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from headrace.engine.kv.pool import KVPool
 
 
 class SlotWriter:
-    """Scatters the keys and values of a batch into the pages of its spans, one operation per layer."""
+    """Writes the keys and values of a batch into the pages of its spans, one scatter per layer."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         self._slots = pool.slots
@@ -21,25 +21,27 @@ class SlotWriter:
         self._index = slot_index(pool, spans, prefixes=False)
 
     def write(self, layer: int, keys_values: Tensor) -> None:
-        """keys_values: [tokens, 2 * kv_heads, head_dim], in the pool's dtype or a wider one."""
+        """Write a layer's keys and values. keys_values: [tokens, 2 * kv_heads, head_dim], keys before values, in the
+        pool's dtype or a wider one."""
         rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._slots.dtype)
         self._slots.index_copy_(0, self._index + layer * self._layer_stride, rows)
 
 
 def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
-    """Rows of pool.slots with layer 0 of the spans' positions, one span after the other, what is before each span too
-    with `prefixes`: int64 [positions * 2 * kv_heads], on the pool's device.
+    """Rows of pool.slots that hold layer 0 of the spans' positions: int64 [positions * 2 * kv_heads], on the pool's
+    device.
 
-    Position by position, K heads before V heads; other layers follow at blocks_per_layer * page_size each.
+    prefixes: positions before each span are included. Spans in order; position by position, K heads before V heads. The
+    rows of layer n are n * blocks_per_layer * page_size further on.
     """
     size = pool.geometry.page_size
-    # On the host, whatever the number of spans: on a GPU each would be half a dozen kernels.
+    # Computed on the host: on a GPU each span would take half a dozen kernel launches.
     firsts = np.concatenate([_first_slots(pool, span, 0 if prefixes else span.start) for span in spans])
     heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)
     return (place(firsts, pool.tensor.device)[:, None] + heads).reshape(-1)
 
 
 def _first_slots(pool: KVPool, span: AttentionSpan, first: int) -> NDArray[np.int64]:
-    """The row of pool.slots with layer 0 of the first K head, for each of the positions [first, span's end)."""
+    """Row of pool.slots with layer 0 of the first K head, for positions [first, end of the span): int64 [positions]."""
     pages, slots = np.divmod(np.arange(first, span.start + span.count), pool.geometry.page_size)
     return span.pages[pages] * (pool.blocks_per_page * pool.geometry.page_size) + slots

@@ -1,4 +1,4 @@
-"""Copies between a GPU's memory and the host's, while the GPU computes."""
+"""Copies between GPU and host memory that overlap with computation."""
 
 from typing import Any
 
@@ -8,27 +8,32 @@ from torch import Tensor
 
 
 def place(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on a device; on the CPU they are shared. From pinned memory, so that plans are queued on a GPU without
-    waiting for those before them."""
+    """An array of any shape as a tensor on the device; on the CPU the memory is shared.
+
+    Copies to a GPU go through pinned memory, so that queueing a plan does not wait for the plans before it.
+    """
     host = torch.from_numpy(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class DeviceCopies:
-    """Of pages that come and go. On a stream of their own and through pinned memory: neither do plans wait for copies,
-    nor copies for the plans queued after the one that wrote their pages. Used by one thread, apart from computed()."""
+    """Copies pages to and from a GPU on a CUDA stream of their own, through pinned memory.
+
+    Plans do not wait for copies, and a copy waits for the plans queued before it only. Used by one thread, except
+    mark_computed().
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def computed(self) -> None:
-        """Called by the computing thread behind each plan: later copies to the host wait for what it has queued."""
+    def mark_computed(self) -> None:
+        """Called by the compute thread after queueing a plan: later copies to the host wait for the plan."""
         self._computed.record(torch.cuda.current_stream(self._device))
 
     def to_host(self, part: Tensor) -> Tensor:
-        """A contiguous copy in pinned memory, complete on return."""
+        """A contiguous copy of a tensor of any shape in pinned host memory, complete on return."""
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)
@@ -37,7 +42,8 @@ class DeviceCopies:
         return host
 
     def to_device(self, target: Tensor, values: Tensor) -> None:
-        """Fill target, which no queued plan may read or write; complete on return."""
+        """Copy values (host) into target (device), of the same shape; complete on return. No queued plan may read or
+        write target."""
         with torch.cuda.stream(self._stream):
             target.copy_(values.pin_memory().to(self._device, non_blocking=True))
         self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""What a stage has for moving KV: the ways into peers' pools, and its own pool where peers may write into it."""
+"""KV transfer resources of a stage: backends that write into peers' pools, and its own pool registered for peers."""
 
 import logging
 import mmap
@@ -15,15 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class KvMemory:
-    """A prefill stage reaches, a decode stage exposes. backends: those that work here, in the configured order; what
-    allocate() could not share is not among them afterwards. host: token of the host's shared memory, or "". nixl: the
-    version of NIXL, or "" where it is not used; its package is imported only where it is."""
+    """Transports of a prefill stage, or the registered KV pool of a decode stage. close() frees shared memory."""
 
     def __init__(self, config: StageConfig) -> None:
-        self.host = host_token()
-        self.nixl = ""
-        self.reaches: dict[str, Transport] = {FAKE: FakeTransport(), **({SHM: ShmTransport()} if self.host else {})}
-        self.exposures: dict[str, RegisteredPool] = {}
+        self.host = host_token()  # of the host's shared memory; "" where there is none
+        self.nixl = ""  # version of NIXL; "" where it is not used
+        # Prefill: by backend, what writes into peers' pools.
+        self.transports: dict[str, Transport] = {FAKE: FakeTransport(), **({SHM: ShmTransport()} if self.host else {})}
+        self.registered_pools: dict[str, RegisteredPool] = {}  # decode: by backend, this stage's pool for its peers
         self._configured = config.transfer.backends
         self._decodes = config.role == "decode"
         self._loopback = is_loopback(config.transfer.host)
@@ -33,16 +32,21 @@ class KvMemory:
 
     @property
     def backends(self) -> tuple[str, ...]:
+        """Backends that work here, in the configured order; complete once allocate() has been called."""
         shm = self._pool is not None if self._decodes else bool(self.host)
         works = {SHM: shm, NIXL: bool(self.nixl)}
         return tuple(backend for backend in self._configured if works.get(backend, True))
 
     @property
-    def memory(self) -> PoolMemory | None:
+    def pool_memory(self) -> PoolMemory | None:
+        """How peers can write into this stage's pool; None where they cannot."""
         return self._memory if self._memory != PoolMemory() else None
 
     def allocate(self, geometry: Geometry, pages: int) -> memoryview | None:
-        """Memory for the stage's pool that peers can map, or that NIXL knows. None where neither is to be, or can."""
+        """Memory for a pool of this many pages that peers can map or that is registered with NIXL.
+
+        None where neither is configured or works: the pool then takes memory of its own.
+        """
         shared = self._share(geometry, pages)
         if NIXL not in self._configured:
             return shared
@@ -53,6 +57,7 @@ class KvMemory:
         return self._register(geometry, pages, memoryview(mmap.mmap(-1, size)) if shared is None else shared)
 
     def close(self) -> None:
+        """Remove the shared memory."""
         if self._pool is not None:
             self._pool.close()
 
@@ -66,7 +71,7 @@ class KvMemory:
             log.warning("the KV pool (%.0f MiB) cannot be in shared memory: %s", size, error)
             return None
         self._memory = PoolMemory(shm=self._pool.memory)
-        self.exposures[SHM] = self._pool
+        self.registered_pools[SHM] = self._pool
         return self._pool.buffer
 
     def _register(self, geometry: Geometry, pages: int, memory: memoryview) -> memoryview:
@@ -78,11 +83,11 @@ class KvMemory:
         devices = LOOPBACK if self._loopback else ""
         try:
             if self._decodes:
-                exposure = NixlRegisteredPool(geometry, pages, memory, devices)
-                self._memory = PoolMemory(shm=self._memory.shm, nixl=exposure.memory)
-                self.exposures[NIXL] = exposure
+                pool = NixlRegisteredPool(geometry, pages, memory, devices)
+                self._memory = PoolMemory(shm=self._memory.shm, nixl=pool.memory)
+                self.registered_pools[NIXL] = pool
             else:
-                self.reaches[NIXL] = NixlTransport(memory, devices)
+                self.transports[NIXL] = NixlTransport(memory, devices)
         except OSError as error:
             log.warning("NIXL is not used: %s", error)
             return memory

@@ -1,4 +1,4 @@
-"""How much memory a stage takes, and how many KV pages fit. Pure arithmetic."""
+"""Memory plan of a stage: bytes of weights, and how many KV pages fit. Pure arithmetic."""
 
 import msgspec
 
@@ -7,27 +7,31 @@ from headrace.core.types.geometry import Geometry
 from headrace.engine.model.config import ModelSpec
 
 DEFAULT_KV_TOKENS = 65536
-WIDE_SHARE = 0.25  # of the available memory, for 16-bit weights held in float32
-KV_SHARE = 0.4  # of the available memory, when the number of pages is ours to choose
+WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
+KV_SHARE = 0.4  # of the available memory, at most, for a KV pool whose size is not configured
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a stage will take, and why. Raises nothing: see plan_memory."""
+    """Memory that a stage will take, and how it was computed."""
 
     weight_bytes: int
     weight_dtype: str
+    """In which the weights are held; wider than the model's dtype where the device does not multiply that."""
     page_bytes: int
     kv_pages: int
     available_bytes: int
+    """Before the stage takes anything."""
     explanation: str
+    """The calculation in words, shown by `headrace check`."""
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
         return self.page_bytes * self.kv_pages
 
 
 def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None) -> Geometry:
-    """The KV pool's shape for these layers (None: all)."""
+    """Shape of the KV pool for these layers; None takes all."""
     layers = layers or range(spec.layers)
     return Geometry(
         dtype=dtype,
@@ -40,7 +44,7 @@ def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | 
 
 
 def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
-    """Parameters that a stage with these layers (None: all) holds."""
+    """Number of parameters on a stage with these layers; None takes all."""
     layers = layers or range(spec.layers)
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * query + 2 * kv)
@@ -63,11 +67,12 @@ def plan_memory(
     layers: range | None = None,
     native_units: bool = True,
 ) -> MemoryPlan:
-    """kv_pages 0 takes 65,536 tokens or 40% of the available memory, whichever is less.
+    """Decide in which dtype weights are held and how many KV pages to allocate.
 
-    max_model_len 0 takes the model's limit. native_units: the device multiplies this dtype in hardware; where it does
+    kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
+    the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
     not, weights are held in float32 if there is room, so that no forward pass converts them. Raises ConfigError when
-    the weights and one request of max_model_len do not fit, or the pages asked for do not.
+    the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)

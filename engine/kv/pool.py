@@ -1,4 +1,4 @@
-"""The paged KV pool of one stage."""
+"""Paged KV pool of one stage."""
 
 from collections.abc import Callable
 
@@ -12,20 +12,26 @@ from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.transfer.protocol.layout import WHOLE, Box
 
-Allocate = Callable[[Geometry, int], memoryview | None]  # for a pool of this many pages; None: take memory of your own
+Allocate = Callable[[Geometry, int], memoryview | None]  # memory for so many pages; None: the pool allocates its own
 
 
 class KVPool:
-    """Keys and values of all requests: [pages, layers, 2, kv_heads, page_size, head_dim], one block per page.
+    """Keys and values of all requests: [pages, layers, 2, kv_heads, page_size, head_dim], contiguous per page.
 
-    Memory is not initialised: whoever reads a slot must know that it was written. One tensor, three views:
-    `blocks` has a row per (page, layer, K or V, head) of page_size * head_dim elements, `slots` has a row per
-    token position of such a block. A row's index is therefore a sum of multiples, and gathering or scattering any
-    set of them is one operation. Writers of different pages may run in different threads.
+    Memory is not initialised: read only slots that were written. One tensor with three views:
+
+        tensor  [pages, layers, 2, kv_heads, page_size, head_dim]
+        blocks  [pages * layers * 2 * kv_heads, page_size * head_dim]    a row per (page, layer, K or V, head)
+        slots   [pages * layers * 2 * kv_heads * page_size, head_dim]    a row per token position of such a block
+
+    So gathering or scattering any set of rows is one operation. Different pages may be written by different threads.
     """
 
     def __init__(self, geometry: Geometry, pages: int, device: str = "cpu", allocate: Allocate | None = None) -> None:
-        """allocate: gives the memory, on the CPU; None has torch allocate it."""
+        """Allocate the pool.
+
+        allocate: provides CPU memory, such as shared memory; None, or when it returns None, torch allocates.
+        """
         self.geometry = geometry
         self.pages = pages
         shape = (pages, geometry.layers, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
@@ -48,19 +54,24 @@ class KVPool:
 
     @property
     def blocks_per_page(self) -> int:
+        """K and V blocks of one page, over all layers."""
         return self.geometry.layers * self.blocks_per_layer
 
     @property
     def page_size(self) -> int:
+        """Token positions of a page."""
         return self.geometry.page_size
 
     @property
     def rows(self) -> NDArray[np.uint8] | None:
+        """All pages as bytes [pages, page bytes]; None on a GPU."""
         return self._bytes.reshape(self.pages, -1) if self._bytes is not None else None
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
-        """Bytes of slots [first_slot, first_slot + count): [layers, 2, kv_heads, count, row bytes] with the layers and
-        heads of the box; on the CPU a strided view of the pool, else a copy.
+        """Bytes of slots [first_slot, first_slot + count) of a page: uint8 [layers, 2, kv_heads, count, row bytes].
+
+        box: range of layers and heads. On the CPU a strided view of the pool, on a GPU a copy. Raises IndexError for a
+        page or slots outside the pool.
         """
         self._check(page, first_slot, count)
         if self._copies is not None:
@@ -71,12 +82,12 @@ class KVPool:
         return self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
-        """The same, C-contiguous. On the CPU, consecutive layers of a full page with all heads are a view of the pool,
-        anything else is a copy."""
+        """Like view(), C-contiguous. On the CPU, consecutive layers of a full page with all heads are a view of the
+        pool; anything else is a copy. Raises IndexError."""
         return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
-        """Set slots [first_slot, first_slot + count) from bytes in the shape that read returns."""
+        """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises IndexError."""
         self._check(page, first_slot, count)
         if self._bytes is not None:
             self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
@@ -85,11 +96,11 @@ class KVPool:
         assert self._copies is not None
         self._copies.to_device(self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count], values)
 
-    def computed(self) -> None:
-        """Called behind each plan by the thread that computes: its pages may be read once they are written, which
-        on a GPU is later."""
+    def mark_computed(self) -> None:
+        """Called by the compute thread after each plan. On a GPU, where the plan is only queued by then, later reads of
+        its pages wait until it is done."""
         if self._copies is not None:
-            self._copies.computed()
+            self._copies.mark_computed()
 
     def _check(self, page: int, first_slot: int, count: int) -> None:
         if not 0 <= page < self.pages:

@@ -1,1 +1,1 @@
-"""The model of one stage: its specification, where it comes from, its weights, and the decoder that runs them."""
+"""The model: specification, sources (Hugging Face folder, GGUF, stub), checkpoints, weights and layer arithmetic."""

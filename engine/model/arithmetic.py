@@ -1,4 +1,4 @@
-"""What a layer computes, apart from attention."""
+"""Layer arithmetic apart from attention: linear layers, RMSNorm with residual, rotary embedding, SwiGLU gate."""
 
 from typing import Protocol
 
@@ -10,64 +10,74 @@ from headrace.engine.model.rope import rotate
 
 
 class Arithmetic(Protocol):
+    """The operations of a layer; implemented in torch, in compiled kernels (compiled.py) and in C (engine/native)."""
+
     def pack(self, weight: Tensor) -> Tensor:
-        """A matrix [out, in] in the form in which linear() likes it best, for rows of the same dtype."""
+        """A weight [out, in] in the layout that linear() multiplies fastest, for rows of the same dtype."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] @ the matrix transposed + bias [out], in x's dtype. weight: from pack()."""
+        """x [rows, in] @ weight.T + bias [out] → [rows, out], in x's dtype. weight: from pack()."""
         ...
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """hidden [rows, width] += delta, in place, unless that is None; returns its RMSNorm, times weight [width]."""
+        """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate x [rows, heads, width] in place; cos and sin [rows, 1, width] of rotary_tables."""
+        """Rotate x [rows, heads, width] in place. cos, sin: float32 [rows, 1, width] of rotary_tables."""
         ...
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of each row [rows, 2 * width], times the second: [rows, width]."""
+        """SwiGLU gate (arXiv 2002.05202): gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
         ...
 
 
 class TorchArithmetic:
-    """On any device and in any dtype."""
+    """Arithmetic in plain torch, on any device and in any dtype."""
 
     def pack(self, weight: Tensor) -> Tensor:
+        """The weight itself."""
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Arithmetic."""
         return linear(x, weight, bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See Arithmetic."""
         return add_norm(hidden, delta, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See Arithmetic."""
         rotate(x, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
+        """See Arithmetic."""
         return gate(gate_up)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] @ weight [out, in] transposed + bias [out], in x's dtype, which the weights may have to be given."""
+    """x [rows, in] @ weight [out, in].T + bias [out] → [rows, out]; weight and bias are converted to x's dtype."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """hidden [rows, width] += delta, in place, unless that is None; returns its RMSNorm, times weight [width]."""
+    """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
     return rms_norm(hidden if delta is None else hidden.add_(delta), weight, eps)
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """silu of the first half of each row [rows, 2 * width], times the second: [rows, width]."""
+    """SwiGLU gate (arXiv 2002.05202): gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32; rounded to x's dtype before the weight is applied."""
+    """RMSNorm (arXiv 1910.07467) over the last axis of x [rows, width], times weight [width].
+
+    Computed in float32 and rounded to x's dtype before the weight is applied, as transformers does.
+    """
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
     wide = x.float()

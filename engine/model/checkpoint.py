@@ -1,4 +1,4 @@
-"""Reading named weights: safetensors (one file or shards) and GGUF, both under Hugging Face names."""
+"""Checkpoints: weights read by their Hugging Face names from safetensors (one file or shards) or GGUF."""
 
 import re
 from pathlib import Path
@@ -38,27 +38,28 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class Checkpoint(Protocol):
-    """Weights by Hugging Face name; a tensor is read when it is asked for, by any thread."""
+    """Weights by Hugging Face name, read on demand; safe for several threads."""
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
-        """The tensor, in the dtype it is stored in, or only these rows of its first axis.
+        """A tensor in its stored dtype, of the given shape; with rows, only these rows of its first axis.
 
-        Raises ConfigError when it is missing or its shape is not the given one.
+        Raises ConfigError when it is missing or has another shape.
         """
         ...
 
 
 def open_checkpoint(source: ModelSource, spec: ModelSpec) -> Checkpoint:
-    """Raises ConfigError when the files cannot be read."""
+    """Open a model's weights. Raises ConfigError when the files cannot be read."""
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, spec)
     return SafetensorsCheckpoint(source.path)
 
 
 class SafetensorsCheckpoint:
-    """A folder with model.safetensors, or with shards and their index."""
+    """Weights of a folder with model.safetensors, or with shards and their index."""
 
     def __init__(self, folder: Path) -> None:
+        """Read the index or the headers. Raises ConfigError for missing or unreadable files."""
         self._folder = folder
         self._files: dict[str, Any] = {}
         index = folder / INDEX
@@ -74,6 +75,7 @@ class SafetensorsCheckpoint:
         self._file_of = {name: file for file in names for name in self._open(file).keys()}  # noqa: SIM118
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        """See Checkpoint."""
         if name not in self._file_of:
             raise _missing(name, shape, self._folder)
         file = self._open(self._file_of[name])
@@ -95,14 +97,16 @@ class SafetensorsCheckpoint:
 
 
 class GgufCheckpoint:
-    """A GGUF file; tensors come out dequantised, as float32."""
+    """Weights of a GGUF file, dequantised to float32."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
+        """Read the header. Raises ConfigError for a file that is no readable GGUF."""
         self._path = path
         self._file = GgufFile(path)
         self._spec = spec
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        """See Checkpoint."""
         gguf_name = gguf_tensor_name(name)
         if gguf_name not in self._file.tensors:
             raise _missing(f"{name} ({gguf_name})", shape, self._path)
@@ -115,7 +119,10 @@ class GgufCheckpoint:
         return torch.from_numpy(self._file.read(gguf_name, order))
 
     def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
-        """llama.cpp stores query and key rows of Llama models for pairwise rotation: (half, 2) instead of (2, half)."""
+        """Row order that undoes llama.cpp's permutation of query and key weights; None for other tensors.
+
+        llama.cpp stores the rows of each head of Llama models for pairwise rotation: (half, 2) instead of (2, half).
+        """
         heads = {"q_proj": self._spec.heads, "k_proj": self._spec.kv_heads}.get(name.split(".")[-2])
         if self._spec.family != "llama" or heads is None:
             return None
@@ -123,7 +130,7 @@ class GgufCheckpoint:
 
 
 def gguf_tensor_name(name: str) -> str:
-    """The GGUF name of a Hugging Face name; an unknown one is returned as it is."""
+    """GGUF tensor name for a Hugging Face name; unknown names are returned unchanged."""
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _GGUF_LAYER:
         return _GGUF_TOP.get(name, name)

@@ -1,8 +1,8 @@
-"""The arithmetic of a layer in kernels that torch.compile makes: by Triton on CUDA, in C++ on the CPU.
+"""Layer arithmetic in kernels fused by torch.compile: Triton on CUDA, C++ on the CPU.
 
-What torch does by a kernel per operation, nine for a norm in bfloat16, is one call here. Each is compiled once for the
-widths that it meets and any number of rows, and called without the guards of torch.compile: those take longer than the
-launches that are saved, and what they look at is the same in every pass of a model.
+Eager torch launches a kernel per operation, nine for an RMSNorm in bfloat16; here each function is one launch. A kernel
+is compiled once per row width, for any number of rows, and called without torch.compile's guards: checking them takes
+longer than the launches that are saved, and what they check is the same in every pass of a model.
 """
 
 import logging
@@ -20,33 +20,36 @@ from headrace.engine.model.rope import rotate
 
 log = logging.getLogger(__name__)
 
-EXAMPLE_ROWS = 64  # what a kernel is laid out for; it is right for any number
-LARGEST = (1 << 31) - 1  # elements that a kernel's index reaches
+EXAMPLE_ROWS = 64  # rows that a kernel is tuned for; it takes any number
+LARGEST = (1 << 31) - 1  # elements: kernels index with 32 bits
 
 
 class CompiledArithmetic(TorchArithmetic):
-    """Compiles at the first call with new widths: after one forward pass nothing is left to compile. Rounds where
-    TorchArithmetic does, on backend "inductor"."""
+    """Arithmetic in compiled kernels, each compiled at the first call with a new width: all of them by the first
+    forward pass. With backend "inductor" it rounds where TorchArithmetic does."""
 
     def __init__(self, backend: str = "inductor") -> None:
-        """backend: of torch.compile."""
+        """backend: the backend of torch.compile."""
         self._backend = backend
         self._options: Any = {"emulate_precision_casts": True} if backend == "inductor" else None
         self._kernels: dict[Hashable, Callable[..., Any]] = {}
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See Arithmetic."""
         normed: Tensor = self._run(add_norm, (hidden.shape[1], delta is None, eps), hidden, delta, weight, eps)
         return normed
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See Arithmetic."""
         self._run(rotate, (x.shape[1:], x.stride(0)), x, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
+        """See Arithmetic."""
         activated: Tensor = self._run(gate, gate_up.shape[1], gate_up)
         return activated
 
     def _run(self, function: Callable[..., Any], fixed: Hashable, x: Tensor, *others: object) -> Any:
-        """function(x, *others) by the kernel for x's dtype and what is `fixed` in it."""
+        """function(x, *others) by its compiled kernel. fixed: widths and constants that the kernel is compiled for."""
         if x.shape[0] * x.stride(0) > LARGEST:
             return function(x, *others)
         key = (function, x.dtype, fixed)
@@ -67,24 +70,28 @@ class CompiledArithmetic(TorchArithmetic):
 
 
 def choose_arithmetic(wanted: Compile, device: str, plain: Arithmetic) -> Arithmetic:
-    """plain: the one to use where nothing is to be compiled. wanted "auto" compiles on CUDA where Triton is installed
-    and works. Raises ConfigError for "on" where nothing can be compiled."""
+    """Compiled arithmetic where it is wanted and works, else plain.
+
+    wanted: "auto" compiles on CUDA where Triton is installed and works. plain: arithmetic without compilation. Raises
+    ConfigError when wanted is "on" and nothing can be compiled.
+    """
     if wanted == "off" or (wanted == "auto" and (device == "cpu" or find_spec("triton") is None)):
         return plain
     compiled = CompiledArithmetic()
     try:
-        compiled.gate(torch.zeros(1, 2, device=device))  # the smallest kernel shows whether there is a compiler
+        compiled.gate(torch.zeros(1, 2, device=device))  # compiling the smallest kernel shows whether a compiler works
     except (RuntimeError, OSError, AttributeError) as error:  # the last from a torch before 2.12
         reason = str(error).partition("\n")[0]
         if wanted == "on":
             raise ConfigError(f"nothing can be compiled for {device}: {reason}; write --compile off") from error
-        log.warning("layers are not compiled, so small chunks will take longer: %s", reason)
+        log.warning("layers are not compiled, so small chunks are slower: %s", reason)
         return plain
     return compiled
 
 
 def _example(tensor: Tensor) -> Tensor:
-    """A tensor like this one of any number of rows; a weight [width] as it is."""
+    """A tensor [EXAMPLE_ROWS, ...] with the strides of this one and a dynamic number of rows; a weight [width]
+    unchanged."""
     if tensor.dim() == 1:
         return tensor
     shape = (EXAMPLE_ROWS, *tensor.shape[1:])

@@ -1,8 +1,8 @@
-"""What a Llama-family decoder looks like, read from a Hugging Face config.json.
+"""Model specification: the architecture of a Llama-family decoder, read from a Hugging Face config.json.
 
-Llama, Mistral, Qwen2 and Qwen3 (and what is built as one of them, such as SmolLM2) differ in a few switches only:
-biases, norms on the query and key heads, the rotary scaling. ModelSpec names those switches; nothing after this
-module knows which family a model came from.
+Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
+norms of the query and key heads, the rotary scaling. ModelSpec names those switches, so that the rest of the engine
+does not depend on the family (but for the order of weights in GGUF files).
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,36 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-MISTRAL_WINDOW = 4096  # what transformers assumes when a Mistral config says nothing
+MISTRAL_WINDOW = 4096  # default of transformers for a Mistral config without sliding_window
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding and how it is stretched. original_positions: context the model was trained on before.
-    attention_factor scales cos and sin (yarn; None derives it). divisors: per-frequency, from a GGUF file."""
+    """Rotary position embedding (RoPE, arXiv 2104.09864) and its scaling to longer contexts."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
+    """Base of the frequencies."""
     factor: float = 1.0
+    """By which the context is extended: new positions / original positions."""
     original_positions: int = 0
+    """Positions of the context before it was extended."""
     low_freq_factor: float = 1.0
+    """llama3: waves longer than original_positions / low_freq_factor are interpolated."""
     high_freq_factor: float = 4.0
+    """llama3: waves shorter than original_positions / high_freq_factor are kept."""
     attention_factor: float | None = None
+    """yarn: scales cos and sin; None derives it from factor and the mscale values."""
     beta_fast: float = 32.0
+    """yarn: frequencies with more rotations than this over the original context are kept."""
     beta_slow: float = 1.0
+    """yarn: frequencies with fewer rotations than this are interpolated."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    """yarn: with mscale, coefficients of the derived attention factor."""
     truncate: bool = True
+    """yarn: round the bounds of the ramp to whole dimensions."""
     divisors: tuple[float, ...] = ()
+    """divisors: what each of the head_dim / 2 frequencies is divided by, from a GGUF file (rope_freqs.weight)."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,20 +59,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP."""
     layers: int
     heads: int
+    """Query heads."""
     kv_heads: int
     head_dim: int
     norm_eps: float
     rope: RopeSpec
     max_positions: int
+    """Positions of the longest sequence by the model's configuration."""
     sliding_window: int | None = None
+    """Positions that each token attends to; None attends to all. Sequences are limited to it, see position_limit."""
     tied: bool = False
+    """The output head is the embedding."""
     qkv_bias: bool = False
+    """Query, key and value projections have biases."""
     output_bias: bool = False
+    """The attention output projection has a bias."""
     qk_norm: bool = False
+    """RMSNorm on each query and key head (Qwen3)."""
 
     def __post_init__(self) -> None:
+        """Raises ConfigError for sizes that contradict each other."""
         sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -82,11 +101,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def position_limit(self) -> int:
-        """Longest sequence computed exactly: full attention equals sliding attention up to the window."""
+        """Positions of the longest sequence that is computed exactly: up to the window, full attention equals sliding
+        attention."""
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
     def resolve_length(self, max_model_len: int) -> int:
-        """max_model_len, or the model's limit when it is 0. Raises ConfigError when it is above the limit."""
+        """max_model_len, or the model's limit for 0. Raises ConfigError when it is above the limit."""
         if max_model_len > self.position_limit:
             why = "its sliding window" if self.position_limit < self.max_positions else "its positions"
             raise ConfigError(
@@ -97,7 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a config.json (transformers 4 or 5 form). Raises ConfigError for what the engine cannot run."""
+    """Read a parsed config.json (of transformers 4 or 5). Raises ConfigError for a model that the engine cannot run."""
     family = _family(config)
     _refuse_unsupported(config)
     heads = _integer(config, "num_attention_heads")
@@ -157,7 +177,7 @@ def _window(config: Mapping[str, Any], family: str) -> int | None:
 
 
 def _rope(config: Mapping[str, Any], positions: int) -> RopeSpec:
-    """rope_parameters (transformers 5) or rope_theta with rope_scaling (before)."""
+    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (transformers 4)."""
     scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:

@@ -1,4 +1,4 @@
-"""A name for what a model computes, the same for every dtype, stage and file format."""
+"""Model fingerprint: equal for the same model in any dtype, on any stage and in any file format."""
 
 import msgspec
 import torch
@@ -9,13 +9,15 @@ from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import inverse_frequencies
 
-SAMPLED_ROWS = 8
+SAMPLED_ROWS = 8  # of each sampled matrix
 
 
 def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
-    """xxh3 (128 bits, hex) over the sizes, the rotary frequencies and rows of a few tensors, rounded to bfloat16.
+    """Hash of the sizes, the rotary frequencies and sampled rows of a few tensors, rounded to bfloat16: xxh3, 128 bits,
+    hex.
 
-    How the model is stored (tied or not, which rope notation, dtype, position limit) stays out of it.
+    Independent of how the model is stored (tied or not, notation of the rope scaling, dtype, position limit). Raises
+    ConfigError for a missing or misshapen tensor.
     """
     digest = xxhash.xxh3_128()
     digest.update(msgspec.msgpack.encode(_sizes(spec)))
@@ -56,5 +58,5 @@ def _sizes(spec: ModelSpec) -> list[int | str]:
 
 
 def _rounded(values: Tensor) -> bytes:
-    rounded = values.float().to(torch.bfloat16) + 0.0  # adding zero makes -0 and 0 one value
+    rounded = values.float().to(torch.bfloat16) + 0.0  # adding zero turns -0 into 0
     return rounded.contiguous().view(torch.int16).numpy().tobytes()

@@ -1,7 +1,7 @@
-"""Reading a GGUF file: metadata, tensor table, dequantised tensors, and the ModelSpec it describes.
+"""GGUF reader: metadata, tensor table, dequantised tensors, and the ModelSpec of the file.
 
 The header is parsed here because gguf.GGUFReader takes seconds for a vocabulary that the engine does not need;
-the block formats are left to the gguf package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+blocks are dequantised by the gguf package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
@@ -16,20 +16,21 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-JOINED_ROWS = 64
+JOINED_ROWS = 64  # rows dequantised as one
 
 
 class TensorInfo(NamedTuple):
-    """shape in torch order; offset in bytes from the start of the file."""
+    """Entry of the tensor table."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in torch order
     kind: GGMLQuantizationType
-    offset: int
+    offset: int  # bytes from the start of the file
 
     @property
     def row_bytes(self) -> int:
@@ -39,14 +40,18 @@ class TensorInfo(NamedTuple):
 
     @property
     def byte_count(self) -> int:
+        """Stored bytes of the tensor."""
         return prod(self.shape[:-1]) * self.row_bytes
 
 
 class GgufFile:
-    """An open GGUF file. metadata: key → value; an array of strings is kept as its length only."""
+    """A memory-mapped GGUF file.
+
+    metadata: values by key; of an array of strings only the length. tensors: table entries by name.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file is no readable GGUF."""
+        """Parse the header. Raises ConfigError when the file is no readable GGUF."""
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -58,7 +63,10 @@ class GgufFile:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
     def read(self, name: str, rows: NDArray[np.intp] | None = None) -> NDArray[np.float32]:
-        """A new float32 array in torch order, or the given rows of its first axis. Raises KeyError."""
+        """A tensor dequantised to a new float32 array in torch order; with rows, only these rows of its first axis.
+
+        Raises KeyError for an unknown name.
+        """
         info = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
         if rows is None:
@@ -69,7 +77,7 @@ class GgufFile:
 
 
 def spec_from_gguf(file: GgufFile) -> ModelSpec:
-    """Raises ConfigError for an architecture the engine cannot run or a missing key."""
+    """ModelSpec of a GGUF file. Raises ConfigError for an architecture that the engine cannot run, or a missing key."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
@@ -106,7 +114,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
 
 def _rope(file: GgufFile, keys: "_Keys") -> RopeSpec:
     theta = float(keys.get("rope.freq_base", 10000.0))
-    if "rope_freqs.weight" in file.tensors:  # how llama.cpp writes Llama 3 scaling
+    if "rope_freqs.weight" in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
         divisors = tuple(float(value) for value in file.read("rope_freqs.weight"))
         return RopeSpec(kind="divisors", theta=theta, divisors=divisors)
     kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
@@ -124,13 +132,14 @@ def _rope(file: GgufFile, keys: "_Keys") -> RopeSpec:
 
 
 class _Keys:
-    """The metadata keys below the architecture's name."""
+    """Metadata values of keys below the architecture's name."""
 
     def __init__(self, metadata: dict[str, Any], prefix: str) -> None:
         self._metadata = metadata
         self._prefix = prefix
 
     def get(self, key: str, default: Any) -> Any:
+        """A value or the default. Raises ConfigError for a list of one value per layer."""
         value = self._metadata.get(f"{self._prefix}.{key}", default)
         if isinstance(value, list):
             raise ConfigError(f"{self._prefix}.{key} differs from layer to layer, which is not supported")
@@ -143,13 +152,14 @@ class _Keys:
 
 
 class _Header:
-    """One pass over the header bytes."""
+    """Parser of the file header; one pass over its bytes."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        """(metadata, tensor table). Raises ValueError or struct.error for bytes that are no GGUF header."""
         if self._data[:4] != b"GGUF":
             raise ValueError("it does not start with GGUF")
         self._at = 4
@@ -159,7 +169,7 @@ class _Header:
         metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(key_count)}
         table = [self._tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
-        start = -(-self._at // alignment) * alignment
+        start = ceil_div(self._at, alignment) * alignment
         return metadata, {name: info._replace(offset=start + info.offset) for name, info in table}
 
     def _scalar(self, form: str) -> Any:
@@ -168,7 +178,7 @@ class _Header:
         return value
 
     def _scalars(self, form: str, count: int) -> list[Any]:
-        """A vocabulary has tens of thousands of them."""
+        """An array of scalars in one call: a vocabulary has tens of thousands of them."""
         form = f"<{count}{form[1]}"
         values = struct.unpack_from(form, self._data, self._at)
         self._at += struct.calcsize(form)
@@ -203,12 +213,13 @@ class _Header:
 
 
 def _floats(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.float32]:
-    """Rows of stored bytes as a new array of floats."""
+    """Dequantise rows: uint8 [rows, row bytes] → new float32 [rows, row elements]."""
     if kind == GGMLQuantizationType.F32:
         return raw.view(np.float32).copy()
     if kind == GGMLQuantizationType.F16:
         return raw.view(np.float16).astype(np.float32)
-    # gguf works on sixteen rows at a time, whatever their length: longer rows are several times faster.
+    # gguf dequantises sixteen rows at a time, whatever their length: joined into longer rows it is several times
+    # faster.
     joined = gcd(len(raw), JOINED_ROWS)
     values: NDArray[np.float32] = dequantize(raw.reshape(-1, joined * raw.shape[-1]), kind)
     return values.reshape(len(raw), -1)

@@ -1,4 +1,7 @@
-"""Rotary position embedding in the half-rotation convention, with the usual ways to stretch the context."""
+"""Rotary position embedding (RoPE, arXiv 2104.09864) in the half-rotation convention of GPT-NeoX and transformers.
+
+Context extension: linear interpolation (arXiv 2306.15595), Llama 3.1 scaling, YaRN (arXiv 2309.00071).
+"""
 
 import math
 
@@ -9,7 +12,7 @@ from headrace.engine.model.config import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Angles per position, float32 [head_dim / 2], and the factor on cos and sin."""
+    """Rotation per position in radians, float32 [head_dim / 2], and the factor that scales cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -24,7 +27,10 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def rotary_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, float32 [positions, 1, head_dim], such that rotated = x * cos + swap_halves(x) * sin."""
+    """cos and signed sin, float32 [positions, 1, head_dim] each, such that rotated = x * cos + swap_halves(x) * sin.
+
+    positions: length of the tables, the longest sequence.
+    """
     frequencies, scale = inverse_frequencies(rope, head_dim)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -32,7 +38,7 @@ def rotary_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [tokens, heads, head_dim] in place; cos and sin [tokens, 1, head_dim] of rotary_tables."""
+    """Rotate x [tokens, heads, head_dim] in place. cos, sin: rows of rotary_tables, float32 [tokens, 1, head_dim]."""
     swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
     if x.dtype == torch.float32:
         x.mul_(cos).add_(swapped.mul_(sin))
@@ -41,7 +47,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Llama 3.1: long waves are divided by the factor, short ones stay, those between are blended."""
+    """Llama 3.1 scaling (as in transformers): frequencies of long waves are divided by the factor, short waves are
+    kept, waves between are blended. plain: unscaled frequencies [head_dim / 2]."""
     wavelength = 2 * math.pi / plain
     long_wave = rope.original_positions / rope.low_freq_factor
     short_wave = rope.original_positions / rope.high_freq_factor
@@ -54,9 +61,13 @@ def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): a linear ramp over the dimensions from kept to interpolated frequencies."""
+    """YaRN (arXiv 2309.00071): a linear ramp over the dimensions from kept to interpolated frequencies.
+
+    plain: unscaled frequencies [head_dim / 2].
+    """
 
     def dimension(rotations: float) -> float:
+        """The dimension whose frequency makes so many rotations over the original context."""
         turns = rope.original_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -71,6 +82,7 @@ def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeSpec) -> float:
+    """YaRN's factor on cos and sin, which scales attention scores by its square (section 3.4 of the paper)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: the bundled SmolLM2, a folder, a .gguf file or a hub id; or it is a stub."""
+"""Model sources: the bundled SmolLM2, a Hugging Face folder or hub id, a .gguf file, or the stub model."""
 
 import json
 from importlib.util import find_spec
@@ -18,15 +18,16 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """kind "hf": path is a folder with config.json; kind "gguf": path is the file; kind "stub": path is the name
-    itself, since there is nothing behind it."""
+    """A model that was found."""
 
     kind: Literal["hf", "gguf", "stub"]
     path: Path
+    """hf: folder with config.json. gguf: the file. stub: the model name itself, since there are no files."""
 
 
 def resolve_source(model: str) -> ModelSource:
-    """Find what --model names, downloading a hub id if need be. Raises ConfigError when it cannot be found."""
+    """Find the model that --model names; a hub id is downloaded unless it is cached. Raises ConfigError when it cannot
+    be found."""
     if model == SMOLLM2:
         return ModelSource("gguf", _bundled_smollm2())
     if is_stub(model):
@@ -46,7 +47,7 @@ def resolve_source(model: str) -> ModelSource:
 
 
 def load_spec(source: ModelSource) -> ModelSpec:
-    """Raises ConfigError for a model the engine cannot run."""
+    """The model's specification. Raises ConfigError for a model that the engine cannot run."""
     if source.kind == "stub":
         return parse_stub(str(source.path)).spec()
     if source.kind == "gguf":
@@ -55,7 +56,8 @@ def load_spec(source: ModelSource) -> ModelSpec:
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
-    """The ids that end a text, in ascending order; empty when the model names none."""
+    """End-of-sequence token ids in ascending order; empty when the model names none. Raises ConfigError for unreadable
+    files."""
     found: set[int] = set()
     if source.kind == "stub":
         return (END,)
@@ -71,7 +73,9 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
 
 
 def _bundled_smollm2() -> Path:
-    spec = find_spec(SMOLLM2_PACKAGE)  # not imported: the package's __init__ needs a library we do not use
+    spec = find_spec(
+        SMOLLM2_PACKAGE
+    )  # found, not imported: the package's __init__ imports a library that is not installed
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -92,7 +96,7 @@ def _download(model: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError when the file holds none."""
+    """Read a JSON object. Raises ConfigError when the file cannot be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

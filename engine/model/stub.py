@@ -1,7 +1,7 @@
-"""The stub model's name, sizes and tokenizer: `stub`, or `stub:layers=8,us_per_token=50`.
+"""Stub model: name, sizes and tokenizer of `--model stub`, or `--model stub:layers=8,us_per_token=50`.
 
-It has no weights: it takes a set time and computes nothing but checks (engine/stub_runner.py), for benchmarks and
-tests of everything around a model.
+It has no weights. Its runner (engine/stub_runner.py) takes a configured time and computes only tokens that reveal
+errors, for benchmarks and tests of everything but the model.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.config import ModelSpec, RopeSpec
 
 STUB = "stub"
-END = 256  # ends a text; ids below are bytes, ids above are words that only the model says
+END = 256  # end-of-sequence token; lower ids are bytes, higher ids are words that only the model generates
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -21,22 +21,24 @@ CHAT_TEMPLATE = (
 
 
 class StubModel(msgspec.Struct, frozen=True, kw_only=True):
-    """layers, hidden, vocab: sizes as in a model's configuration. max_len: positions in a sequence.
-
-    us_per_token and us_per_plan: microseconds that all layers together take for a token and for a forward pass; a
-    stage takes its layers' share. jitter_percent: how far the time of one forward pass may be off, at random.
-    """
+    """Settings of a stub model, as given in its name. A stage takes its layers' share of the times."""
 
     layers: int = 8
     hidden: int = 64
+    """Hidden size, a multiple of 8; also the size of the one KV head."""
     vocab: int = 1000
+    """Vocabulary size."""
     max_len: int = 131072
+    """Positions of the longest sequence."""
     us_per_token: int = 50
+    """Microseconds that all layers together take per token."""
     us_per_plan: int = 0
+    """Microseconds that all layers together take per forward pass, besides."""
     jitter_percent: int = 0
+    """Largest random deviation of the time of one forward pass."""
 
     def spec(self) -> ModelSpec:
-        """One KV head as wide as the hidden states, and the least of everything that does not matter here."""
+        """A ModelSpec with one KV head as wide as the hidden states; sizes that do not matter here are minimal."""
         return ModelSpec(
             family=STUB,
             vocab_size=self.vocab,
@@ -53,20 +55,20 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def fingerprint(self) -> str:
-        """Names what is computed; the time that it takes stays out of it."""
+        """Fingerprint of what is computed; times do not change it."""
         return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}".encode())
 
 
-LEAST = {"layers": 1, "hidden": 16, "vocab": END + 2, "max_len": 1, "us_per_token": 0, "us_per_plan": 0}
+SMALLEST = {"layers": 1, "hidden": 16, "vocab": END + 2, "max_len": 1, "us_per_token": 0, "us_per_plan": 0}
 
 
 def is_stub(model: str) -> bool:
-    """Whether --model names a stub."""
+    """Whether --model names a stub model."""
     return model.partition(":")[0] == STUB
 
 
 def parse_stub(model: str) -> StubModel:
-    """Raises ConfigError for a key or a value that is wrong, naming it."""
+    """Parse the name of a stub model. Raises ConfigError, naming the key, for an unknown key or a bad value."""
     given: dict[str, int] = {}
     for item in filter(None, model.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
@@ -79,7 +81,7 @@ def parse_stub(model: str) -> StubModel:
             raise ConfigError(f"--model {model}: {key} is given twice")
         given[key] = int(value)
     made = msgspec.structs.replace(StubModel(), **given)
-    for key, least in LEAST.items():
+    for key, least in SMALLEST.items():
         if given.get(key, least) < least:
             raise ConfigError(f"--model {model}: {key} must be {least} or more")
     if made.hidden % 8:
@@ -90,7 +92,7 @@ def parse_stub(model: str) -> StubModel:
 
 
 def stub_tokenizer(model: str) -> Tokenizer:
-    """A tokenizer in which every byte of a text is a token."""
+    """A byte-level tokenizer: every byte of a text is a token. Raises ConfigError for a bad name."""
     vocab = {character: byte for byte, character in enumerate(byte_level_alphabet())}
     words = {f"Ġw{token}": token for token in range(END + 1, parse_stub(model).vocab)}
     made = Tokenizer(models.BPE(vocab={**vocab, "<end>": END, **words}, merges=[]))

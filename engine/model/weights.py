@@ -1,4 +1,4 @@
-"""The weights of a stage, fused on the way in: query, key and value in one matrix, gate and up in another."""
+"""Weights of a stage, fused while loading: query, key and value in one matrix, gate and up in another."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,27 +12,26 @@ from headrace.engine.model.config import ModelSpec
 
 
 class LayerWeights(NamedTuple):
-    """qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; gate_up: [2 * intermediate, hidden]. These and output and down
-    are packed."""
+    """Weights of one layer. Shapes are those before Arithmetic.pack(), which packs the four matrices."""
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden], packed
+    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Tensor  # [hidden, heads * head_dim], packed
+    output_bias: Tensor | None  # [hidden]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden], packed
+    down: Tensor  # [hidden, intermediate], packed
 
 
 class HeadWeights(NamedTuple):
-    """What lies outside the layers; empty tensors on stages that have no use for them."""
+    """Weights outside the layers; empty tensors on stages that do not use them."""
 
-    embedding: Tensor
-    norm: Tensor
-    head: Tensor
+    embedding: Tensor  # [vocabulary, hidden]
+    norm: Tensor  # [hidden], of the final RMSNorm
+    head: Tensor  # [vocabulary, hidden]
 
 
 def load_layer(
@@ -43,7 +42,8 @@ def load_layer(
     pack: Callable[[Tensor], Tensor],
     device: str,
 ) -> LayerWeights:
-    """pack: see Arithmetic. Raises ConfigError for a missing or misshapen tensor."""
+    """Read the weights of a layer, counted from the model's first. pack: Arithmetic.pack. Raises ConfigError for a
+    missing or misshapen tensor."""
     prefix = f"model.layers.{layer}"
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -75,13 +75,16 @@ def load_layer(
 def load_head(
     spec: ModelSpec, checkpoint: Checkpoint, *, first: bool, last: bool, precision: Precision, device: str
 ) -> HeadWeights:
-    """Embedding for the first stage, norm and head for the last. A tied head is the embedding itself."""
+    """Read the embedding for the first stage, norm and head for the last; a tied head is the embedding itself.
+
+    Raises ConfigError for a missing or misshapen tensor.
+    """
     nothing = torch.empty(0, dtype=precision.held, device=device)
     table = (spec.vocab_size, spec.hidden_size)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         rounded = checkpoint.read(name, shape).to(precision.model)
-        return rounded.to(device=device, dtype=precision.held, copy=True)  # out of the mapped file
+        return rounded.to(device=device, dtype=precision.held, copy=True)  # a copy, so that the file can be unmapped
 
     embedding = read("model.embed_tokens.weight", table) if first or (last and spec.tied) else nothing
     if not last:

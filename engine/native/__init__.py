@@ -1,5 +1,7 @@
-"""kernels.c, built when the package is installed: a forward pass on the CPU, each part in one parallel region. Where it
-was not built, or the CPU lacks AVX2, torch does the same work."""
+"""Native CPU kernels (kernels.c), called through ctypes: products, RMSNorm, rotary embedding, SwiGLU gate, attention.
+
+Compiled when the package is installed. Where it was not, or the CPU lacks AVX2, torch does the same work.
+"""
 
 import ctypes
 import logging
@@ -15,25 +17,29 @@ from headrace.engine.native import onednn
 
 log = logging.getLogger(__name__)
 
-LANES = 16  # of kernels.c
-POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LANES = 16  # as in kernels.c: columns of a packed panel
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in kernels.c
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class SpanRecord(ctypes.Structure):
-    """struct span of kernels.c. pages: address of int64 page ids."""
+    """struct span of kernels.c: rows [row, row + count) of the batch are positions [start, start + count) of a request.
+
+    pages: address of int64 page ids covering [0, start + count).
+    """
 
     _fields_ = (("start", _I), ("count", _I), ("row", _I), ("pages", _P))
 
 
 class ItemRecord(ctypes.Structure):
-    """struct item of kernels.c: queries of `count` tokens, from `first` on in their span, for one KV head."""
+    """struct item of kernels.c: a work item, the queries of `count` tokens from `first` of a span, for one KV head."""
 
     _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I))
 
 
 class PassRecord(ctypes.Structure):
-    """struct pass of kernels.c. pool, spans and items are addresses; whoever makes it keeps alive what is there."""
+    """struct pass of kernels.c: one forward pass. pool, spans and items are addresses; the caller keeps their memory
+    alive."""
 
     _fields_ = (
         ("pool", _P),
@@ -46,11 +52,15 @@ class PassRecord(ctypes.Structure):
 
 
 class Kernels:
-    """Calls into the library. Tensors are on the CPU, in float32, or but for attend() in bfloat16, which is rounded
-    where torch rounds it; rows may be apart, elements of a row may not."""
+    """An Arithmetic of native kernels, and attention. All methods but pack() and linear() raise ValueError for a tensor
+    of the wrong dtype or strides.
+
+    Tensors are on the CPU, in float32 or, except for attend(), in bfloat16, which is rounded where torch rounds it.
+    Rows may be strided where a method says so; the elements of a row are contiguous.
+    """
 
     def __init__(self, library: ctypes.CDLL, multiply: bool) -> None:
-        """multiply: matrices in float32, too; else they are left to torch."""
+        """library: the loaded kernels.c. multiply: float32 matrices, too; otherwise torch multiplies them."""
         self._add_norm = library.headrace_add_norm
         self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F, _I), None
         self._rotate = library.headrace_rotate
@@ -64,8 +74,11 @@ class Kernels:
         self._attend.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _I, _P, _F)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """[out, in] → [out / LANES, in, LANES] for the kernel, which multiplies float32; bfloat16 is for oneDNN. What
-        neither multiplies here is left as it is, for torch."""
+        """A weight [out, in] in the layout that linear() multiplies fastest.
+
+        float32: [out / LANES, in, LANES], for kernels.c. bfloat16: oneDNN's own layout. Unchanged, for torch, where
+        neither is used on this CPU.
+        """
         if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
             return onednn.pack(weight)
         if not self._multiplies or weight.dtype != torch.float32 or weight.shape[0] % LANES:
@@ -73,7 +86,8 @@ class Kernels:
         return weight.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in], a matrix from pack(), bias [out]: [rows, out]."""
+        """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: from pack(). Raises ValueError for a float32 x
+        that is not dense."""
         if weight.is_mkldnn:
             return onednn.linear(x, weight, bias)
         if weight.dim() == 2:
@@ -85,7 +99,7 @@ class Kernels:
         return output if bias is None else output.add_(bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """hidden [rows, width] += delta, in place; returns RMSNorm of it times weight [width]."""
+        """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
         weight = weight.to(hidden.dtype).contiguous()
         _require(hidden.is_contiguous() and (delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)))
         _require(delta is None or delta.dtype == hidden.dtype)
@@ -97,14 +111,15 @@ class Kernels:
         return normed
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """headrace.engine.model.rope.rotate, of x [rows, heads, width] whose heads are dense."""
+        """Rotate x [rows, heads, width] in place; rows may be strided. cos, sin: float32 [rows, 1, width] of
+        rotary_tables."""
         rows, heads, width = x.shape
         _require(cos.dtype == sin.dtype == torch.float32 and x.stride()[1:] == (width, 1))
         _require(cos.is_contiguous() and sin.is_contiguous() and cos.numel() == sin.numel() == rows * width)
         self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, x.stride(0), heads, width, _dtype(x))
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of each row [rows, 2 * width], times the second: [rows, width]."""
+        """SwiGLU gate: gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
         _require(gate_up.is_contiguous())
         rows, both = gate_up.shape
         activated = gate_up.new_empty(rows, both // 2)
@@ -112,7 +127,10 @@ class Kernels:
         return activated
 
     def attend(self, record: PassRecord, layer: int, query: Tensor, keys_values: Tensor, scale: float) -> Tensor:
-        """Attention of a pass; shapes as in AttentionPass.attend. scale: of the scores, times log2(e)."""
+        """Causal attention of a pass in float32; shapes as in AttentionPass.attend, rows may be strided.
+
+        scale: of the scores, times log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
+        """
         width = query.shape[-1]
         for rows in (query, keys_values):
             _require(rows.dtype == torch.float32 and rows.stride()[1:] == (width, 1))
@@ -128,21 +146,23 @@ class Kernels:
 
 @cache
 def load_kernels(*, multiply: bool) -> Kernels | None:
-    """None where there are none for this machine. torch has to be imported first: its OpenMP runtime is shared.
-    multiply: see Kernels."""
+    """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
+    OpenMP runtime is shared. multiply: see Kernels."""
     library = load_library(Path(__file__).with_name("kernels.c"))
     if library is None:
-        log.warning("kernels.c was not compiled at the installation, for want of a C compiler: torch takes longer")
+        log.warning(
+            "kernels.c was not compiled at installation because no C compiler was found: forward passes are slower"
+        )
     return Kernels(library, multiply) if library is not None and library.headrace_usable() else None
 
 
 def _dtype(rows: Tensor) -> int:
-    """What kernels.c calls the dtype of rows that it computes with."""
+    """Number of the dtype in kernels.c. Raises ValueError for one that it does not compute with."""
     _require(rows.dtype in (torch.float32, torch.bfloat16))
     return POOL_DTYPES[rows.dtype]
 
 
 def _require(condition: bool) -> None:
-    """What the kernels take on trust is checked here, for a wrong stride would have them write anywhere."""
+    """Check what the kernels do not: with a wrong stride they would write anywhere. Raises ValueError."""
     if not condition:
-        raise ValueError("a tensor is not as the kernels need it")
+        raise ValueError("a tensor has a dtype, shape or stride that kernels.c does not take")

@@ -1,12 +1,12 @@
-"""Matrices in a layout of oneDNN's own, which every product would else make of them: for CPUs with units for bfloat16.
+"""Weights prepacked in oneDNN's layout, so that products do not repack them: for CPUs with bfloat16 units.
 
-By the operators to which torch.compile takes frozen weights (torch/_inductor/mkldnn_lowerings.py).
+Uses the operators that torch.compile uses for frozen weights (torch/_inductor/mkldnn_lowerings.py).
 """
 
 import torch
 from torch import Tensor
 
-ROWS = 512  # the layout is the best one for so many, and good for any number
+ROWS = 512  # the layout is chosen for this many rows, and works with any number
 
 
 def has_bfloat16() -> bool:
@@ -16,12 +16,12 @@ def has_bfloat16() -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] for linear() with rows of the same dtype."""
+    """A weight [out, in] in the layout for linear(), with rows of the same dtype."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
     return packed
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] @ the matrix transposed + bias [out]."""
+    """x [rows, in] @ weight.T + bias [out] → [rows, out]. packed: weight [out, in] from pack()."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers per stage, and the communication between stages."""

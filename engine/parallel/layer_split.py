@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, so that all stages take equal time. Pure arithmetic."""
+"""Pipeline split: how many layers each stage holds so that all stages take equal time. Pure arithmetic."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -8,8 +8,9 @@ from headrace.engine.model.config import ModelSpec
 
 
 def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[int, ...]:
-    """Layers of each stage. sampled_share: rows that need the head, per token computed (1 when only decoding).
+    """Number of layers of each stage, balanced by FLOPs.
 
+    sampled_share: rows that need the output head, per token computed; 1 when everything is decoding.
     Raises ConfigError when the model has fewer layers than there are stages.
     """
     if stages > spec.layers:
@@ -18,21 +19,21 @@ def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[in
 
 
 def layer_flops(spec: ModelSpec) -> float:
-    """Multiplications and additions of one layer's matrices, per token."""
+    """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded."""
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
     return 2.0 * spec.hidden_size * (attention + 3 * spec.intermediate_size)
 
 
 def head_flops(spec: ModelSpec) -> float:
-    """Multiplications and additions of the head, per row that is sampled. (Looking up an embedding is free.)"""
+    """FLOPs of the output head per sampled row. (Looking up an embedding is free.)"""
     return 2.0 * spec.hidden_size * spec.vocab_size
 
 
 def split(costs: Sequence[float], stages: int, last: float = 0.0) -> tuple[int, ...]:
-    """Split layers of these costs into consecutive runs, one or more layers each; return the runs' lengths.
+    """Split layers of these costs into consecutive runs of one or more layers; return the runs' lengths.
 
-    last is what the last stage has to do besides. The slowest stage is as fast as can be; among splits that are
-    equal in that, the one with the least sum of squares is taken, which evens out the others.
+    last: extra cost of the last stage. Minimises the cost of the slowest stage; among equal splits takes the one with
+    the least sum of squares, which evens out the others. Dynamic programming, O(stages · layers²).
     """
     bound = _best(costs, stages, last, lambda so_far, cost: max(so_far, cost))[0]
     return _best(costs, stages, last, lambda so_far, cost: so_far + cost * cost if cost <= bound else float("inf"))[1]
@@ -41,7 +42,7 @@ def split(costs: Sequence[float], stages: int, last: float = 0.0) -> tuple[int, 
 def _best(
     costs: Sequence[float], stages: int, last: float, join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least total and its split; join adds a stage's cost to the total of the stages before it."""
+    """Least total and its split, by dynamic programming; join(total, cost) adds a stage to the stages before it."""
     before = (0.0, *accumulate(costs))
     # table[end]: the best split of the first `end` layers over the stages so far
     table: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
@@ -59,5 +60,5 @@ def _best(
 
 
 def ranges(lengths: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage, by its number of layers."""
+    """Layer range of each stage from the number of layers of each."""
     return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(lengths))))

@@ -1,13 +1,13 @@
-"""What stages pass to each other: hidden states forward, sampled tokens back (torch.distributed).
+"""Pipeline-parallel communication: hidden states forward, sampled tokens back (torch.distributed, NCCL or Gloo).
 
     stage 0 ──hidden──► stage 1 ──hidden──► stage 2        point to point, in plan order
        ▲                   ▲                   │
        └───────────────────┴──── tokens ───────┘           broadcast, over a communicator of its own
 
-Shapes follow from the plan, so nothing but the numbers travels. Receives are posted ahead of their turn and sends are
-never waited for, so neither neighbour holds the other up. The broadcast has its own communicator so that it does not
-queue behind hidden states; its result is waited for only when a later plan feeds on a token (about `stages` plans
-later). A plan whose rows feed no later one causes no broadcast.
+Shapes follow from the plan, so no metadata is sent. Receives are posted ahead of their turn and sends are never waited
+for, so neither neighbour holds the other up. The broadcast has a communicator of its own so that it does not queue
+behind hidden states; its result is waited for only when a later plan takes a token from it (about `stages` plans
+later). A plan whose rows feed no later row causes no broadcast.
 """
 
 import ipaddress
@@ -25,41 +25,46 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.
 from headrace.core.config import StageConfig
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.engine.runner import Hidden
+from headrace.engine.runner import HiddenSpec
 
-RELEASED = -1
-TAGS = 1 << 31
+RELEASED = -1  # in the place of a released request
+TAGS = 1 << 31  # tags of point-to-point messages are below this
 
 
 class _Posted(NamedTuple):
-    tensor: torch.Tensor
+    """A send or receive of hidden states under way."""
+
+    tensor: torch.Tensor  # [tokens, hidden size]
     work: dist.Work
 
 
 class _PendingTokens(NamedTuple):
-    requests: list[int]  # RELEASED in the place of those that are
-    tokens: torch.Tensor  # [feeding rows] int64
+    """A broadcast of sampled tokens whose result was not used yet."""
+
+    requests: list[int]  # of the feeding rows; RELEASED for released ones
+    tokens: torch.Tensor  # int64 [feeding rows]
     work: dist.Work
 
 
 class LinkBroken(Exception):
-    """A neighbour is gone. The group cannot go on, and all of it is started again."""
+    """The connection to another stage is lost. The group cannot go on and is restarted as a whole."""
 
 
 def join_group(config: StageConfig, device: torch.device) -> None:
-    """Meet the other stages at the rendezvous. Raises LinkBroken when they do not come together."""
+    """Form the group of stages (torch.distributed.init_process_group). Raises LinkBroken when a stage is missing or the
+    rendezvous cannot be reached."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.stage_timeout_s)
     try:
-        # Whoever hosts the store may have hosted it for an earlier group, and what that one has left must not be read.
+        # A store that outlives groups (torchrun hosts one) may hold keys of an earlier group: each has its own prefix.
         store = PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, timeout))
         dist.init_process_group(backend, store=store, rank=config.stage, world_size=config.stages, timeout=timeout)
     except (RuntimeError, OSError) as error:
-        raise LinkBroken(f"the stages did not find together: {error}") from error
+        raise LinkBroken(f"the group of stages could not be formed: {error}") from error
 
 
 def _store(config: StageConfig, timeout: timedelta) -> TCPStore:
-    """The store at HOST:PORT, which stage 0 opens unless somebody else does."""
+    """The rendezvous store at HOST:PORT. Stage 0 opens it, unless a launcher such as torchrun already hosts it."""
     host, _, port = config.rendezvous.rpartition(":")
     host = host.strip("[]")
     opens = config.stage == 0 and not config.rendezvous_hosted
@@ -70,8 +75,10 @@ def _store(config: StageConfig, timeout: timedelta) -> TCPStore:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A listening socket for the store, which left to itself listens on every interface. None for a name: that may
-    mean another address on its own machine than on others."""
+    """A listening socket for the store on this address only; by itself the store would listen on every interface.
+
+    None for a host name: it may resolve to another address on its own machine than on others.
+    """
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
@@ -81,18 +88,19 @@ def _listen(host: str, port: int) -> int | None:
 
 
 class PipelineLinks:
-    """One stage's ends of the links, in a group of stages that has come together. Used by the compute thread alone.
+    """One stage's links to the other stages of its group. Used by the compute thread alone.
 
-    Any call raises LinkBroken when a neighbour is gone. With a single stage there is nothing to link.
+    Every method raises LinkBroken when another stage is gone. With a single stage no method does anything.
     """
 
-    def __init__(self, stage: int, stages: int, hidden: Hidden, timeout_s: float) -> None:
+    def __init__(self, stage: int, stages: int, hidden: HiddenSpec, timeout_s: float) -> None:
+        """stage: this stage's rank. hidden: width, dtype and device of hidden states. timeout_s: of one broadcast."""
         self.first = stage == 0
         self.last = stage == stages - 1
         self._stage = stage
         self._stages = stages
         self._hidden = hidden
-        self._receives: dict[int, _Posted] = {}
+        self._receives: dict[int, _Posted] = {}  # by the plan's seq
         self._sends: deque[_Posted] = deque()
         self._tokens: deque[_PendingTokens] = deque()
         self._token_group: dist.ProcessGroup | None = None
@@ -100,8 +108,8 @@ class PipelineLinks:
             with _breakable():
                 self._token_group = dist.new_group(timeout=timedelta(seconds=timeout_s))
 
-    def expect(self, plan: Forward) -> None:
-        """Post the receive of a plan's hidden states; once per plan, in plan order, ahead of take()."""
+    def post_receive(self, plan: Forward) -> None:
+        """Post the receive of a plan's hidden states: once per plan, in plan order, before receive()."""
         if self.first:
             return
         positions = sum(row.count for row in plan.rows)
@@ -109,8 +117,8 @@ class PipelineLinks:
         with _breakable():
             self._receives[plan.seq] = _Posted(hidden, _work(dist.irecv(hidden, self._stage - 1, tag=plan.seq % TAGS)))
 
-    def take(self, plan: Forward) -> torch.Tensor | None:
-        """Wait for a plan's hidden states [positions, hidden] from the stage before; None at the first stage."""
+    def receive(self, plan: Forward) -> torch.Tensor | None:
+        """Wait for a plan's hidden states [tokens, hidden size] from the previous stage; None on the first stage."""
         if self.first:
             return None
         posted = self._receives.pop(plan.seq)
@@ -118,9 +126,9 @@ class PipelineLinks:
             posted.work.wait()
         return posted.tensor
 
-    def pass_on(self, plan: Forward, hidden: torch.Tensor) -> int:
-        """Send hidden states to the next stage without waiting; the buffer is kept until they have left.
-        Returns their bytes."""
+    def send(self, plan: Forward, hidden: torch.Tensor) -> int:
+        """Send hidden states [tokens, hidden size] to the next stage without waiting; the tensor is kept until they are
+        sent. Returns their bytes."""
         hidden = hidden.contiguous()
         with _breakable():
             self._sends.append(_Posted(hidden, _work(dist.isend(hidden, self._stage + 1, tag=plan.seq % TAGS))))
@@ -128,10 +136,10 @@ class PipelineLinks:
                 self._sends.popleft()
         return hidden.numel() * hidden.element_size()
 
-    def share(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
-        """Take part in the broadcast of a plan's sampled tokens, without waiting for it.
+    def broadcast(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
+        """Start this stage's part of the broadcast of a plan's sampled tokens, without waiting for it.
 
-        The last stage gives the samples; the others give none. Rows that feed no later one take no part.
+        samples: on the last stage the plan's samples, elsewhere empty. Only rows with `feeds` are broadcast.
         """
         feeding = [row.request for row in plan.rows if row.feeds]
         if not feeding or self._stages == 1:
@@ -146,9 +154,9 @@ class PipelineLinks:
                 self._tokens.popleft()  # only the first stage embeds tokens
 
     def tokens_for(self, rows: Sequence[PlanRow]) -> list[tuple[int, int]]:
-        """(request, token) of every broadcast up to the newest one that these rows go on with, oldest first.
+        """(request, token) of every broadcast up to the newest one that these rows need, oldest first.
 
-        Waits for those. Only the first stage embeds tokens, so the others get none.
+        Waits for them. Empty on all stages but the first, which alone embeds tokens.
         """
         wanted = {row.request for row in rows if not row.tokens}
         if not wanted or not self.first:
@@ -163,13 +171,14 @@ class PipelineLinks:
         return [(request, token) for request, token in found if request != RELEASED]
 
     def release(self, request: int) -> None:
-        """Drop the tokens of a request that nobody will ask for. Its number is never used again."""
+        """Drop pending tokens of a request that has ended. Its number is never used again."""
         for pending in self._tokens:
             pending.requests[:] = [RELEASED if each == request else each for each in pending.requests]
         while self._tokens and set(self._tokens[0].requests) == {RELEASED}:
             self._tokens.popleft()
 
     def close(self) -> None:
+        """Leave the group."""
         if self._stages > 1:
             dist.destroy_process_group()
 
@@ -181,7 +190,8 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 @contextmanager
 def _breakable() -> Iterator[None]:
-    """torch.distributed raises RuntimeError, in words that differ by backend, when the other end is gone."""
+    """Turn the RuntimeError that torch.distributed raises for a lost connection into LinkBroken; its text differs by
+    backend."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and prompt tokens: log-softmax of the logits as the model gave them."""
+"""Log-probabilities of sampled and prompt tokens: log-softmax of the raw logits, before temperature and filters."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +7,16 @@ from torch import Tensor
 
 from headrace.core.types.request import TokenLogprob
 
-SLICE = 64  # prompt positions whose logits exist at the same time
-LOWEST = torch.finfo(torch.float32).min  # stands for the logprob of what cannot be: JSON and peers know no infinity
+SLICE = 64  # prompt positions whose logits are in memory at the same time
+LOWEST = torch.finfo(torch.float32).min  # replaces -inf, which JSON and peers cannot represent
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], alternatives: Sequence[int]) -> list[TokenLogprob]:
-    """logits: float32 [rows, vocabulary]; one token and a number of alternatives per row."""
+    """Logprob of one token per row, and of the row's most likely tokens.
+
+    logits: float32 [rows, vocabulary]. tokens: one per row. alternatives: how many most likely tokens to report per
+    row.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].clamp(min=LOWEST).tolist()
     width = min(max(alternatives, default=0), logits.shape[-1])
@@ -29,7 +33,11 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], alternatives: Sequence
 def prompt_logprobs(
     hidden: Tensor, targets: Sequence[int], alternatives: int, head: Callable[[Tensor], Tensor]
 ) -> list[TokenLogprob]:
-    """hidden [positions, hidden size] and the token that follows each position; head gives logits for hidden rows."""
+    """Logprobs of prompt tokens.
+
+    hidden: [positions, hidden size]. targets: the token that follows each position. alternatives: most likely tokens to
+    report at each position. head: hidden states [rows, hidden size] → logits [rows, vocabulary].
+    """
     entries: list[TokenLogprob] = []
     for start in range(0, len(targets), SLICE):
         part = targets[start : start + SLICE]

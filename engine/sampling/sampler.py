@@ -1,8 +1,9 @@
-"""From logits to tokens.
+"""Sampler: logits to tokens, with temperature, min_p, top_k, top_p and seeds.
 
-Order of the filters as in vLLM: temperature, min_p, top_k, top_p; each works on what the one before left. One uniform
-number chooses from what remains, by the inverse of the cumulative distribution. With a seed that number follows from
-(seed, position) alone, so a request gets the same tokens in any batch.
+Filters are applied in vLLM's order (temperature, min_p, top_k, top_p), each to what the one before left. The token is
+chosen by inverse transform sampling: one uniform number, looked up in the cumulative distribution. With a seed that
+number follows from (seed, position) alone, so a request gets the same tokens in any batch. Nucleus sampling (top_p):
+arXiv 1904.09751; min_p: arXiv 2407.01082.
 """
 
 import random
@@ -16,25 +17,26 @@ from torch import Tensor
 
 from headrace.core.types.request import SamplingParams
 
-GREEDY_BELOW = 1e-5  # temperatures under this divide logits into infinities; they mean greedy
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow
 
 
 class SampleRow(NamedTuple):
-    """position: of the token to be sampled; generated: tokens of the request sampled before it."""
+    """One row of logits to sample from."""
 
     params: SamplingParams
-    position: int
-    generated: int
+    position: int  # of the token to be sampled, in the sequence
+    generated: int  # tokens of the request sampled before it
 
 
 class Sampler:
-    """entropy: where requests without a seed get their numbers from."""
+    """Samples one token per row of logits."""
 
     def __init__(self, entropy: random.Random) -> None:
+        """entropy: random numbers for requests without a seed."""
         self._entropy = entropy
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """One token per row of float32 logits [rows, vocabulary]; the logits are left as they are."""
+        """Sample one token per row. logits: float32 [rows, vocabulary], not modified."""
         logits = _without_early_stops(logits, rows)
         tokens = logits.argmax(dim=-1)
         drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
@@ -54,13 +56,13 @@ class Sampler:
 
 
 def seeded_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) of 53 bits that follows from seed (taken modulo 2^64) and position."""
+    """A uniform number in [0, 1) of 53 bits, a hash of seed (modulo 2^64) and position."""
     key = struct.pack("<QQ", seed % (1 << 64), position)
     return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
 
 
 def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Rows below their min_tokens cannot take a stop token."""
+    """Logits [rows, vocabulary] without the stop tokens of rows below their min_tokens."""
     early = [
         index for index, row in enumerate(rows) if row.params.stop_token_ids and row.generated < row.params.min_tokens
     ]
@@ -94,7 +96,7 @@ def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniform: Te
     keep &= ranks < _column([entry.top_k or logits.shape[-1] for entry in params], logits)
     probabilities = probabilities.masked_fill(~keep, 0.0)
     probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    better = probabilities.cumsum(dim=-1) - probabilities  # mass of the tokens ranked before
+    better = probabilities.cumsum(dim=-1) - probabilities  # probability mass of higher-ranked tokens
     top_p = _column([entry.top_p for entry in params], logits)
     keep = (better < top_p) | (top_p >= 1.0)
     keep[:, 0] = True
@@ -103,7 +105,10 @@ def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniform: Te
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first index per row where the cumulative weight exceeds uniform times the whole: never a zero weight."""
+    """Inverse transform sampling: per row the first index whose cumulative weight exceeds uniform times the total.
+
+    weights: [rows, n]; uniform: [rows] in [0, 1). Returns int64 [rows]; never an index of weight zero.
+    """
     cumulative = weights.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -1,0 +1,1 @@
+"""What a stage measures: utilisation, trace recordings, prefill cost."""

@@ -1,4 +1,4 @@
-"""What a stage's compute thread spends its time on."""
+"""Utilisation of a stage: seconds that its compute thread was busy, waiting and idle."""
 
 from typing import Literal, NamedTuple
 
@@ -7,30 +7,31 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 
 
-class Run(NamedTuple):
-    """A plan on this stage. marks: when it came up, when its layers began, when sampling or passing on began, when all
-    was done; the later ones are missing until then. Seconds of the monotonic clock."""
+class PlanRun(NamedTuple):
+    """One plan's execution on this stage."""
 
     plan: Forward
     marks: tuple[float, ...]
+    """Seconds of the monotonic clock: turn began (waiting for other stages), layers began, sampling or sending began,
+    done. A plan under way has only its first marks."""
 
 
 class _Reading(NamedTuple):
-    """What the thread has been doing since when, and the seconds it spent on everything before."""
+    """State of the compute thread, and the seconds it spent in each state before."""
 
-    doing: Literal["idle", "waiting", "busy"]
-    since: float
-    run: Run | None = None
+    state: Literal["idle", "waiting", "busy"]
+    since: float  # seconds of the monotonic clock
+    run: PlanRun | None = None  # the current plan
     idle: float = 0.0
     waiting: float = 0.0
     busy: float = 0.0
 
 
 class Meter:
-    """Seconds of a stage by state, the plan it is at, and bytes of hidden states passed on.
+    """Seconds of a stage by state, its current plan, and bytes of hidden states sent to the next stage.
 
     busy: computing; waiting: for hidden states or tokens of another stage; idle: no plan here. The compute thread
-    writes. The I/O thread reads: a reading is replaced as a whole, so it sees no half of one.
+    writes and the I/O thread reads; a reading is replaced as a whole, so the reader never sees half an update.
     """
 
     def __init__(self, stage: int, clock: Clock) -> None:
@@ -40,33 +41,35 @@ class Meter:
         self._hidden_bytes = 0
 
     def idle(self) -> None:
-        """There is no plan."""
-        self._turn("idle", None)
+        """No plan is queued."""
+        self._switch("idle", None)
 
     def begin(self, plan: Forward) -> None:
-        """A plan has come up, and may have to wait for another stage."""
-        self._turn("waiting", Run(plan, ()))
+        """A plan's turn has come; it may have to wait for another stage."""
+        self._switch("waiting", PlanRun(plan, ()))
 
-    def step(self) -> None:
-        """The plan waits for nobody any more, or has its layers behind it."""
-        self._turn("busy", self._reading.run)
+    def mark(self) -> None:
+        """The plan's next step begins: its layers, then sampling or sending."""
+        self._switch("busy", self._reading.run)
 
-    def end(self) -> tuple[Run, float]:
-        """The plan is done. Returns it, and the seconds that computing it took."""
-        run = self._turn("busy", self._reading.run)
+    def end(self) -> tuple[PlanRun, float]:
+        """The plan is done. Returns it and the seconds from the start of its layers to now."""
+        run = self._switch("busy", self._reading.run)
         assert run is not None, "a plan has begun"
         self._reading = self._reading._replace(run=None)
         return run, run.marks[-1] - run.marks[1]
 
-    def passed_on(self, size: int) -> None:
+    def add_hidden_bytes(self, size: int) -> None:
+        """Count bytes of hidden states sent to the next stage."""
         self._hidden_bytes += size
 
     @property
-    def run(self) -> Run | None:
-        """The plan that the stage is at."""
+    def run(self) -> PlanRun | None:
+        """The plan under way, if any."""
         return self._reading.run
 
     def statistics(self) -> Stats:
+        """Counters of this stage, labelled with its number."""
         idle, waiting, busy = _seconds(self._reading, self._clock.now())
         return Stats(
             samples=(
@@ -77,19 +80,19 @@ class Meter:
             )
         )
 
-    def _turn(self, doing: Literal["idle", "waiting", "busy"], run: Run | None) -> Run | None:
-        """Do something else from now on. Returns the run with this moment as its next mark."""
+    def _switch(self, state: Literal["idle", "waiting", "busy"], run: PlanRun | None) -> PlanRun | None:
+        """Enter a state. Returns the run with the current time as its next mark."""
         now = self._clock.now()
-        run = run and Run(run.plan, (*run.marks, now))
-        self._reading = _Reading(doing, now, run, *_seconds(self._reading, now))
+        run = run and PlanRun(run.plan, (*run.marks, now))
+        self._reading = _Reading(state, now, run, *_seconds(self._reading, now))
         return run
 
 
 def _seconds(reading: _Reading, now: float) -> tuple[float, float, float]:
-    """Idle, waiting and busy until now."""
+    """Seconds idle, waiting and busy until now."""
     _, since, _, idle, waiting, busy = reading
     passed = max(0.0, now - since)
-    match reading.doing:
+    match reading.state:
         case "idle":
             return idle + passed, waiting, busy
         case "waiting":

@@ -1,4 +1,4 @@
-"""What a stage notes while it records: the I/O thread's own books, filled from what the compute thread hands over."""
+"""Trace recording of a stage: times of plans and transfers, while GET /debug/trace records."""
 
 from collections.abc import Iterable
 
@@ -7,14 +7,14 @@ import msgspec
 from headrace.core.messages.stage_events import RecordingStopped
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.trace import Buffer, PlannedTokens, PlanTrace, StageTrace, TransferTrace
-from headrace.engine.telemetry.meter import Meter, Run
+from headrace.engine.telemetry.meter import Meter, PlanRun
 
-MAX_ROWS = 100_000  # rows of plans, with one for the plan itself; about ten megabytes of memory
+MAX_ROWS = 100_000  # of all recorded plans, plus one for each plan; about ten megabytes of memory
 MAX_TRANSFERS = 50_000
 
 
 class Recorder:
-    """Used by the I/O thread alone. While it is off it keeps nothing. transfers: which the sender fills."""
+    """Collects plans and transfers while recording is on. Used by the I/O thread alone."""
 
     def __init__(self, stage: int, meter: Meter) -> None:
         self._stage = stage
@@ -22,25 +22,28 @@ class Recorder:
         self._plans: Buffer[PlanTrace] = Buffer(MAX_ROWS)
         self._trace: int | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self.transfers: Buffer[TransferTrace] = Buffer(MAX_TRANSFERS)
+        self.transfers: Buffer[TransferTrace] = Buffer(MAX_TRANSFERS)  # filled by the sender
 
     def start(self, trace: int) -> None:
-        """Record for this trace from now on, unless that is under way."""
+        """Start a recording; does nothing when this trace is being recorded already."""
         if trace != self._trace:
             self._trace = trace
             self._plans.start()
             self.transfers.start()
 
-    def computed(self, run: Run) -> None:
-        """A plan is done."""
+    def add_plan(self, run: PlanRun) -> None:
+        """Record a plan, if recording is on."""
         if self._plans.on:
             self._plans.add(_plan_trace(run), 1 + len(run.plan.rows))
 
     def report(self, trace: int, now: float, unanswered: Iterable[TransferTrace]) -> RecordingStopped:
-        """End the recording. unanswered: transfers that are still on their way."""
+        """End the recording and return it.
+
+        now: seconds of the monotonic clock. unanswered: transfers that are not acknowledged yet.
+        """
         run = self._meter.run
         if run is not None:
-            self.computed(run)  # as far as it has come: it may be what everybody waits for
+            self.add_plan(run)  # unfinished: it may be the one that holds up the pipeline
         for transfer in unanswered:
             self.transfers.add(transfer)
         plans, dropped_plans = self._plans.stop()
@@ -57,6 +60,6 @@ class Recorder:
         return RecordingStopped(stage=self._stage, trace=trace, spans=self._encoder.encode(spans))
 
 
-def _plan_trace(run: Run) -> PlanTrace:
+def _plan_trace(run: PlanRun) -> PlanTrace:
     rows = tuple(PlannedTokens(row.request, row.start, row.count) for row in run.plan.rows)
     return PlanTrace(run.plan.seq, run.marks, rows)

@@ -1,4 +1,7 @@
-"""How long a stage takes for a prompt of some length, measured at its start: f(l) = a·l² + b·l + c seconds."""
+"""Prefill cost of a stage, measured at its start: f(l) = a·l² + b·l + c seconds for a prompt of l tokens.
+
+The scheduler sizes chunks by it: the attention of a chunk costs more, the more tokens came before it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,40 +13,40 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.engine.runner import Runner
 
-LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the chunk length
-REQUEST = -2  # the scheduler counts from 0
-REPEATS = 2
+LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)  # prompts measured, in chunk lengths
+REQUEST = -2  # the scheduler numbers requests from 0
+REPEATS = 2  # per length; the faster one counts
 
-Cost = tuple[float, float, float]
+Cost = tuple[float, float, float]  # (a, b, c)
 
 
 def measure(
     runner: Runner, chunk_tokens: int, limit: int, *, first: bool, clock: Callable[[], float] = time.perf_counter
 ) -> Cost | None:
-    """Compute prompts of several lengths, over whatever the pool holds, and fit their times.
+    """Time prompts of several lengths and fit the cost function; pages of the pool are overwritten.
 
-    limit: positions in the longest sequence. first: whether this stage embeds tokens, rather than getting hidden
-    states. None when there is no room for three lengths.
+    chunk_tokens: configured tokens per chunk. limit: positions in the longest sequence. first: this is the first stage,
+    which embeds tokens instead of receiving hidden states. Returns None when fewer than three lengths fit.
     """
-    size = runner.geometry.page_size
-    limit = min(limit, runner.pool.pages * size)
+    geometry = runner.geometry
+    limit = min(limit, runner.pool.pages * geometry.page_size)
     lengths = sorted({length for share in LENGTHS if 0 < (length := int(share * chunk_tokens)) <= limit})
     if len(lengths) < 3:
         return None
     samples = []
     for length in lengths:
-        row = PlanRow(REQUEST, 0, length, packed.pack(range(-(-length // size))), packed.pack([0] * length))
-        kind = runner.hidden
-        hidden = None if first else torch.zeros(length, kind.size, dtype=kind.dtype, device=kind.device)
+        row = PlanRow(REQUEST, 0, length, packed.pack(range(geometry.pages_for(length))), packed.pack([0] * length))
+        form = runner.hidden_spec
+        hidden = None if first else torch.zeros(length, form.size, dtype=form.dtype, device=form.device)
         samples.append((length, min(_seconds(runner, row, hidden, clock) for _ in range(REPEATS))))
     runner.release(REQUEST)
     return fit(samples)
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Least squares over (tokens, seconds), each sample weighed by its inverse, with no coefficient below zero.
+    """Fit (a, b, c) to (tokens, seconds) by least squares of the relative error, with no coefficient below zero.
 
-    Where the best fit has a negative one, the best of those without that term is taken.
+    A term whose coefficient comes out negative is dropped and the rest is fitted again.
     """
     lengths = np.array([float(length) for length, _ in samples])
     seconds = np.array([max(taken, 1e-9) for _, taken in samples])
@@ -53,7 +56,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Cost:
         found = np.linalg.lstsq(terms[:, kept], np.ones_like(seconds), rcond=None)[0]
         if (found >= 0).all():
             break
-        del kept[int((found * terms[:, kept].max(axis=0)).argmin())]  # by what it does to the times
+        del kept[int((found * terms[:, kept].max(axis=0)).argmin())]  # the most negative share of a time
     cost = [0.0, 0.0, 0.0]
     for index, term in enumerate(kept):
         cost[term] = float(found[index])
@@ -63,6 +66,6 @@ def fit(samples: Sequence[tuple[int, float]]) -> Cost:
 def _seconds(runner: Runner, row: PlanRow, hidden: torch.Tensor | None, clock: Callable[[], float]) -> float:
     started = clock()
     runner.forward([row], hidden)
-    if runner.hidden.device.type == "cuda":
-        torch.cuda.synchronize(runner.hidden.device)
+    if runner.hidden_spec.device.type == "cuda":
+        torch.cuda.synchronize(runner.hidden_spec.device)
     return clock() - started

@@ -1,1 +1,1 @@
-"""The decode side of the transfer protocol as a library: one thread that fetches tickets into a staging area."""
+"""Peer library: the decode side of the transfer protocol; one thread fetches KV into a staging area."""

@@ -1,4 +1,11 @@
-"""What the owner of a peer asks of it, and what it learns. Values that may cross a process boundary."""
+"""Commands to a peer thread and its results.
+
+    RenewLease ─► LoadKv ─► Loaded ─► ReleaseLoad       the owner copies the KV between Loaded and ReleaseLoad
+                     ├────► LoadFailed
+                     └────► LoadCancelled               after CancelLoad
+
+They may cross a process boundary.
+"""
 
 import msgspec
 
@@ -6,103 +13,113 @@ from headrace.core.types.request import FirstToken
 
 
 class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket and where it is. host, port: of the prefill server's control endpoint, or with http of its HTTP port,
-    where the control endpoint is asked for. wait: its prompt may still be on the way.
-    fingerprint: of the model that the KV is said to be of; "" says nothing."""
+    """A ticket and the prefill server that has it."""
 
     name: str
     host: str
     port: int
+    """Of the prefill server's control endpoint, or with `http` of its HTTP server."""
     http: bool = False
+    """port is that of the HTTP server, which is asked for the control endpoint."""
     wait: bool = True
+    """The prompt may still be on its way to the prefill server; otherwise an unknown ticket is an error."""
     fingerprint: str = ""
+    """Of the model that computed the KV; "" if unknown."""
 
 
-class Discover(msgspec.Struct, frozen=True, kw_only=True):
-    """Effect: ask an HTTP port where the control endpoint is; answered by Found. name: the server's, see name_of()."""
+class LookUpControlPort(msgspec.Struct, frozen=True, kw_only=True):
+    """Effect: ask a prefill server's HTTP port for its control port. Answered by ControlPortReply."""
 
     name: str
+    """See server_name()."""
     host: str
     port: int
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: what an HTTP port has answered. control_port 0: nothing of use, for this reason."""
+class ControlPortReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: answer to LookUpControlPort."""
 
     name: str
     control_port: int = 0
+    """0 when the lookup failed."""
     reason: str = ""
+    """Why it failed."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of commands. id: the owner's name for the use of a ticket; used once."""
+    """Base of commands."""
 
     id: str
+    """The owner's name for one use of a ticket; never used again."""
 
 
 class RenewLease(Command, frozen=True, kw_only=True):
-    """The ticket will be loaded later: renew its lease until then. Answered by nothing."""
+    """Keep renewing the ticket's lease until it is loaded or cancelled. Not answered."""
 
     ticket: TicketRef
 
 
 class LoadKv(Command, frozen=True, kw_only=True):
-    """Fetch the KV of positions [start, tokens) of a prompt of this many tokens. prompt_hash: of that prompt
-    (headrace.core.types.packed.prompt_hash), "" has nothing compared. Answered by Loaded, LoadFailed or
-    LoadCancelled, once."""
+    """Fetch the KV of positions [start, tokens) of a prompt. Answered once, by Loaded, LoadFailed or LoadCancelled."""
 
     ticket: TicketRef
     start: int
     tokens: int
+    """Length of the prompt."""
     prompt_hash: str = ""
+    """Of the prompt (headrace.core.types.packed.prompt_hash), compared by the prefill server; "" skips that."""
 
     @property
     def count(self) -> int:
+        """Positions to fetch."""
         return self.tokens - self.start
 
 
 class RejectTicket(Command, frozen=True, kw_only=True):
-    """The KV is wanted but must not be loaded, for this reason: answered by LoadFailed with it. A ticket that was kept
-    under this id is released."""
+    """The KV is wanted but must not be loaded. Answered by LoadFailed with this code and message; a lease held under
+    this id is released."""
 
     code: str
     message: str
 
 
 class CancelLoad(Command, frozen=True, kw_only=True):
-    """LoadKv no more, and let the ticket go. Answered by LoadCancelled if a load has not been answered yet."""
+    """Stop the load and release the ticket. Answered by LoadCancelled if a load was asked for and not answered yet."""
 
 
 class ReleaseLoad(Command, frozen=True, kw_only=True):
-    """What was Loaded has been copied out: its place may be used again."""
+    """The loaded KV has been copied; its space in the staging area is freed."""
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of answers."""
+    """Base of results."""
 
     id: str
+    """Of the LoadKv or RejectTicket."""
 
 
 class Loaded(LoadResult, frozen=True, kw_only=True):
-    """The KV of [start, start + count) lies in the staging area from token `at` on, until ReleaseLoad. seconds: from
-    the command to here."""
+    """The KV of positions [start, start + count) is in the staging area until ReleaseLoad."""
 
     at: int
+    """Token of the staging area that holds position start."""
     start: int
     count: int
     first: FirstToken
+    """Metadata row: first token, its logprobs, token counts."""
     seconds: float
+    """From the command to this result."""
 
 
 class LoadFailed(LoadResult, frozen=True, kw_only=True):
-    """Nothing is there, and nothing comes."""
+    """The load failed; nothing is written for it any more."""
 
     code: str
     message: str
 
 
 class LoadCancelled(LoadResult, frozen=True, kw_only=True):
-    """Answer to CancelLoad. Nothing is written for this load any more."""
+    """Answer to CancelLoad: nothing is written for the load any more."""
 
 
 AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad

@@ -1,5 +1,4 @@
-"""Asking prefill servers over HTTP where their control endpoints are, on threads of their own: names may be slow to
-resolve."""
+"""Lookup of control ports: GET /v1/handoff of prefill servers, on threads of their own since names resolve slowly."""
 
 import http.client
 from collections.abc import Callable
@@ -7,44 +6,47 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from headrace.integrations.peer.commands import Discover, Found
+from headrace.integrations.peer.commands import ControlPortReply, LookUpControlPort
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 1 << 16
+MAX_BYTES = 1 << 16  # read of an answer
 THREADS = 4
 
 
 class HandoffEndpoints(msgspec.Struct, frozen=True):
-    """What GET /v1/handoff answers, as far as it is needed."""
+    """The part of the answer of GET /v1/handoff that is needed."""
 
     control_port: int
 
 
-class Lookups:
-    """Answers each ask() by one call of tell, on another thread. No redirect is followed and no proxy used: the address
-    was allowed, others were not. api_key: shown to the server; "" shows none."""
+class ControlPortLookup:
+    """Asks HTTP ports of prefill servers for their control ports. Follows no redirect and uses no proxy: only the given
+    address was checked against the allow list."""
 
-    def __init__(self, tell: Callable[[Found], None], api_key: str) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[ControlPortReply], None], api_key: str) -> None:
+        """report: called once for each ask(), on another thread. api_key: sent to the server; "" sends none."""
+        self._report = report
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="headrace-lookup")
 
-    def ask(self, what: Discover) -> None:
-        self._pool.submit(self._answer, what)
+    def ask(self, lookup: LookUpControlPort) -> None:
+        """Start a lookup."""
+        self._pool.submit(self._answer, lookup)
 
     def close(self) -> None:
+        """Cancel lookups that have not started."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, what: Discover) -> None:
+    def _answer(self, lookup: LookUpControlPort) -> None:
         try:
-            self._tell(Found(name=what.name, control_port=self._get(what)))
+            self._report(ControlPortReply(name=lookup.name, control_port=self._get(lookup)))
         except (OSError, http.client.HTTPException, ValueError, msgspec.DecodeError) as error:
             reason = f"GET /v1/handoff: {type(error).__name__} {error}"
-            self._tell(Found(name=what.name, reason=reason))
+            self._report(ControlPortReply(name=lookup.name, reason=reason))
 
-    def _get(self, what: Discover) -> int:
-        """The control endpoint's port. Raises ValueError when the answer has none."""
-        connection = http.client.HTTPConnection(what.host, what.port, timeout=TIMEOUT_S)
+    def _get(self, lookup: LookUpControlPort) -> int:
+        """The control port. Raises ValueError when the answer has none."""
+        connection = http.client.HTTPConnection(lookup.host, lookup.port, timeout=TIMEOUT_S)
         try:
             connection.request("GET", "/v1/handoff", headers=self._headers)
             answer = connection.getresponse()

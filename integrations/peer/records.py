@@ -1,4 +1,4 @@
-"""The uses of tickets that are open, and the prefill servers that they belong to."""
+"""Records of the peer library: open uses of tickets, their prefill servers, and the limits of both."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,73 +6,83 @@ from enum import Enum, auto
 
 import msgspec
 
-from headrace.core.messages.orders import PrepareReceive
-from headrace.core.messages.peers import AskReserve, ConnectPrefill
+from headrace.core.messages.orders import OpenSession, PrepareReceive
+from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, is_allowed
 from headrace.core.types.packed import pack
-from headrace.integrations.peer.commands import Discover, LoadKv, TicketRef
+from headrace.core.types.request import FirstToken
+from headrace.integrations.peer.commands import Loaded, LoadKv, LookUpControlPort, TicketRef
+from headrace.integrations.peer.staging import PAGE_TOKENS
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """fingerprint: of the model here. rules: prefill servers that may be dialled. pages: of the staging area.
-    connect_timeout_s: without a session; load_timeout_s: without a chunk. server_keys: CURVE keys of prefill servers,
-    by the host and port that tickets name; None dials in the clear."""
+    """What a peer may connect to, and its timeouts."""
 
     fingerprint: str
+    """Of the peer's own model."""
     rules: Rules
+    """Prefill servers that may be connected to."""
     pages: int
+    """Pages of the staging area."""
     connect_timeout_s: float = 10.0
+    """A queued load fails after this long without a session with its prefill server."""
     load_timeout_s: float = 120.0
+    """A load fails after this long without a chunk."""
     server_keys: ServerKeys | None = None
+    """CURVE public keys of prefill servers, by the host and port that tickets name; None connects in the clear."""
 
     def key_of(self, ticket: TicketRef) -> str:
-        """The public key of the ticket's server; "" where there is none."""
-        return "" if self.server_keys is None else self.server_keys.of(name_of(ticket))
+        """CURVE public key of the ticket's server; "" for a connection in the clear, or an unknown server."""
+        return "" if self.server_keys is None else self.server_keys.of(server_name(ticket))
 
-    def barred(self, ticket: TicketRef) -> str:
-        """Why the ticket's server may not be dialled; "" if it may."""
+    def why_denied(self, ticket: TicketRef) -> str:
+        """Reason why the ticket's server may not be connected to; "" if it may."""
         if not is_allowed(self.rules, ticket.host, ticket.port):
-            return f"{name_of(ticket)} is not among the prefill servers that may be dialled (allow_prefill)"
+            return f"{server_name(ticket)} is not among the allowed prefill servers (allow_prefill)"
         if self.server_keys is not None and not self.key_of(ticket):
-            return f"no public key is known of {name_of(ticket)} (curve_server_keys), and nothing goes in the clear"
+            return (
+                f"no public key of {server_name(ticket)} is configured (curve_server_keys), so it cannot be encrypted"
+            )
         return ""
 
 
 class LoadPhase(Enum):
-    KEPT = auto()
-    QUEUED = auto()
-    RESERVED = auto()
-    ARRIVED = auto()
-    LEAVING = auto()
+    """Phases of a TicketRecord; the transitions are drawn in loader.py."""
+
+    LEASED = auto()  # no load asked for; the lease is renewed
+    QUEUED = auto()  # waiting for a session, staging pages or a metadata row
+    RESERVED = auto()  # the prefill server may send
+    LOADED = auto()  # answered; the owner has not released it yet
+    RELEASING = auto()  # waiting for a session, to release the ticket
 
 
 @dataclass(slots=True)
 class TicketRecord:
-    """One use of a ticket. load: None while it is only kept. begun: when the load was asked for. session, generation,
-    row, page: of its reservation; pages: of the staging area, from page on."""
+    """One use of a ticket. Times are seconds of the monotonic clock."""
 
-    id: str
+    id: str  # of the command
     ticket: TicketRef
-    serial: int
+    serial: int  # names the load towards the receiver
     phase: LoadPhase
     deadline: float = math.inf
-    begun: float = 0.0
-    load: LoadKv | None = None
-    session: str = ""
-    generation: int = 0
-    row: int = 0
-    page: int = 0
-    pages: int = 0
+    started: float = 0.0  # when the load was asked for
+    load: LoadKv | None = None  # None while only the lease is renewed
+    session: str = ""  # of the reservation
+    generation: int = 0  # of the reservation
+    row: int = 0  # metadata row of the reservation
+    page: int = 0  # first page in the staging area
+    pages: int = 0  # pages in the staging area
 
     @property
-    def page_list(self) -> bytes:
+    def packed_pages(self) -> bytes:
+        """Packed page ids in the staging area."""
         return pack(range(self.page, self.page + self.pages))
 
-    def expect(self) -> PrepareReceive:
-        """The order for the receiver, once there is a place."""
-        assert self.load is not None, "only loads have a place"
+    def prepare_receive(self) -> PrepareReceive:
+        """The order for the receiver, once staging pages are allocated."""
+        assert self.load is not None, "only loads have pages"
         return PrepareReceive(
             seq=0,
             request=self.serial,
@@ -81,53 +91,74 @@ class TicketRecord:
             generation=self.generation,
             start=self.load.start,
             count=self.load.count,
-            pages=self.page_list,
+            pages=self.packed_pages,
             row=self.row,
         )
 
-    def reserve(self) -> AskReserve:
-        """The message to the control endpoint, once the receiver is ready."""
-        assert self.load is not None, "only loads have a place"
+    def ask_reserve(self) -> AskReserve:
+        """The reservation for the control endpoint, once the receiver is ready."""
+        assert self.load is not None, "only loads have pages"
         return AskReserve(
             session=self.session,
             ticket=self.ticket.name,
             generation=self.generation,
             prompt_tokens=self.load.tokens,
             cached_tokens=self.load.start,
-            pages=self.page_list,
+            pages=self.packed_pages,
             row=self.row,
             wait=self.ticket.wait,
             prompt_hash=self.load.prompt_hash,
         )
 
+    def loaded(self, first: FirstToken, now: float) -> Loaded:
+        """The result, once all KV is in the staging area."""
+        assert self.load is not None, "only loads have pages"
+        return Loaded(
+            id=self.id,
+            at=self.page * PAGE_TOKENS + self.load.start % PAGE_TOKENS,
+            start=self.load.start,
+            count=self.load.count,
+            first=first,
+            seconds=now - self.started,
+        )
+
 
 @dataclass(slots=True)
 class PrefillRecord:
-    """A prefill server. ticket: one that names it. key: its CURVE key, "" for connections in the clear. session: None
-    while there is none; reason: why, for messages; unfit: trying again does not help. next_lookup: when its HTTP port
-    is to be asked again; infinite while nothing is to be asked."""
+    """A prefill server that tickets name. Times are seconds of the monotonic clock."""
 
-    name: str
-    ticket: TicketRef
-    key: str
-    idle_since: float
+    name: str  # see server_name()
+    ticket: TicketRef  # any ticket that names the server
+    key: str  # CURVE public key; "" for connections in the clear
+    idle_since: float  # when its last record was closed
     session: str | None = None
-    reason: str = "it has not answered yet"
-    unfit: bool = False
-    next_lookup: float = math.inf
+    reason: str = "it has not answered yet"  # why there is no session
+    incompatible: bool = False  # model, dtype or version do not match: trying again does not help
+    next_lookup: float = math.inf  # when to ask its HTTP port again; infinite while nothing is to be asked
     records: dict[str, TicketRecord] = field(default_factory=dict)
 
-    def approach(self) -> Discover | ConnectPrefill:
-        """The first step towards a session."""
+    def first_step(self) -> LookUpControlPort | ConnectPrefill:
+        """The effect that begins to open a session."""
         if self.ticket.http:
-            return Discover(name=self.name, host=self.ticket.host, port=self.ticket.port)
-        return self.dial(self.ticket.port)
+            return LookUpControlPort(name=self.name, host=self.ticket.host, port=self.ticket.port)
+        return self.connect(self.ticket.port)
 
-    def dial(self, control_port: int) -> ConnectPrefill:
-        """To the control endpoint, once its port is known."""
+    def open_session(self, event: PrefillUp) -> OpenSession:
+        """The order for the receiver, once the control endpoint has opened a session."""
+        return OpenSession(
+            seq=0,
+            session=event.session,
+            endpoints=event.endpoints,
+            geometries=event.geometries,
+            window_bytes=event.window_bytes,
+            server_key=event.server_key,
+        )
+
+    def connect(self, control_port: int) -> ConnectPrefill:
+        """Connect to the control endpoint at this port."""
         return ConnectPrefill(name=self.name, endpoint=url("tcp", self.ticket.host, control_port), server_key=self.key)
 
 
-def name_of(ticket: TicketRef) -> str:
-    """Of the server that has the ticket: the endpoint of its control endpoint, or its URL."""
+def server_name(ticket: TicketRef) -> str:
+    """Name of the prefill server that has the ticket: tcp://HOST:PORT of its control endpoint, or its HTTP URL."""
     return url("http" if ticket.http else "tcp", ticket.host, ticket.port)

@@ -1,63 +1,70 @@
-"""Where KV lands before its owner copies it into an engine's cache: one array, handed out in runs of pages."""
+"""Staging area: where KV arrives before its owner copies it into an engine's cache; allocated in runs of pages."""
 
 import numpy as np
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.geometry import Geometry, ceil_div
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = 64  # per page of the staging area
 
 
-class PageRuns:
-    """Hands out runs of consecutive pages, the first that fits from below, so that memory above is never touched."""
+class PageRunAllocator:
+    """First-fit allocator of runs of consecutive pages: low pages first, so that higher memory stays untouched."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self._free: list[tuple[int, int]] = [(0, pages)] if pages else []  # (first, count), apart and in order
+        self._free: list[tuple[int, int]] = [(0, pages)] if pages else []  # (first, count), not adjacent, in order
 
     @property
-    def free(self) -> int:
+    def free_pages(self) -> int:
+        """Number of free pages."""
         return sum(count for _, count in self._free)
 
-    def take(self, count: int) -> int | None:
-        """The first page of a run; None when there is no such run now."""
+    def allocate(self, count: int) -> int | None:
+        """First page of a run of count pages; None when no run is long enough."""
         for index, (first, length) in enumerate(self._free):
             if length >= count:
                 self._free[index : index + 1] = [(first + count, length - count)] if length > count else []
                 return first
         return None
 
-    def give(self, first: int, count: int) -> None:
-        """Take a run back and join it with its neighbours."""
+    def free(self, first: int, count: int) -> None:
+        """Free a run and merge it with its neighbours."""
         self._free.append((first, count))
         self._free.sort()
-        joined: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for start, length in self._free:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
             else:
-                joined.append((start, length))
-        self._free = joined
+                merged.append((start, length))
+        self._free = merged
 
 
 class Staging:
-    """A PageStore over one array of tokens. data: [layers, 2, kv_heads, tokens, head_dim * item_bytes] bytes; page p
-    is the tokens [p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS), so a run of pages is one slice of every head. Memory that
-    was never written costs nothing."""
+    """A PageStore over one array, data: uint8 [layers, 2, kv_heads, tokens, head_dim * item_bytes].
+
+    Page p is the tokens [p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS), so a run of pages is one slice of every head. Memory
+    is only taken by what was written.
+    """
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
-        """geometry: of the whole model; its page size is set here. tokens: how many fit, rounded up to pages."""
+        """geometry: of the whole model; its page size is replaced. tokens: capacity, rounded up to pages."""
         self.geometry = Geometry(geometry.dtype, geometry.layers, geometry.kv_heads, geometry.head_dim, PAGE_TOKENS)
-        self.pages = -(-tokens // PAGE_TOKENS)
+        self.pages = ceil_div(tokens, PAGE_TOKENS)
         shape = (geometry.layers, 2, geometry.kv_heads, self.pages * PAGE_TOKENS)
         self.data: Bytes = np.zeros((*shape, geometry.head_dim * geometry.item_bytes), np.uint8)
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """View of slots [first_slot, first_slot + count): uint8 [layers, 2, kv_heads, count, row bytes]. box: range of
+        layers and heads."""
         at = page * PAGE_TOKENS + first_slot
         return self.data[box.layers, :, box.heads, at : at + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """Like view(), as a C-contiguous array."""
         return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Set slots from data of view()'s shape."""
         self.view(page, first_slot, count, box)[...] = data

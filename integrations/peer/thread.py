@@ -1,9 +1,9 @@
-"""The peer's thread: its sockets, its clock, and the loads between them.
+"""Peer thread: runs the loader with the sockets of a decode peer.
 
     owner ──commands──► ┌────────┐ ◄──── control endpoint (control client)
           ◄──results─── │ thread │ ◄──── stages (receiver) ──► staging area
                         └────────┘
-A turn: wait, take commands, take what the sockets have, do what is due; after each, carry out what the loads ask for.
+One turn: wait │ commands │ sockets │ deadlines; after each, apply the loader's effects.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from headrace.core.messages.peers import PeerEffect, PeerEvent
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.allow_list import is_allowed
-from headrace.integrations.peer.commands import AnyCommand, AnyResult, Discover, Found
+from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
 from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
-from headrace.integrations.peer.lookup import Lookups
+from headrace.integrations.peer.lookup import ControlPortLookup
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.staging import Staging
 from headrace.transfer.control.client import ControlClient
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 
 class PeerFailed(Exception):
-    """The thread has ended, and every load with it."""
+    """The peer thread has ended; every open load has failed."""
 
 
-class Stopped(msgspec.Struct, frozen=True):
-    """Last word of the thread. reason: "" when it was told to stop."""
+class ThreadEnded(msgspec.Struct, frozen=True):
+    """Last entry of the result queue."""
 
     reason: str = ""
+    """Why the thread ended; "" after stop()."""
 
 
 class PeerThread(threading.Thread):
-    """One peer of any number of prefill servers. submit() may be called by any thread, results() by one.
-    api_key: shown to the HTTP ports of prefill servers."""
+    """A decode peer of any number of prefill servers. submit() may be called by any thread, results() by one."""
 
     def __init__(
         self,
@@ -60,11 +60,16 @@ class PeerThread(threading.Thread):
         api_key: str = "",
         clock: Clock | None = None,
     ) -> None:
+        """Open the sockets; start() runs the thread.
+
+        staging: where KV arrives. name: for logs of prefill servers. max_model_len: longest sequence, told to prefill
+        servers. api_key: sent to their HTTP ports in lookups. Raises ConfigError for CURVE key files that are missing.
+        """
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
         self._clock = clock or SystemClock()
         self._context: Any = zmq.Context()
-        self._loads = KvLoader(limits)
+        self._loader = KvLoader(limits)
         self._control_client = ControlClient(
             config, self._context, lambda host, port: is_allowed(limits.rules, host, port)
         )
@@ -89,28 +94,31 @@ class PeerThread(threading.Thread):
         )
         self._control_client.ready(hello)
         self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock)
-        self._commands: queue.SimpleQueue[AnyCommand | Found | None] = queue.SimpleQueue()  # bounded by the requests
-        self._results: queue.SimpleQueue[AnyResult | Stopped] = queue.SimpleQueue()  # one for each command at most
-        self._bell, self._ear = socket.socketpair()
-        for end in (self._bell, self._ear):
+        self._commands: queue.SimpleQueue[AnyCommand | ControlPortReply | None] = queue.SimpleQueue()  # one per request
+        self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # at most one per command
+        self._wakeup_send, self._wakeup_recv = socket.socketpair()
+        for end in (self._wakeup_send, self._wakeup_recv):
             end.setblocking(False)
-        self._lookups = Lookups(self.submit, api_key)
+        self._lookups = ControlPortLookup(self.submit, api_key)
         self._running = True
 
-    def submit(self, *commands: AnyCommand | Found | None) -> None:
-        """Hand commands over; None ends the thread."""
+    def submit(self, *commands: AnyCommand | ControlPortReply | None) -> None:
+        """Queue commands and wake the thread; None ends it."""
         for command in commands:
             self._commands.put(command)
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: it has ended
-            self._bell.send(b"\0")
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
+            self._wakeup_send.send(b"\0")
 
     def results(self, wait_s: float = 0.0) -> list[AnyResult]:
-        """What has been answered since the last call; waits for the first one up to wait_s. Raises PeerFailed."""
+        """Results since the last call, waiting up to wait_s for the first one.
+
+        Raises PeerFailed once the thread has ended and all results were returned.
+        """
         found: list[AnyResult] = []
         try:
             while True:
                 one = self._results.get(timeout=wait_s) if wait_s and not found else self._results.get_nowait()
-                if isinstance(one, Stopped):
+                if isinstance(one, ThreadEnded):
                     self._results.put(one)
                     if found:
                         return found
@@ -120,11 +128,12 @@ class PeerThread(threading.Thread):
             return found
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Say goodbye to every prefill server, and end."""
+        """End every session and the thread; waits up to timeout_s for it."""
         self.submit(None)
         self.join(timeout_s)
 
     def run(self) -> None:
+        """Serve commands and sockets until stop()."""
         reason = ""
         try:
             while self._running:
@@ -136,46 +145,46 @@ class PeerThread(threading.Thread):
             self._lookups.close()
             self._control_client.close()
             self._receiver.close()
-            self._bell.close()
-            self._ear.close()
-            self._results.put(Stopped(reason))
+            self._wakeup_send.close()
+            self._wakeup_recv.close()
+            self._results.put(ThreadEnded(reason))
             self._context.term()
 
     def _turn(self) -> None:
-        readable = self._loop.wait([self._ear.fileno()], [self._loads.next_deadline()])
-        if self._ear.fileno() in readable:
+        readable = self._loop.wait([self._wakeup_recv.fileno()], [self._loader.next_deadline()])
+        if self._wakeup_recv.fileno() in readable:
             self._take_commands()
         for _, events in self._loop.events():
-            self._note(events)
-        self._loads.tick(self._clock.now())
-        self._act()
+            self._handle_events(events)
+        self._loader.tick(self._clock.now())
+        self._apply_effects()
 
     def _take_commands(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._ear.recv(4096)
+            self._wakeup_recv.recv(4096)
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
                 if command is None:
                     self._running = False
-                elif isinstance(command, Found):
-                    self._loads.handle(command, self._clock.now())
+                elif isinstance(command, ControlPortReply):
+                    self._loader.handle(command, self._clock.now())
                 else:
-                    self._loads.apply(command, self._clock.now())
-                    self._act()
+                    self._loader.apply(command, self._clock.now())
+                    self._apply_effects()
 
-    def _note(self, events: Sequence[Any]) -> None:
+    def _handle_events(self, events: Sequence[Any]) -> None:
         for event in events:
-            self._loads.handle(event, self._clock.now())
-        self._act()
+            self._loader.handle(event, self._clock.now())
+        self._apply_effects()
 
-    def _act(self) -> None:
-        """Carry out what the loads ask for, and what comes of that, until nothing is left; then answer."""
-        while self._loads.out:
-            effect = self._loads.out.popleft()
+    def _apply_effects(self) -> None:
+        """Apply the loader's effects and those that follow from them, then queue its results."""
+        while self._loader.effects:
+            effect = self._loader.effects.popleft()
             now = self._clock.now()
             events: Sequence[PeerEvent | Any]
-            if isinstance(effect, Discover):
+            if isinstance(effect, LookUpControlPort):
                 self._lookups.ask(effect)
                 events = ()
             elif isinstance(effect, PeerEffect):
@@ -183,6 +192,6 @@ class PeerThread(threading.Thread):
             else:
                 events = self._receiver.apply(effect, now)
             for event in events:
-                self._loads.handle(event, now)
-        while self._loads.results:
-            self._results.put(self._loads.results.popleft())
+                self._loader.handle(event, now)
+        while self._loader.results:
+            self._results.put(self._loader.results.popleft())

@@ -1,4 +1,4 @@
-"""KV from a Headrace prefill server for a transformers model.
+"""Adapter for transformers: generate() continues from KV that a Headrace prefill server computed.
 
 from headrace.integrations.transformers import RemotePrefill
 

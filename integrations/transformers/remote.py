@@ -1,4 +1,5 @@
-"""Prompts of a transformers model computed elsewhere: a ticket's KV as a DynamicCache that generate() goes on with."""
+"""RemotePrefill: a prompt's KV from a prefill server as a DynamicCache, from which transformers' generate()
+continues."""
 
 import secrets
 from collections.abc import Sequence
@@ -24,17 +25,21 @@ from headrace.integrations.peer.thread import PeerThread
 from headrace.transfer.sockets.curve_keys import known_servers
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-STAGING_TOKENS = 8192
+STAGING_TOKENS = 8192  # default length of the longest prompt
 
 
 class ModelWeights:
-    """The weights of a model in memory, by their Hugging Face names."""
+    """A Checkpoint (engine/model/checkpoint.py) over the weights of a model in memory."""
 
     def __init__(self, model: Any) -> None:
+        """model: a transformers PreTrainedModel."""
         self._weights: dict[str, Tensor] = model.state_dict()
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
-        """Raises ConfigError when there is no such tensor of this shape."""
+        """A tensor of the given shape, or only these rows of its first axis, on the CPU.
+
+        Raises ConfigError when it is missing or has another shape.
+        """
         found = self._weights.get(name)
         if found is None or tuple(found.shape) != shape:
             there = "missing" if found is None else f"of shape {list(found.shape)}"
@@ -43,12 +48,8 @@ class ModelWeights:
 
 
 class RemotePrefill:
-    """One model here and the prefill server at this URL, which has the same weights and the same dtype of its KV.
-
-    tokens: the longest prompt. curve_key: file with our CURVE keys, "" for connections in the clear; with it,
-    curve_server_keys: FILE with the server's public key, or HOST=FILE or HOST:PORT=FILE out of several servers'. Raises
-    ConfigError for a model that no prefill server can be the same as, and for key files that are missing.
-    """
+    """Connection of a local transformers model to a prefill server with the same weights and dtype; a context
+    manager."""
 
     def __init__(
         self,
@@ -60,6 +61,12 @@ class RemotePrefill:
         curve_key: str = "",
         curve_server_keys: Sequence[str] = (),
     ) -> None:
+        """url: of the prefill server's HTTP port. model: a transformers PreTrainedModel. tokens: length of the longest
+        prompt. curve_key: file with this side's CURVE keys, "" for connections in the clear. curve_server_keys: FILE
+        with the server's public key, or HOST=FILE or HOST:PORT=FILE for one of several servers.
+
+        Raises ConfigError for a model that prefill servers cannot run, and for missing key files.
+        """
         self._model = model
         server_keys = known_servers(curve_key, curve_server_keys)
         spec = model_spec(model)
@@ -92,11 +99,15 @@ class RemotePrefill:
         self.close()
 
     def close(self) -> None:
+        """End the session with the prefill server."""
         self._peer.stop()
         self._http.close()
 
     def prefill(self, input_ids: Tensor) -> DynamicCache:
-        """The cache of a prompt, computed by the prefill server. input_ids: [1, tokens]. Raises HeadraceError."""
+        """Have the prefill server compute a prompt, and fetch its cache.
+
+        input_ids: int64 [1, tokens]. Raises HeadraceError.
+        """
         ticket = f"transformers-{secrets.token_hex(16)}"
         body = {"prompt_token_ids": _tokens(input_ids), "ticket": ticket, "handoff": "hold"}
         answer = self._http.post("/v1/prefill", json={**body, "max_tokens": 2, "ignore_eos": True})
@@ -106,8 +117,11 @@ class RemotePrefill:
         return self.fetch(ticket, input_ids)
 
     def fetch(self, ticket: str, input_ids: Tensor) -> DynamicCache:
-        """The cache of the prompt that has this ticket: all tokens but the last, which generate() computes for the
-        logits. input_ids: [1, tokens], the same prompt; another one is refused. Raises HeadraceError."""
+        """Fetch the cache of the prompt that is held under a ticket.
+
+        input_ids: int64 [1, tokens], the same prompt; another one is refused. The cache has all tokens but the last,
+        which generate() computes for its logits. Raises HeadraceError.
+        """
         tokens = _tokens(input_ids)
         place = TicketRef(name=ticket, host=self._host, port=self._port, http=True)
         name = secrets.token_hex(16)
@@ -122,7 +136,7 @@ class RemotePrefill:
                     raise HeadraceError(ErrorInfo(code=result.code, message=result.message, status=502))
 
     def _cache(self, loaded: Loaded) -> DynamicCache:
-        """Copy the staged KV into a cache on the model's device."""
+        """Copy loaded KV from the staging area into a cache on the model's device."""
         staged = torch.from_numpy(self._staging.data).view(self._model.dtype)
         cache = DynamicCache(config=self._model.config)
         for layer, (keys, values) in enumerate(staged[:, :, None, :, loaded.at : loaded.at + loaded.count - 1]):
@@ -132,14 +146,15 @@ class RemotePrefill:
 
 
 def model_spec(model: Any) -> ModelSpec:
-    """What the model looks like. Raises ConfigError for one that Headrace cannot run, or of another dtype."""
+    """Specification of a transformers model. Raises ConfigError for an architecture or dtype that Headrace cannot
+    run."""
     if model.dtype not in DTYPES:
         raise ConfigError(f"the model computes in {model.dtype}; expected one of {', '.join(DTYPES.values())}")
     return spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
 
 
 def _tokens(input_ids: Tensor) -> list[int]:
-    """Raises HeadraceError (400) when this is not one prompt."""
+    """Token ids of input_ids [1, tokens]. Raises HeadraceError (400) for another shape."""
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise invalid("input_ids", f"input_ids has the shape {list(input_ids.shape)}; expected [1, tokens]")
     tokens: list[int] = input_ids[0].tolist()

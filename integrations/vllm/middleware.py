@@ -1,8 +1,8 @@
-"""SGLang's names on vLLM's HTTP port: bootstrap_host, bootstrap_port and bootstrap_room become kv_transfer_params.
+"""ASGI middleware for vLLM: SGLang's bootstrap_host, bootstrap_port and bootstrap_room become kv_transfer_params.
 
     python -m vllm.entrypoints.openai.api_server ... --middleware headrace.integrations.vllm.middleware.BootstrapNames
 
-vLLM itself skips these fields, and would compute the prompt again.
+vLLM itself ignores these fields and would compute the prompt again.
 """
 
 import json
@@ -18,17 +18,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's name for "nobody fetches this"
+NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's host for requests without a transfer, such as warm-up
 MAX_BODY_BYTES = 64 << 20
 NAMES = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
-class BadNames(Exception):
-    """The fields do not name one handoff; the text is for the client."""
+class BadBootstrapFields(Exception):
+    """The bootstrap fields do not name one handoff; the text is sent to the client."""
 
 
 class BootstrapNames:
-    """An ASGI middleware. Requests without these fields pass as they are."""
+    """Translates requests to the completion routes; requests without bootstrap fields pass unchanged."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -38,8 +38,8 @@ class BootstrapNames:
             return await self._app(scope, receive, send)
         body, rest = await _read(receive)
         try:
-            changed = None if rest is not None else rename(body)
-        except BadNames as error:
+            changed = None if rest is not None else translate(body)
+        except BadBootstrapFields as error:
             return await _refuse(send, str(error))
         if changed is None:
             return await self._app(scope, _replay(body, rest, receive), send)
@@ -48,25 +48,28 @@ class BootstrapNames:
         return await self._app({**scope, "headers": [*headers, length]}, _replay(changed, None, receive), send)
 
 
-def rename(body: bytes) -> bytes | None:
-    """The body under vLLM's names; None if it names no bootstrap room, or is none of ours to read. Raises BadNames."""
+def translate(body: bytes) -> bytes | None:
+    """A request body with kv_transfer_params in place of bootstrap fields; None if it has none, or is no JSON object.
+
+    Raises BadBootstrapFields.
+    """
     if b"bootstrap_" not in body:
         return None
     try:
         fields = json.loads(body)
     except ValueError:
-        return None  # vLLM says what is wrong with it
+        return None  # vLLM reports the error
     if not isinstance(fields, dict) or not any(fields.get(name) is not None for name in NAMES):
         return None
     host, port, room = (_single(name, fields.pop(name, None)) for name in NAMES)
     if host == NO_TRANSFER_HOST:
         return json.dumps(fields).encode()
     if not isinstance(host, str) or isinstance(room, bool) or not isinstance(room, int):
-        raise BadNames("bootstrap_host (a name) and bootstrap_room (an integer) are both required")
+        raise BadBootstrapFields("bootstrap_host (a name) and bootstrap_room (an integer) are both required")
     if port is not None and (isinstance(port, bool) or not isinstance(port, int)):
-        raise BadNames("bootstrap_port has to be an integer")
+        raise BadBootstrapFields("bootstrap_port has to be an integer")
     if fields.get("kv_transfer_params"):
-        raise BadNames("kv_transfer_params and bootstrap_room name two different handoffs; send one of them")
+        raise BadBootstrapFields("kv_transfer_params and bootstrap_room name two different handoffs; send one of them")
     address = f"[{host}]" if ":" in host else host
     fields["kv_transfer_params"] = {
         "do_remote_prefill": True,
@@ -77,16 +80,19 @@ def rename(body: bytes) -> bytes | None:
 
 
 def _single(name: str, value: Any) -> Any:
-    """vLLM takes one kv_transfer_params for a request, so lists can only have one entry."""
+    """The value or the only entry of a list: vLLM takes one kv_transfer_params per request. Raises
+    BadBootstrapFields."""
     if not isinstance(value, list):
         return value
     if len(value) != 1:
-        raise BadNames(f"{name} has {len(value)} entries: vLLM takes one handoff in a request; send prompts one by one")
+        raise BadBootstrapFields(
+            f"{name} has {len(value)} entries: vLLM takes one handoff in a request; send prompts one by one"
+        )
     return value[0]
 
 
 async def _read(receive: Receive) -> tuple[bytes, Message | None]:
-    """(the body, None), or (as much as is read at all, the message that ended the reading)."""
+    """(the whole body, None), or (what was read of it, the message that ended reading: too large, or a disconnect)."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -102,7 +108,7 @@ async def _read(receive: Receive) -> tuple[bytes, Message | None]:
 
 
 def _replay(body: bytes, rest: Message | None, receive: Receive) -> Receive:
-    """What receive() would have said: the body in one piece, then what came after."""
+    """A receive() that returns the body in one message, then rest, then what receive() returns."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": rest is not None}]
     messages += [rest] if rest is not None else []
 
@@ -113,6 +119,7 @@ def _replay(body: bytes, rest: Message | None, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, text: str) -> None:
+    """Answer with status 400 and an OpenAI error object."""
     error = {"message": text, "type": "BadRequestError", "param": "bootstrap_room", "code": 400}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

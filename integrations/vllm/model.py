@@ -1,4 +1,4 @@
-"""What vLLM's model is in the words of the protocol: its geometry, and its fingerprint."""
+"""vLLM's model in terms of the protocol: fingerprint, layers in order, geometry of the KV cache."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def model_fingerprint(model: str) -> str:
-    """model: a folder or hub id, as vLLM was given it. Raises ConfigError, saying what to do instead."""
+    """Fingerprint of a folder or hub id. Raises ConfigError, with the alternative, when its files cannot be read."""
     try:
         source = resolve_source(model)
         spec = load_spec(source)
@@ -31,8 +31,8 @@ def model_fingerprint(model: str) -> str:
 
 
 def ordered_layers(layers: Mapping[str, Any], caches: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
-    """Attention layers with their caches, from the first to the last. Raises ConfigError for a model whose cache is not
-    one K and V per layer."""
+    """Attention layers with their caches, in layer order. Raises ConfigError unless the model has one attention per
+    layer, and all of its layers here."""
     numbered: dict[int, tuple[Any, Tensor]] = {}
     for name, cache in caches.items():
         found = _NUMBER.search(f".{name}.")
@@ -45,7 +45,8 @@ def ordered_layers(layers: Mapping[str, Any], caches: Mapping[str, Tensor]) -> l
 
 
 def cache_geometry(layers: list[tuple[Any, Tensor]]) -> Geometry:
-    """Geometry of the whole model, page size 1. Raises ConfigError for a cache that a peer cannot fill."""
+    """Geometry of the whole model's KV, with page size 1. Raises ConfigError for a cache that cannot be filled: layers
+    that differ, a dtype or attention backend without support."""
     shapes = {(layer.num_kv_heads, layer.head_size, layer.head_size_v, cache.dtype) for layer, cache in layers}
     if len(shapes) != 1:
         raise ConfigError(f"the layers of the KV cache differ: {sorted(map(str, shapes))}")

@@ -1,4 +1,4 @@
-"""kv_transfer_params: how a request to vLLM names its ticket."""
+"""Parser of kv_transfer_params: how a request to vLLM names its ticket."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,33 +12,34 @@ from headrace.transfer.protocol.messages import Host, Name, PortNumber, Positive
 
 PROMPT_MISMATCH = "prompt_mismatch"
 BAD_PARAMS = "bad_kv_transfer_params"
-BOOTSTRAP_PORT = 8998  # where Mooncake and SGLang ask when nobody says otherwise
+BOOTSTRAP_PORT = 8998  # default of Mooncake and SGLang
 
 
 class KvParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys that are read; all others are skipped. A prefill server's answer has what is needed.
-
-    ticket, or tickets with one entry for each prompt of the request; or transfer_id. remote_host, remote_port: the
-    control endpoint of the prefill server; or remote_bootstrap_addr: its HTTP port, which tells where the control
-    endpoint is. prompt_hashes: of the prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash).
-    remote_num_tokens: their lengths, one number for a
-    sole one. fingerprint: of the prefill server's model. wait: the prompt may still be on its way to it; by default it
-    may unless remote_num_tokens is there, since only a computed prompt has that.
-    """
+    """The keys of kv_transfer_params that are read; others are ignored. A prefill server's answer has all of them."""
 
     remote_host: Host | None = None
     remote_port: PortNumber | None = None
+    """With remote_host: the control endpoint of the prefill server."""
     remote_bootstrap_addr: Name | None = None
+    """Or its HTTP server, http://HOST:PORT, which is asked for the control port."""
     transfer_id: Ticket | None = None
+    """The ticket, under Mooncake's name."""
     ticket: Ticket | None = None
     tickets: tuple[Ticket, ...] | None = None
+    """Or one ticket for each prompt of the request."""
     prompt_hashes: tuple[Name, ...] | None = None
+    """Of the prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash)."""
     remote_num_tokens: Positive | tuple[Positive, ...] | None = None
+    """Lengths of the prompts, in the order of the tickets; a number for a single ticket."""
     fingerprint: Name | None = None
+    """Of the prefill server's model."""
     wait: bool | None = None
+    """The prompt may still be on its way to the prefill server. Default: True unless remote_num_tokens is given, which
+    only a computed prompt has."""
 
     def reference(self, name: str) -> TicketRef | None:
-        """The ticket of that name; None when nothing says where it is."""
+        """The ticket of this name with its server; None when no server is given."""
         host, port, over_http = self.remote_host, self.remote_port, False
         if host is None and self.remote_bootstrap_addr is not None:
             host, port, over_http = *_split(self.remote_bootstrap_addr), True
@@ -54,7 +55,8 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def choose(self, tokens: int, digest: str) -> tuple[str, str]:
-        """(the ticket of the prompt with this many tokens and this hash, what speaks against it or "")."""
+        """The ticket for a prompt of this many tokens and this hash: (ticket, "") or (ticket or "", reason for
+        refusal)."""
         single = self.ticket or self.transfer_id
         names = self.tickets or ((single,) if single else ())
         if not names:
@@ -78,17 +80,25 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for. ticket: None when none could be read. refusal: None when it may be loaded."""
+    """The KV that a request to vLLM asks for."""
 
     ticket: TicketRef | None
+    """None when kv_transfer_params could not be read."""
     tokens: int
+    """Length of the prompt."""
     prompt_hash: str = ""
     refusal: Refusal | None = None
+    """Why it must not be loaded; None when it may."""
 
 
-def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool) -> LoadRequest | None:
-    """What kv_transfer_params asks for; None when they ask for nothing. beyond_tokens: its KV does not
-    follow from its token ids alone (a LoRA adapter, images, embeddings), and no hash of them would tell."""
+def read_load_request(
+    params: dict[str, Any] | None, prompt: list[int] | None, *, beyond_tokens: bool
+) -> LoadRequest | None:
+    """Parse kv_transfer_params; None when the request asks for no remote prefill.
+
+    beyond_tokens: the KV does not follow from the token ids alone (LoRA adapter, images, embeddings), so a hash of the
+    prompt does not identify it.
+    """
     if not params or not params.get("do_remote_prefill"):
         return None
     tokens = list(prompt or ())
@@ -110,7 +120,7 @@ def read_wish(params: dict[str, Any] | None, prompt: list[int] | None, *, beyond
 
 
 def _split(address: str) -> tuple[str | None, int | None]:
-    """Host and port of http://HOST:PORT or HOST:PORT; nothing when it is neither."""
+    """Host and port of http://HOST:PORT or HOST:PORT; (None, None) for anything else."""
     try:
         parts = urlsplit(address if "//" in address else f"//{address}")
         return parts.hostname, parts.port or BOOTSTRAP_PORT

@@ -1,4 +1,4 @@
-"""kv_connector_extra_config: what a user may set."""
+"""Settings of the connector: kv_connector_extra_config."""
 
 from typing import Annotated, Any
 
@@ -14,38 +14,43 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """allow_prefill: hosts, HOST:PORT or networks whose control endpoints requests may name; loopback unless set.
-    fingerprint: of the model, instead of one made from its files. staging_tokens: KV on its way at a time; 0 is twice
-    max_model_len. prefill_api_key: shown to HTTP ports that are asked for a control endpoint. checksum: insist on
-    checksums. load_timeout_s: silence about one load. connect_timeout_s: no session with a control endpoint.
-    curve_key: file with this vLLM's CURVE keys, "" for connections in the clear. curve_server_keys: files with the
-    public keys of prefill servers, FILE for all of them, HOST=FILE or HOST:PORT=FILE as requests name them."""
+    """The keys of kv_connector_extra_config; unknown keys are errors."""
 
     allow_prefill: tuple[str, ...] = ("127.0.0.0/8", "::1/128", "localhost")
+    """Prefill servers that requests may name: hosts, HOST:PORT or networks. Default: loopback."""
     fingerprint: str = ""
+    """Of the model; "" computes it from the model's files."""
     staging_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of KV in transfer at a time; 0 takes twice max_model_len."""
     prefill_api_key: str = ""
+    """Sent to prefill servers that are asked over HTTP for their control port."""
     checksum: bool = True
+    """Require checksums."""
     load_timeout_s: Seconds = 120.0
+    """A load fails after this long without data."""
     connect_timeout_s: Seconds = 10.0
+    """A load fails after this long without a session with its prefill server."""
     curve_key: str = ""
+    """File with this vLLM's CURVE keys; "" connects in the clear."""
     curve_server_keys: tuple[str, ...] = ()
+    """Files with public keys of prefill servers: FILE for all, HOST=FILE or HOST:PORT=FILE as requests name them."""
 
     def rules(self) -> Rules:
-        """Raises ConfigError."""
+        """The parsed allow list. Raises ConfigError."""
         return allowed_prefills((), self.allow_prefill)
 
     def server_keys(self) -> ServerKeys | None:
-        """None for connections in the clear. Raises ConfigError for key files that are missing or no use alone."""
+        """Public keys by prefill server; None for connections in the clear. Raises ConfigError for missing key files,
+        or curve_server_keys without curve_key or the reverse."""
         return known_servers(self.curve_key, self.curve_server_keys)
 
     def transfer(self) -> TransferConfig:
-        """The part of it that the connections need."""
+        """Settings of the transfer connections."""
         return TransferConfig(checksum=self.checksum, curve_key=self.curve_key)
 
 
 def read_settings(extra: dict[str, Any]) -> Settings:
-    """Raises ConfigError, naming the key."""
+    """Parse kv_connector_extra_config. Raises ConfigError, naming the key."""
     try:
         settings = msgspec.convert(extra, Settings)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
-"""The connector's half in vLLM's worker: loads go to the peer, and what has arrived goes into the KV cache.
+"""Worker, the connector's half in vLLM's worker: hands loads to the peer thread, writes loaded KV into vLLM's cache.
 
-Everything here runs on the worker's own thread. The cache is written by the call that the forward pass makes itself,
-since only the attention backend knows how its pages are laid out; a request's blocks are vLLM's again once it was
-reported finished, and never written after that.
+Everything here runs on vLLM's worker thread. The cache is written by the attention backend's own do_kv_cache_update,
+since only the backend knows the layout of its pages. A request's blocks are never written after it was reported
+finished, when they are vLLM's again.
 """
 
 import logging
@@ -26,20 +26,24 @@ from headrace.integrations.peer.commands import (
 )
 from headrace.integrations.peer.thread import PeerFailed
 
-log = logging.getLogger("vllm.headrace")  # a name that vLLM's logging shows
+log = logging.getLogger("vllm.headrace")  # below "vllm", so that vLLM's logging shows it
 
-WRITE_BUDGET_S = 0.02  # of one step
-# While a load is open and there is nothing to compute, vLLM takes step after step, which costs a core and more that the
-# peer needs. So long each of them waits for what the peer says; a request that comes in meanwhile waits, too.
+WRITE_BUDGET_S = 0.02  # for writing to the cache, in one step
+# While a load is open and nothing is to be computed, vLLM runs step after step and takes a core that the peer thread
+# needs. Each of these steps waits this long for a result; a request that arrives meanwhile is delayed by it.
 IDLE_WAIT_S = 0.005
 
 
 class PeerPort(Protocol):
-    """What is needed of headrace.integrations.peer.thread.Peer."""
+    """The methods of headrace.integrations.peer.thread.PeerThread that are used."""
 
-    def submit(self, *commands: AnyCommand) -> None: ...
+    def submit(self, *commands: AnyCommand) -> None:
+        """See PeerThread."""
+        ...
 
-    def results(self, wait_s: float = 0.0) -> list[AnyResult]: ...
+    def results(self, wait_s: float = 0.0) -> list[AnyResult]:
+        """See PeerThread."""
+        ...
 
 
 class AttentionLayer(Protocol):
@@ -50,16 +54,15 @@ class AttentionLayer(Protocol):
 
 @dataclass(slots=True)
 class CacheWrite:
-    """KV that has arrived and is not all in the cache. slots: int64, one for each token. layer: the next one."""
+    """Loaded KV that is not written to all layers of the cache yet."""
 
     loaded: Loaded
-    slots: Tensor
-    layer: int = 0
+    slots: Tensor  # int64 [tokens], in the cache
+    layer: int = 0  # next to be written
 
 
 class Worker:
-    """layers: attention layers with their KV caches, in order. staged: [layers, 2, kv_heads, tokens, head_dim], the
-    peer's staging area in the cache's dtype. block_size: tokens in a block of vLLM's."""
+    """Loads of one vLLM worker."""
 
     def __init__(
         self,
@@ -69,21 +72,24 @@ class Worker:
         block_size: int,
         clock: Clock,
     ) -> None:
+        """layers: attention layers with their KV caches, in layer order. staged: [layers, 2, kv_heads, tokens,
+        head_dim], the staging area in the cache's dtype. block_size: tokens of a block of vLLM's cache."""
         self._peer = peer
         self._layers = layers
         self._staged = staged
         self._block_size = block_size
         self._clock = clock
-        self._blocks: dict[str, tuple[int, ...]] = {}  # of loads that vLLM waits for
+        self._blocks: dict[str, tuple[int, ...]] = {}  # of loads that were not reported yet, by request id
         self._cancelled: set[str] = set()
         self._writes: dict[str, CacheWrite] = {}
-        self._dead = ""
+        self._dead = ""  # why the peer thread has ended
 
     def __len__(self) -> int:
+        """Loads that were not reported yet."""
         return len(self._blocks)
 
-    def obey(self, commands: tuple[AnyCommand, ...], blocks: dict[str, tuple[int, ...]]) -> None:
-        """Begin what the scheduler's half asks for in this step."""
+    def submit(self, commands: tuple[AnyCommand, ...], blocks: dict[str, tuple[int, ...]]) -> None:
+        """Start this step's commands. blocks: by request id, vLLM's block ids for the whole prompt."""
         for command in commands:
             if isinstance(command, LoadKv | RejectTicket):
                 self._blocks[command.id] = blocks[command.id]
@@ -92,10 +98,12 @@ class Worker:
         if commands:
             self._peer.submit(*commands)
 
-    def advance(self, *, idle: bool = False) -> tuple[set[str], set[str]]:
-        """(requests that are finished since the last call, those of them that have failed). Writes what has arrived,
-        for WRITE_BUDGET_S and at least one layer; each request is reported once. idle: nothing is computed in this
-        step, so it may wait for IDLE_WAIT_S while a load is open."""
+    def poll(self, *, idle: bool = False) -> tuple[set[str], set[str]]:
+        """Write loaded KV to the cache, for WRITE_BUDGET_S and at least one layer, and report loads, each once.
+
+        idle: nothing is computed in this step, so it may wait IDLE_WAIT_S for a result while a load is open. Returns
+        (requests whose loads have ended since the last call, those of them that failed).
+        """
         failed: set[str] = set()
         finished: set[str] = set()
         waits = idle and self._blocks and not self._writes
@@ -121,13 +129,13 @@ class Worker:
             return self._peer.results(wait_s)
         except PeerFailed as error:
             if not self._dead:
-                log.error("the peer has ended, and no KV will be loaded any more: %s", error)
+                log.error("the peer thread has ended, no KV will be loaded any more: %s", error)
                 self._dead = str(error)
             lost = self._blocks.keys() - self._writes.keys()
             return [LoadFailed(id=name, code="peer_failed", message=self._dead) for name in lost]
 
     def _write(self) -> set[str]:
-        """Go on with what has arrived, first come first served."""
+        """Continue writing, oldest load first. Returns the requests that are done."""
         deadline = self._clock.now() + WRITE_BUDGET_S
         done: set[str] = set()
         for name, write in self._writes.items():
@@ -141,7 +149,7 @@ class Worker:
         return done
 
     def _go_on(self, write: CacheWrite, deadline: float) -> bool:
-        """CacheWrite layer by layer; False when the time is up before the last one."""
+        """Write layer by layer; False when the deadline passes before the last one."""
         at, end = write.loaded.at, write.loaded.at + write.loaded.count
         while write.layer < len(self._layers):
             layer, cache = self._layers[write.layer]
@@ -153,7 +161,7 @@ class Worker:
         return True
 
     def _slots(self, loaded: Loaded) -> Tensor:
-        """The cache slot of every token that was loaded."""
+        """Cache slots of the loaded tokens: int64 [tokens], on the cache's device."""
         positions = torch.arange(loaded.start, loaded.start + loaded.count)
         blocks = torch.tensor(self._blocks[loaded.id], dtype=torch.int64)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size

@@ -48,7 +48,7 @@ STREAM: list[AnyOrder] = [
 
 
 class Bench:
-    """A scheduler's order socket, and one stage's wire on it."""
+    """A scheduler's order socket, and the I/O thread of one stage."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
         self._came: list[tuple[bytes, list[bytes]]] = []
@@ -59,7 +59,7 @@ class Bench:
         self.inbox: queue.Queue[AnyOrder] = queue.Queue()
         self.outbox = EventOutbox(context)
         meter = Meter(STAGE, SystemClock())
-        self.wire = StageIoThread(
+        self.io_thread = StageIoThread(
             control=control,
             stage=STAGE,
             sender=Sender(transfer, stage=STAGE, geometry=GEOMETRY, store=store, context=context),
@@ -70,7 +70,7 @@ class Bench:
             outbox=self.outbox,
             clock=SystemClock(),
         )
-        self.wire.start()
+        self.io_thread.start()
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[AnyStageEvent] = Codec(AnyStageEvent)
 
@@ -94,8 +94,8 @@ class Bench:
 
     def close(self) -> None:
         self.outbox.post(ShutdownStage(seq=0))
-        self.wire.join(5)
-        assert not self.wire.is_alive()
+        self.io_thread.join(5)
+        assert not self.io_thread.is_alive()
         self.outbox.close_writer()
         self.router.close()
 
@@ -113,9 +113,9 @@ def test_the_same_orders_are_counted_and_reported(bench: Bench) -> None:
     for order in STREAM:
         log.add(bench.send(order))
         bench.send(Heartbeat(seq=0, orders=log.count, digest=log.digest))
-        beat = bench.hear()
-        assert isinstance(beat, StageHeartbeat)
-        [count] = [sample.value for sample in beat.stats.samples if sample.name == "stage_orders_total"]
+        answer = bench.hear()
+        assert isinstance(answer, StageHeartbeat)
+        [count] = [sample.value for sample in answer.stats.samples if sample.name == "stage_orders_total"]
         assert count == log.count
 
 

@@ -104,7 +104,7 @@ def test_long_rows_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(4)
     monkeypatch.setattr(cpu, "GROUP_BYTES", 40 * pool.geometry.token_bytes // LAYERS)
     lengths = [(row, AttentionSpan(start, 1, np.arange(16))) for row, start in enumerate((9, 60, 9, 9, 2, 14, 9))]
-    groups = cpu.grouped(pool, lengths)
+    groups = cpu.group_by_length(pool, lengths)
     assert sorted(row for group in groups for row, _ in group) == list(range(7))
     for group in groups:
         longest = max(span.start + 1 for _, span in group)

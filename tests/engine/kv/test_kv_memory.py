@@ -1,4 +1,4 @@
-"""A stage's pool in shared memory: who shares, and that others' writes are what the engine reads."""
+"""KvMemory: which stages share their pool, and that the engine reads what peers write into it."""
 
 import logging
 import sys
@@ -30,17 +30,17 @@ DECODE = StageConfig(
 
 
 @pytest.fixture
-def sharing() -> Iterator[KvMemory]:
+def kv_memory() -> Iterator[KvMemory]:
     made = KvMemory(DECODE)
     yield made
     made.close()
 
 
-def test_what_a_prefill_stage_writes_is_what_the_engine_reads(sharing: KvMemory) -> None:
-    pool = KVPool(GEOMETRY, 5, "cpu", sharing.allocate)
-    assert sharing.backends == (SHM, ZMQ)
-    assert sharing.memory is not None
-    pages = ShmTransport().open("s" * 32, 0, GEOMETRY, sharing.memory)
+def test_what_a_prefill_stage_writes_is_what_the_engine_reads(kv_memory: KvMemory) -> None:
+    pool = KVPool(GEOMETRY, 5, "cpu", kv_memory.allocate)
+    assert kv_memory.backends == (SHM, ZMQ)
+    assert kv_memory.pool_memory is not None
+    pages = ShmTransport().open("s" * 32, 0, GEOMETRY, kv_memory.pool_memory)
     values = torch.randn(3, 2, 2, 8, 4).to(torch.bfloat16)
     pages.write(4, 0, 8, values.view(torch.uint8).numpy())
     assert torch.equal(pool.tensor[4], values)
@@ -57,13 +57,13 @@ def test_what_a_prefill_stage_writes_is_what_the_engine_reads(sharing: KvMemory)
         (replace(DECODE, model=ModelConfig(device="cuda")), (ZMQ,)),
     ],
 )
-def test_nobody_shares_what_nobody_is_to_write(config: StageConfig, backends: tuple[str, ...]) -> None:
-    sharing = KvMemory(config)
+def test_a_pool_that_peers_do_not_write_is_not_shared(config: StageConfig, backends: tuple[str, ...]) -> None:
+    kv_memory = KvMemory(config)
     before = set(FOLDER.iterdir())
-    assert sharing.allocate(GEOMETRY, 5) is None
-    assert sharing.memory is None
+    assert kv_memory.allocate(GEOMETRY, 5) is None
+    assert kv_memory.pool_memory is None
     assert set(FOLDER.iterdir()) == before
-    assert sharing.backends == backends
+    assert kv_memory.backends == backends
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,21 @@ def test_nixl_that_is_not_there_is_not_offered_and_the_log_says_so(
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "headrace.transfer.backends.nixl", raising=False)
     transfer = TransferConfig(backends=(NIXL, ZMQ))
-    sharing = KvMemory(replace(DECODE, role=role, model=ModelConfig(device=device), transfer=transfer))
+    kv_memory = KvMemory(replace(DECODE, role=role, model=ModelConfig(device=device), transfer=transfer))
     with caplog.at_level(logging.WARNING):
-        memory = sharing.allocate(GEOMETRY, 5)
+        memory = kv_memory.allocate(GEOMETRY, 5)
     assert memory is None or len(memory) == 5 * GEOMETRY.page_bytes
     assert "NIXL is not used" in caplog.text
     assert says in caplog.text
-    assert (sharing.backends, sharing.nixl, sharing.memory) == ((ZMQ,), "", None)
-    assert NIXL not in {*sharing.reaches, *sharing.exposures}
+    assert (kv_memory.backends, kv_memory.nixl, kv_memory.pool_memory) == ((ZMQ,), "", None)
+    assert NIXL not in {*kv_memory.transports, *kv_memory.registered_pools}
 
 
 def test_a_pool_that_does_not_fit_is_private_and_the_log_says_so(
-    sharing: KvMemory, caplog: pytest.LogCaptureFixture
+    kv_memory: KvMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert sharing.allocate(GEOMETRY, 1 << 40) is None
-    assert sharing.backends == (ZMQ,)
+        assert kv_memory.allocate(GEOMETRY, 1 << 40) is None
+    assert kv_memory.backends == (ZMQ,)
     assert "cannot be in shared memory" in caplog.text
     assert KVPool(GEOMETRY, 5, "cpu", lambda *_: None).tensor.shape == (5, 3, 2, 2, 8, 4)

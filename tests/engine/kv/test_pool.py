@@ -75,7 +75,7 @@ def test_pages_of_a_gpu_come_and_go_on_a_stream_of_their_own() -> None:
     for _ in range(50):
         busy = busy @ busy / 64
     pool.tensor.fill_(3.0)
-    pool.computed()
+    pool.mark_computed()
     expected = torch.full((2, 2, 2, 4, 16), 3.0, dtype=torch.bfloat16)
     assert (pool.read(5, 0, 4) == expected.view(torch.uint8).numpy()).all()
     values = torch.randn(2, 2, 2, 3, 16).bfloat16()

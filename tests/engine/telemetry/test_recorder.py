@@ -42,10 +42,10 @@ class Bench:
         self.meter.begin(plan(seq, rows))
         for step in (waits, computes):
             self.clock.advance(step)
-            self.meter.step()
+            self.meter.mark()
         self.clock.advance(hands_on)
         run, took = self.meter.end()
-        self.recorder.computed(run)
+        self.recorder.add_plan(run)
         return took
 
     def report(self, trace: int = 1) -> StageTrace:
@@ -96,13 +96,13 @@ def test_the_plan_it_is_at_is_reported_as_far_as_it_has_come() -> None:
     bench.recorder.start(1)
     bench.meter.begin(plan(1))
     bench.clock.advance(3)
-    bench.meter.step()
+    bench.meter.mark()
     bench.clock.advance(4)
     assert [each.marks for each in bench.report().plans] == [(100.0, 103.0)]
-    bench.meter.step()
+    bench.meter.mark()
     run, took = bench.meter.end()
     assert took == 4.0
-    bench.recorder.computed(run)
+    bench.recorder.add_plan(run)
     assert bench.report().plans == (), "the recording is over"
 
 

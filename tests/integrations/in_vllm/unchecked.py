@@ -1,17 +1,17 @@
-"""A connector that asks for a ticket whatever prompt it is of: tests show with it that the KV is really used."""
+"""A connector that loads a ticket even for another prompt: tests prove with it that the KV is really used."""
 
 from msgspec.structs import replace
 
 from headrace.integrations.peer.commands import LoadKv
 from headrace.integrations.vllm.connector import HeadraceConnector
-from headrace.integrations.vllm.planner import LoadPlanner, Orders
+from headrace.integrations.vllm.planner import LoadPlanner, StepCommands
 
 
 class UncheckedPlanner(LoadPlanner):
-    def take(self) -> Orders:
-        orders = super().take()
-        commands = (replace(one, prompt_hash="") if isinstance(one, LoadKv) else one for one in orders.commands)
-        return Orders(tuple(commands), orders.blocks)
+    def take_commands(self) -> StepCommands:
+        step = super().take_commands()
+        commands = (replace(one, prompt_hash="") if isinstance(one, LoadKv) else one for one in step.commands)
+        return StepCommands(tuple(commands), step.blocks)
 
 
 class UncheckedConnector(HeadraceConnector):

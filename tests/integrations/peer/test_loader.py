@@ -1,4 +1,4 @@
-"""What becomes of tickets, decided without a socket or a clock."""
+"""KvLoader: commands and events in, effects and results out, without sockets or a clock."""
 
 import random
 from typing import Any
@@ -26,19 +26,19 @@ from headrace.integrations.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
-    Discover,
-    Found,
+    ControlPortReply,
     LoadCancelled,
     Loaded,
     LoadFailed,
     LoadKv,
+    LookUpControlPort,
     RejectTicket,
     ReleaseLoad,
     RenewLease,
     TicketRef,
 )
 from headrace.integrations.peer.loader import IDLE_S, LOOKUP_S, METADATA_ROWS, KvLoader
-from headrace.integrations.peer.records import Limits, name_of
+from headrace.integrations.peer.records import Limits, server_name
 from headrace.integrations.peer.staging import PAGE_TOKENS
 
 FIRST = FirstToken(token=5, prompt_tokens=10, cached_tokens=0)
@@ -51,38 +51,38 @@ def ticket(name: str = "t", **changes: Any) -> TicketRef:
 
 
 class Bench:
-    """KvLoader, a time, and what they asked for and answered since the last look."""
+    """A KvLoader and its time; every step returns the effects that it asked for."""
 
     def __init__(self) -> None:
         rules = allowed_prefills((), ("127.0.0.0/8",))
         self.limits = Limits(fingerprint="f", rules=rules, pages=PAGES, connect_timeout_s=10, load_timeout_s=30)
-        self.loads, self.now, self.sessions = KvLoader(self.limits), 100.0, 0
+        self.loader, self.now, self.sessions = KvLoader(self.limits), 100.0, 0
         self.dialled = False
 
     def do(self, command: AnyCommand) -> list[Any]:
-        self.loads.apply(command, self.now)
+        self.loader.apply(command, self.now)
         return self.asked()
 
     def hear(self, event: Any) -> list[Any]:
-        self.loads.handle(event, self.now)
+        self.loader.handle(event, self.now)
         return self.asked()
 
     def wait(self, seconds: float) -> list[Any]:
         self.now += seconds
-        self.loads.tick(self.now)
+        self.loader.tick(self.now)
         return self.asked()
 
     def asked(self) -> list[Any]:
-        asked = list(self.loads.out)
-        self.loads.out.clear()
+        asked = list(self.loader.effects)
+        self.loader.effects.clear()
         for one in asked:
             if isinstance(one, ConnectPrefill | DisconnectPrefill):
                 self.dialled = isinstance(one, ConnectPrefill)
         return asked
 
     def answers(self) -> list[AnyResult]:
-        answers = list(self.loads.results)
-        self.loads.results.clear()
+        answers = list(self.loader.results)
+        self.loader.results.clear()
         return answers
 
     def up(self, name: str = CONTROL) -> list[Any]:
@@ -102,7 +102,7 @@ class Bench:
         return self.do(command)
 
     def reserved(self, name: str = "a", tokens: int = 10, start: int = 0) -> AskReserve:
-        """LoadKv it, as far as the reservation."""
+        """Load a ticket as far as its reservation."""
         [expect] = [one for one in self.load(name, tokens, start) if isinstance(one, PrepareReceive)]
         [ask] = self.hear(ReceivePrepared(stage=0, request=expect.request))
         assert isinstance(ask, AskReserve)
@@ -110,7 +110,7 @@ class Bench:
         return ask
 
     def empty(self) -> bool:
-        return len(self.loads) == 0 and self.loads.space.free == PAGES
+        return len(self.loader) == 0 and self.loader.staging_pages.free_pages == PAGES
 
 
 def test_the_way_of_a_load() -> None:
@@ -241,7 +241,7 @@ def test_loads_wait_for_space_in_their_order() -> None:
 
 def test_no_more_reservations_than_metadata_rows() -> None:
     bench = Bench()
-    bench.loads = KvLoader(Limits(fingerprint="f", rules=bench.limits.rules, pages=METADATA_ROWS + 2))
+    bench.loader = KvLoader(Limits(fingerprint="f", rules=bench.limits.rules, pages=METADATA_ROWS + 2))
     bench.do(RenewLease(id="k", ticket=ticket("k")))
     bench.up()
     expects = [one for n in range(METADATA_ROWS + 1) for one in bench.load(str(n)) if isinstance(one, PrepareReceive)]
@@ -311,12 +311,12 @@ def test_a_refused_load_releases_what_was_kept() -> None:
 
 def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:
     bench = Bench()
-    name = name_of(ticket(http=True, port=8000))
-    assert bench.load("a", http=True, port=8000) == [Discover(name=name, host="127.0.0.1", port=8000)]
-    assert bench.hear(Found(name=name, reason="refused")) == []
+    name = server_name(ticket(http=True, port=8000))
+    assert bench.load("a", http=True, port=8000) == [LookUpControlPort(name=name, host="127.0.0.1", port=8000)]
+    assert bench.hear(ControlPortReply(name=name, reason="refused")) == []
     assert bench.wait(LOOKUP_S / 2) == []
-    assert [type(one) for one in bench.wait(LOOKUP_S / 2)] == [Discover]
-    assert bench.hear(Found(name=name, control_port=7001)) == [
+    assert [type(one) for one in bench.wait(LOOKUP_S / 2)] == [LookUpControlPort]
+    assert bench.hear(ControlPortReply(name=name, control_port=7001)) == [
         ConnectPrefill(name=name, endpoint="tcp://127.0.0.1:7001")
     ]
     assert [type(one) for one in bench.up(name)] == [OpenSession, AskRenew, PrepareReceive]
@@ -326,7 +326,7 @@ def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_a
     assert DisconnectPrefill(name=name) in asked
 
 
-def test_a_session_that_nobody_uses_is_closed() -> None:
+def test_an_idle_session_is_closed() -> None:
     bench = Bench()
     bench.do(RenewLease(id="a", ticket=ticket("a")))
     bench.up()
@@ -334,7 +334,7 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
     bench.do(CancelLoad(id="a"))
     assert bench.wait(IDLE_S - 1) == []
     assert bench.wait(2) == [DisconnectPrefill(name=CONTROL), CloseSession(seq=0, session="s1")]
-    assert bench.loads.next_deadline() is None
+    assert bench.loader.next_deadline() is None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -410,4 +410,4 @@ def test_random_schedules_answer_every_load_once_and_end_empty(seed: int) -> Non
     for name in [name for name, answer in answered.items() if isinstance(answer, Loaded)]:
         note(bench.do(ReleaseLoad(id=name)))
     assert bench.empty()
-    assert sorted(bench.loads._rows) == list(range(METADATA_ROWS))
+    assert sorted(bench.loader._rows) == list(range(METADATA_ROWS))

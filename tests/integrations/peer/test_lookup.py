@@ -1,4 +1,4 @@
-"""Asking an HTTP port where the control endpoint is."""
+"""Lookup of a control port at an HTTP port."""
 
 import queue
 import threading
@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from headrace.integrations.peer.commands import Discover, Found
-from headrace.integrations.peer.lookup import Lookups
+from headrace.integrations.peer.commands import ControlPortReply, LookUpControlPort
+from headrace.integrations.peer.lookup import ControlPortLookup
 from headrace.server.launch.free_port import free_port
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
@@ -53,10 +53,10 @@ def web() -> Iterator[Web]:
         thread.join()
 
 
-def ask(port: int, api_key: str = "") -> Found:
-    told: queue.SimpleQueue[Found] = queue.SimpleQueue()
-    lookups = Lookups(told.put, api_key)
-    lookups.ask(Discover(name="n", host="127.0.0.1", port=port))
+def ask(port: int, api_key: str = "") -> ControlPortReply:
+    told: queue.SimpleQueue[ControlPortReply] = queue.SimpleQueue()
+    lookups = ControlPortLookup(told.put, api_key)
+    lookups.ask(LookUpControlPort(name="n", host="127.0.0.1", port=port))
     found = told.get(timeout=20)
     lookups.close()
     return found
@@ -71,7 +71,7 @@ def test_only_a_port_is_an_answer(web: Web, what: str) -> None:
     assert web.seen == [("/v1/handoff", "Bearer k")], "and no redirect is followed"
 
 
-def test_nobody_there() -> None:
+def test_a_port_without_a_server() -> None:
     found = ask(free_port())
     assert (found.name, found.control_port) == ("n", 0)
     assert "Refused" in found.reason

@@ -1,34 +1,34 @@
-"""PageRuns of pages, against a list of booleans; the staging area as a page store."""
+"""PageRunAllocator against a list of booleans; the staging area as a page store."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.types.geometry import Geometry
-from headrace.integrations.peer.staging import PAGE_TOKENS, PageRuns, Staging
+from headrace.integrations.peer.staging import PAGE_TOKENS, PageRunAllocator, Staging
 from headrace.transfer.protocol.layout import Box
 
 
 @given(st.integers(0, 12), st.lists(st.integers(-6, 6), max_size=40))
 def test_runs_are_the_first_that_fit_and_all_come_back(pages: int, steps: list[int]) -> None:
-    runs, taken = PageRuns(pages), [False] * pages
+    runs, taken = PageRunAllocator(pages), [False] * pages
     held: list[tuple[int, int]] = []
     for step in steps:
         if step > 0:
             fits = [at for at in range(pages - step + 1) if not any(taken[at : at + step])]
-            first = runs.take(step)
+            first = runs.allocate(step)
             assert first == (fits[0] if fits else None)
             if first is not None:
                 held.append((first, step))
                 taken[first : first + step] = [True] * step
         elif held:
             first, count = held.pop(step % len(held))
-            runs.give(first, count)
+            runs.free(first, count)
             taken[first : first + count] = [False] * count
-        assert runs.free == taken.count(False)
+        assert runs.free_pages == taken.count(False)
     for first, count in held:
-        runs.give(first, count)
-    assert runs.take(pages) == (0 if pages else None)
+        runs.free(first, count)
+    assert runs.allocate(pages) == (0 if pages else None)
 
 
 def test_a_run_of_pages_is_one_slice_of_every_head() -> None:

@@ -1,4 +1,4 @@
-"""SGLang's names become vLLM's, and everything else passes as it is."""
+"""BootstrapNames: SGLang's bootstrap fields become kv_transfer_params; everything else passes unchanged."""
 
 import asyncio
 import json
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from headrace.integrations.vllm.middleware import BadNames, BootstrapNames, rename
+from headrace.integrations.vllm.middleware import BadBootstrapFields, BootstrapNames, translate
 
 NAMES = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8000, "bootstrap_room": 42}
 PARAMS = {"do_remote_prefill": True, "transfer_id": "room:42", "remote_bootstrap_addr": "http://10.0.0.1:8000"}
 
 
 def renamed(**fields: Any) -> Any:
-    made = rename(json.dumps(fields).encode())
+    made = translate(json.dumps(fields).encode())
     return None if made is None else json.loads(made)
 
 
@@ -31,13 +31,13 @@ def test_one_room_is_one_handoff(fields: dict[str, Any], expected: dict[str, Any
     assert renamed(prompt="x", **fields) == {"prompt": "x", "kv_transfer_params": expected}
 
 
-def test_nobody_fetches_from_sglangs_host_for_nothing() -> None:
+def test_sglangs_host_for_no_transfer_names_no_ticket() -> None:
     assert renamed(prompt="x", bootstrap_host="2.2.2.2", bootstrap_room=1) == {"prompt": "x"}
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "bootstrap_room"}', b'["bootstrap_room"]', b'{"a": 1}'])
 def test_other_bodies_are_left_alone(body: bytes) -> None:
-    assert rename(body) is None
+    assert translate(body) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_other_bodies_are_left_alone(body: bytes) -> None:
     ids=str,
 )
 def test_names_that_are_no_handoff_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(BadNames):
+    with pytest.raises(BadBootstrapFields):
         renamed(**fields)
 
 

@@ -39,20 +39,20 @@ def added(request: Request, planner: LoadPlanner | None = None) -> LoadPlanner:
 def test_the_way_of_a_load() -> None:
     request = Request()
     planner = added(request)
-    assert planner.take().commands == (RenewLease(id="a", ticket=TICKET),)
+    assert planner.take_commands().commands == (RenewLease(id="a", ticket=TICKET),)
     for _ in range(3):  # asked as often as the scheduler likes
         assert planner.matched(request, 4) == (6, True)
     planner.allocated(request, (5, 6, 7), 6)
-    orders = planner.take()
-    assert orders.commands == (LoadKv(id="a", ticket=TICKET, start=4, tokens=10, prompt_hash=HASH),)
-    assert orders.blocks == {"a": (5, 6, 7)}
+    step = planner.take_commands()
+    assert step.commands == (LoadKv(id="a", ticket=TICKET, start=4, tokens=10, prompt_hash=HASH),)
+    assert step.blocks == {"a": (5, 6, 7)}
     assert request.kv_transfer_params is not None
     assert request.kv_transfer_params["do_remote_prefill"] is False
     planner.allocated(request, (5, 6, 7, 8), 0)  # vLLM calls again when the load is done
     planner.loaded({"a", "unknown"})
     assert planner.matched(request, 0) == (0, False), "a failed load is not tried again"
     planner.finished(request)
-    assert planner.take().commands == ()
+    assert planner.take_commands().commands == ()
     assert len(planner) == 0
 
 
@@ -63,13 +63,13 @@ def test_requests_that_name_no_ticket_are_left_alone(given: dict[str, Any] | Non
     assert planner.matched(request, 0) == (0, False)
     planner.allocated(request, (1,), 0)
     planner.finished(request)
-    assert planner.take().commands == ()
+    assert planner.take_commands().commands == ()
 
 
 def test_a_request_that_ends_before_its_load_lets_the_ticket_go() -> None:
     planner = added(Request())
     planner.finished(Request())
-    assert planner.take().commands == (RenewLease(id="a", ticket=TICKET), CancelLoad(id="a"))
+    assert planner.take_commands().commands == (RenewLease(id="a", ticket=TICKET), CancelLoad(id="a"))
 
 
 def test_a_request_that_ends_while_it_loads_cancels_the_load() -> None:
@@ -78,17 +78,17 @@ def test_a_request_that_ends_while_it_loads_cancels_the_load() -> None:
     planner.allocated(request, (1,), 10)
     planner.finished(request)
     planner.loaded({"a"})
-    assert planner.take().commands[-1] == CancelLoad(id="a")
+    assert planner.take_commands().commands[-1] == CancelLoad(id="a")
 
 
 def test_nothing_to_load_after_all() -> None:
     request = Request()
     planner = added(request)
     planner.allocated(request, (1,), 0)
-    assert planner.take().commands[-1] == CancelLoad(id="a")
+    assert planner.take_commands().commands[-1] == CancelLoad(id="a")
     assert planner.matched(request, 0) == (0, False)
     planner.finished(request)
-    assert planner.take().commands == ()
+    assert planner.take_commands().commands == ()
 
 
 def test_the_twin_of_a_client_that_left() -> None:
@@ -96,15 +96,15 @@ def test_the_twin_of_a_client_that_left() -> None:
     request, twin = Request(), Request("twin", [0], params())
     planner = added(request)
     planner.allocated(request, (1,), 10)
-    planner.take()
+    planner.take_commands()
     planner.added(twin)
     planner.finished(twin)
-    assert planner.take().commands == (), "the load goes on"
+    assert planner.take_commands().commands == (), "the load goes on"
     planner.finished(request)
-    assert planner.take().commands == (CancelLoad(id="a"),)
+    assert planner.take_commands().commands == (CancelLoad(id="a"),)
     planner.added(twin)
     planner.finished(twin)
-    assert planner.take().commands == (RenewLease(id="twin", ticket=TICKET), CancelLoad(id="twin"))
+    assert planner.take_commands().commands == (RenewLease(id="twin", ticket=TICKET), CancelLoad(id="twin"))
 
 
 def test_requests_of_the_same_ticket_wait_for_the_first_and_load_nothing() -> None:
@@ -119,7 +119,7 @@ def test_requests_of_the_same_ticket_wait_for_the_first_and_load_nothing() -> No
     planner.allocated(second, (1,), 0)
     planner.finished(second)
     planner.finished(first)
-    assert [type(command) for command in planner.take().commands] == [RenewLease, LoadKv]
+    assert [type(command) for command in planner.take_commands().commands] == [RenewLease, LoadKv]
 
 
 def test_the_others_go_on_when_the_first_ends_early() -> None:
@@ -151,7 +151,7 @@ def test_what_must_not_be_loaded_fails_as_vllm_is_configured(changes: dict[str, 
     planner = added(request)
     assert planner.matched(request, 0) == (10, True)
     planner.allocated(request, (1,), 10)
-    rejected = planner.take().commands[-1]
+    rejected = planner.take_commands().commands[-1]
     assert isinstance(rejected, RejectTicket)
     assert (rejected.id, rejected.code) == ("a", code)
     assert rejected.message
@@ -164,7 +164,7 @@ def test_kv_that_does_not_follow_from_token_ids_is_not_loaded(changes: dict[str,
     request = Request(**changes)
     planner = added(request)
     planner.allocated(request, (1,), 10)
-    rejected = planner.take().commands[-1]
+    rejected = planner.take_commands().commands[-1]
     assert isinstance(rejected, RejectTicket)
     assert rejected.code == "not_supported"
 
@@ -186,4 +186,4 @@ def test_kv_that_does_not_follow_from_token_ids_is_not_loaded(changes: dict[str,
 def test_the_ways_to_name_a_ticket(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     planner = added(Request(kv_transfer_params=params(**changes)))
     fields = {"name": "t", "host": "127.0.0.1", "port": 7000, **expected}
-    assert planner.take().commands == (RenewLease(id="a", ticket=TicketRef(**fields)),)
+    assert planner.take_commands().commands == (RenewLease(id="a", ticket=TicketRef(**fields)),)

@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's worker, with layers and a peer that do what they are told."""
+"""Worker, the connector's half in vLLM's worker, with scripted layers and a scripted peer."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ class Layer:
 
 
 class Peer:
-    """Keeps what it was told, and says what it is told to say."""
+    """Records commands and returns scripted results."""
 
     def __init__(self) -> None:
         self.told: list[AnyCommand] = []
@@ -82,13 +82,13 @@ class World:
         self.worker = Worker(self.peer, self.layers, self.staged, BLOCK, self.clock)
 
     def load(self, name: str, start: int, tokens: int, blocks: tuple[int, ...]) -> None:
-        self.worker.obey((LoadKv(id=name, ticket=TICKET, start=start, tokens=tokens),), {name: blocks})
+        self.worker.submit((LoadKv(id=name, ticket=TICKET, start=start, tokens=tokens),), {name: blocks})
 
     def loaded(self, name: str, at: int, start: int, count: int) -> None:
         self.peer.says.append(Loaded(id=name, at=at, start=start, count=count, first=FIRST, seconds=0.1))
 
     def advance(self) -> tuple[set[str], set[str]]:
-        return self.worker.advance()
+        return self.worker.poll()
 
     def caches(self) -> Tensor:
         return torch.stack([cache for _, cache in self.layers])
@@ -123,14 +123,14 @@ def test_a_step_writes_for_a_limited_time_and_the_next_one_goes_on() -> None:
 
 def test_a_step_waits_for_the_peer_only_if_it_has_nothing_else_to_do() -> None:
     world = World(seconds=WRITE_BUDGET_S)
-    world.worker.advance(idle=True)
+    world.worker.poll(idle=True)
     world.load("a", 0, 8, (1,))
-    world.worker.advance()
-    world.worker.advance(idle=True)
+    world.worker.poll()
+    world.worker.poll(idle=True)
     assert world.peer.waits == [0.0, 0.0, IDLE_WAIT_S], "a load is open and nothing is computed"
     world.loaded("a", 0, 0, 8)
     for _ in range(LAYERS):
-        world.worker.advance(idle=True)
+        world.worker.poll(idle=True)
     assert world.peer.waits[4:] == [0.0] * (LAYERS - 1), "there is something to write"
 
 
@@ -150,7 +150,7 @@ def test_after_a_cancel_was_answered_nothing_is_written(arrived: bool) -> None:
     world.load("a", 0, 8, (1,))
     if arrived:  # on its way here when the cancel goes out
         world.loaded("a", 0, 0, 8)
-    world.worker.obey((CancelLoad(id="a"),), {})
+    world.worker.submit((CancelLoad(id="a"),), {})
     if not arrived:
         assert world.advance() == (set(), set()), "not before the peer has answered"
         world.peer.says.append(LoadCancelled(id="a"))
@@ -166,7 +166,7 @@ def test_a_cancel_in_the_middle_of_writing() -> None:
     world.load("a", 0, 8, (1,))
     world.loaded("a", 0, 0, 8)
     assert world.advance() == (set(), set())
-    world.worker.obey((CancelLoad(id="a"),), {})
+    world.worker.submit((CancelLoad(id="a"),), {})
     assert world.advance() == ({"a"}, set())
     before = world.caches().clone()
     assert world.advance() == (set(), set())
@@ -178,7 +178,7 @@ def test_a_cancel_of_what_is_finished_is_no_second_report() -> None:
     world.load("a", 0, 8, (1,))
     world.loaded("a", 0, 0, 8)
     assert world.advance() == ({"a"}, set())
-    world.worker.obey((CancelLoad(id="a"),), {})
+    world.worker.submit((CancelLoad(id="a"),), {})
     world.peer.says.append(LoadCancelled(id="a"))
     assert world.advance() == (set(), set())
 
