@@ -18,7 +18,7 @@ COMPILED := engine/native/kernels.c transfer/backends/streaming.c
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
-OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
+OTHER_TESTS := $(filter-out $(FAST_TESTS),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)) $(wildcard tests/test_*.py))
 
 # Files of tests at a time: most of what the servers of a test do is to wait, for each other or for a deadline.
 WORKERS ?= 2

@@ -26,6 +26,8 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
 STAGE = "run one pipeline stage of a server started with --stages external, under torchrun, srun or Kubernetes"
+DEMO = "hand four prompts from a prefill to a decode server on this machine, and compare the texts with one server's"
+DEMO_DTYPE = "as in headrace serve (default: float32, in which the texts have to be equal; in 16 bits they may differ)"
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
 
@@ -57,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return BROKEN_PIPE
     except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -75,7 +78,7 @@ def _run(given: argparse.Namespace) -> int:
         case "demo":
             from headrace.server import demo
 
-            return demo.main(given)
+            return demo.main(given, os.environ)
         case _:
             return _bench(given.benchmark, given.arguments)
 
@@ -106,11 +109,9 @@ def build_parser() -> argparse.ArgumentParser:
     curve_keys.add_flags(
         commands.add_parser("keys", help=curve_keys.DESCRIPTION, description=curve_keys.DESCRIPTION, allow_abbrev=False)
     )
-    demo = commands.add_parser(
-        "demo", help="hand four prompts from a prefill server to a decode server on this machine", allow_abbrev=False
-    )
+    demo = commands.add_parser("demo", help=DEMO, description=DEMO, allow_abbrev=False)
     demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
-    demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
+    demo.add_argument("--dtype", default="float32", help=DEMO_DTYPE)
     bench = commands.add_parser("bench", help="run benchmarks; needs a checkout of the repository", allow_abbrev=False)
     bench.add_argument("benchmark", nargs="?", help="a module of benchmarks/ (default: all)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")

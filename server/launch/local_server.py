@@ -10,11 +10,16 @@ from typing import Any
 import httpx
 
 from headrace.core.runtime.process import module_command
+from headrace.server.config.settings import BY_KEY
 from headrace.server.launch.free_port import free_port
 
 READY_TIMEOUT_S = 300.0
+PROBE_TIMEOUT_S = 5.0  # the port may be that of a program that never answers
 END_TIMEOUT_S = 40.0
 LOG_LINES = 40
+KEY_VARIABLES = tuple(
+    BY_KEY[key].flag.variable for key in ("api-key", "prefill-api-key")
+)  # callers send none
 
 
 class ServerFailed(Exception):
@@ -32,7 +37,7 @@ class LocalServer:
             module_command("headrace.server.cli", "serve", "--port", str(self.port), *flags),
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env=os.environ.copy(),
+            env={name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
         )
 
     @property
@@ -59,13 +64,15 @@ class LocalServer:
     def ready(self) -> bool:
         """Whether /ready responds with 200."""
         try:
-            return self.request("GET", "/ready").status_code == 200
+            return self.request("GET", "/ready", timeout_s=PROBE_TIMEOUT_S).status_code == 200
         except httpx.TransportError:
             return False
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 600.0
+    ) -> httpx.Response:
         """Send one HTTP request. Thread-safe."""
-        with httpx.Client(base_url=self.url, timeout=600, verify=False) as client:
+        with httpx.Client(base_url=self.url, timeout=timeout_s, verify=False, trust_env=False) as client:
             return client.request(method, path, json=body)
 
     def end(self, number: int = signal.SIGTERM) -> int:
