@@ -102,10 +102,12 @@ class StageGroup:
             self.stage_failed(stage, text, now)
 
     def stage_failed(self, stage: int, message: str, now: float) -> None:
-        """Nothing that the engine holds is of use any more: fail every request, and start over with an empty pool."""
+        """Fail every request and start over with an empty pool. The front end is told first, so that it does not answer
+        a request with this error while it still says that it would serve."""
         error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
-        self.stop(error, now)
+        self._state.engine.ready = False
         self.announce(error.message)
+        self.stop(error, now)
         self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch, served=self._served))
         self._served = False
 

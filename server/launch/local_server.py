@@ -17,9 +17,7 @@ READY_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0  # the port may be that of a program that never answers
 END_TIMEOUT_S = 40.0
 LOG_LINES = 40
-KEY_VARIABLES = tuple(
-    BY_KEY[key].flag.variable for key in ("api-key", "prefill-api-key")
-)  # callers send none
+KEY_VARIABLES = tuple(BY_KEY[key].flag.variable for key in ("api-key", "prefill-api-key"))  # callers send none
 
 
 class ServerFailed(Exception):

@@ -48,6 +48,8 @@ def test_a_failed_stage_fails_every_request_and_the_pool_starts_over() -> None:
     bench.abort("here")
     effects = bench.do(StageFailed(stage=0, message="out of memory"))
     assert {failed.rid for failed in effects if isinstance(failed, RequestFailed)} == {"out", "in"}
+    told = [type(effect) for effect in effects if isinstance(effect, EngineState | RequestFailed)]
+    assert told[0] is EngineState, "a client with its answer finds the server not ready"
     assert only(effects, TellFailed).error.code == "stage_failed"
     only(effects, AskCancel)
     assert none(effects, ReleaseRequest)
