@@ -47,7 +47,7 @@ class EngineProcess:
     """Another engine in a child process. Methods raise RuntimeError when it has ended."""
 
     def __init__(self, python: Path, module: str, model: Path, dtype: str, threads: int) -> None:
-        """Start the engine and wait until it is loaded. module: such as benchmarks.peer_vllm."""
+        """Start the engine and wait until it is loaded. module: such as benchmarks.peer_vllm. Raises RuntimeError."""
         self._module = module
         self._process = subprocess.Popen(
             [str(python), "-m", module, str(model), dtype, str(threads)],

@@ -24,7 +24,7 @@ LATER = 5  # requests after the first one
 
 
 def seconds_to_ready(server: LocalServer, started: float) -> float:
-    """Seconds from started to the first 200 of /ready."""
+    """Seconds from started to the first 200 of /ready. Raises SystemExit, with the log, when the server ends before."""
     while server.process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         with contextlib.suppress(OSError):

@@ -69,6 +69,7 @@ class MemoryCopy:
         self._target = np.zeros_like(self._source)
 
     def move(self) -> None:
+        """See Mover."""
         for page in list(range(len(self._source))) * REPEATS:
             self._target[page] = self._source[page]
 
@@ -113,11 +114,13 @@ class BareZmq:
         self._receiver = BareReceiver(self._child.port, store.data.reshape(job.pages, -1))
 
     def move(self) -> None:
+        """See Mover."""
         self._child.start()
         for _ in range(REPEATS):
             self._receiver.take_all()
 
     def close(self) -> None:
+        """See Mover."""
         self._receiver.close()
         self._child.close()
 
@@ -134,10 +137,12 @@ class BareNixl:
         self._child = SendingProcess(msgspec.structs.replace(job, access=self._registered.grant(SESSION)))
 
     def move(self) -> None:
+        """See Mover."""
         self._child.start()
         self._child.wait()
 
     def close(self) -> None:
+        """See Mover."""
         self._child.close()
         self._registered.close()
 
@@ -190,6 +195,7 @@ class Transfer:
         self._receiver.apply(order, CLOCK.now())
 
     def move(self) -> None:
+        """See Mover. Raises AssertionError when a request fails."""
         for _ in range(REPEATS):
             self._request += 1
             self._prepare(self._request)
@@ -222,6 +228,7 @@ class Transfer:
         self._receiver.apply(order, CLOCK.now())
 
     def close(self) -> None:
+        """See Mover."""
         self._receiver.close()
         self._context.destroy(linger=0)
         self._child.close()
