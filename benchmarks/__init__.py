@@ -1,1 +1,1 @@
-"""Figures that the README quotes, one command each: `python -m benchmarks.NAME`."""
+"""Benchmarks: one command per figure that the README quotes; `python -m benchmarks.NAME --help` says what it prints."""

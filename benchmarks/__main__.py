@@ -1,4 +1,4 @@
-"""All benchmarks in turn: `python -m benchmarks`."""
+"""Prefill tokens/s, handoff latency and transfer GB/s, with default settings: `python -m benchmarks`."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from benchmarks.report import run
 
 
 def main(_arguments: Sequence[str]) -> int:
+    """Run the three benchmarks one after the other."""
     for benchmark in (prefill, handoff, transfer):
         benchmark.main([])
     return 0

@@ -1,6 +1,6 @@
-"""NIXL without a protocol: the pages of one process written into another's, for benchmarks.transfer.
+"""Limit for benchmarks.transfer: NIXL alone, the pages of one process written into another's.
 
-Descriptors, transports and the window are those of transfer/; there are neither headers nor answers.
+Descriptors, transports and the window are those of headrace.transfer; there are no headers and no answers.
 """
 
 import sys
@@ -18,7 +18,11 @@ POLL_S = 0.0005
 def send(
     memory: memoryview, access: NixlAccess, page_bytes: int, chunk_pages: int, window_bytes: int, repeats: int
 ) -> None:
-    """Say that all is set up; then write all pages so many times for every line on standard input, and say so."""
+    """Print a line when set up. Then for every line on standard input: write all pages `repeats` times and print a
+    line.
+
+    memory: pages of page_bytes each. window_bytes: bytes under way at a time.
+    """
     agent = Agent(memory, LOOPBACK)
     peer = agent.nixl.loadRemoteMD(access.metadata)
     peer = peer.decode() if isinstance(peer, bytes) else peer
@@ -48,7 +52,7 @@ def _post(agent: Agent, peer: str, access: NixlAccess, page_bytes: int, pages: r
 
 
 def _wait(agent: Agent, posted: list[int]) -> list[int]:
-    """Those that are still under way, after a while if nothing has changed."""
+    """The requests still under way; sleeps POLL_S when none has finished."""
     left = [request for request in posted if agent.nixl.getXferStatus(request) == nixl.NIXL_IN_PROG]
     for request in set(posted) - set(left):
         agent.nixl.releaseXferReq(request)

@@ -1,6 +1,6 @@
-"""ZMQ without a protocol: pages as frames from one process into another's memory, for benchmarks.transfer.
+"""Limit for benchmarks.transfer: ZMQ alone, pages as frames from one process into another's memory.
 
-The sockets, the frames, the copies and the window are those of transfer/; of headers and answers there are bytes alone.
+Sockets, frames, copies and the window are those of headrace.transfer; headers and answers are dummy bytes.
 """
 
 import sys
@@ -11,11 +11,14 @@ import numpy.typing as npt
 import zmq
 
 Pages = npt.NDArray[np.uint8]  # [pages, bytes of a page]
-HEADER = bytes(200)
+HEADER = bytes(200)  # about the size of a chunk's header
 
 
 def send(pages: Pages, chunk_pages: int, window_bytes: int, repeats: int) -> None:
-    """Print a port, then send all pages so many times for every line on standard input, until that ends."""
+    """Print the port. Then send all pages `repeats` times for every line on standard input, until it ends.
+
+    pages: uint8 [pages, page bytes]. window_bytes: unacknowledged bytes at a time.
+    """
     context: Any = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
@@ -38,9 +41,10 @@ def send(pages: Pages, chunk_pages: int, window_bytes: int, repeats: int) -> Non
 
 
 class BareReceiver:
-    """Takes frames in without a copy, and copies them into pages."""
+    """Receives frames without a copy, and copies them into pages."""
 
     def __init__(self, port: int, pages: Pages) -> None:
+        """Connect to the sender at this loopback port. pages: uint8 [pages, page bytes], to be filled."""
         self._pages = pages
         self._context: Any = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -49,7 +53,7 @@ class BareReceiver:
         self._socket.send(b"here")
 
     def take_all(self) -> None:
-        """Until every page has come once."""
+        """Receive every page once."""
         page = 0
         while page < len(self._pages):
             _, *frames = self._socket.recv_multipart(copy=False)
@@ -61,4 +65,5 @@ class BareReceiver:
             self._socket.send(str(size).encode())
 
     def close(self) -> None:
+        """Close the connection."""
         self._context.destroy(linger=0)

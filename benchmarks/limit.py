@@ -1,4 +1,4 @@
-"""The limit of the hardware: the matrix products of a prefill, and nothing else."""
+"""Limit for benchmarks.peers: seconds of the matrix products of a prefill alone, with torch's math library."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.model.config import ModelSpec
 
-LAYERS = 4  # measured in place of all, one after the other, each with weights of its own
-TILE = 256  # queries that meet their mean number of keys at once
+LAYERS = 4  # measured in place of all, one after the other, each with its own weights
+TILE = 256  # queries of one attention product, each with the mean number of keys
 DTYPES = ("float32", "bfloat16")
 
 
 class Limit:
-    """Products of the shapes of a model, in the dtype that this machine multiplies fastest."""
+    """Matrix products with the shapes of a model, in the dtype that this machine multiplies fastest."""
 
     def __init__(self, spec: ModelSpec, dtype: str, chunk_tokens: int) -> None:
-        """A float32 model multiplies in float32; a 16-bit one in what is faster."""
+        """dtype: of the model; float32 multiplies in float32, bfloat16 in the faster of the two. chunk_tokens: rows of
+        a product."""
         self._spec = spec
         self._chunk = chunk_tokens
         heads = spec.heads + 2 * spec.kv_heads
@@ -34,7 +35,8 @@ class Limit:
         self._weights = choices[self.dtype]
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """The least time for prompts of these lengths: linear layers over full chunks, attention prompt by prompt."""
+        """Seconds of all products of prompts of these lengths: linear layers in full chunks, attention prompt by
+        prompt."""
         total = sum(lengths)
         full, rest = divmod(total, self._chunk)
         linear = full * self._products(self._weights, self._chunk) if full else 0.0
@@ -43,7 +45,7 @@ class Limit:
         return (linear + attention) * self._spec.layers
 
     def _products(self, weights: list[list[torch.Tensor]], rows: int) -> float:
-        """Seconds of one layer's linear products."""
+        """Seconds of one layer's linear products with so many rows."""
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in weights[0]]
 
         def layers() -> None:
@@ -54,7 +56,7 @@ class Limit:
         return _timed(layers) / len(weights)
 
     def _attention(self, length: int) -> float:
-        """Seconds of one layer's products with keys and values. A causal mask leaves half of them."""
+        """Seconds of one layer's products with keys and values; a causal mask leaves half of them."""
         spec = self._spec
         rows, keys = min(TILE, length) * spec.heads // spec.kv_heads, max(1, length // 2)
         dtype = TORCH_DTYPES[self.dtype]
@@ -65,7 +67,7 @@ class Limit:
 
 
 def _timed(products: Callable[[], object]) -> float:
-    """Seconds, when the memory for the results is there."""
+    """Seconds of the second call, when memory for the results is allocated."""
     with torch.inference_mode():
         products()
         started = time.perf_counter()

@@ -1,9 +1,13 @@
-"""What everything around the forward pass costs: `python -m benchmarks.overhead`.
+"""Overhead around the forward pass: ms of a request on an idle server by part, requests/s, and share of a real prompt.
 
-Three measurements. An idle server with a stub model that takes no time, one request after the other, and where the
-time goes. Requests/s of the same server by the number of clients. Both beside uvicorn with an empty route, the two
-taking turns, with the client of this process (which has its share of the machine's cores). And prompts of a real model,
-HTTP to first token, against the seconds that its stage computed.
+`python -m benchmarks.overhead` measures three things:
+
+    an idle server with a stub model that takes no time, one request after the other: ms by part
+    the same server with several clients: requests/s
+    prompts of a real model, HTTP to first token: the time in which its stage does not compute
+
+The first two are measured in turns with uvicorn and an empty route, by a client in this process, which takes its share
+of the machine's cores.
 """
 
 import argparse
@@ -21,26 +25,28 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from benchmarks.arguments import add_model, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.server import plan_seconds, prefill_body, serving
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.local_server import LocalServer
 
 VOCABULARY = 1000
 STUB = f"stub:us_per_token=0,max_len=4096,vocab={VOCABULARY}"
 IDLE_TOKENS = 16
-WARM_UP = 50
-_COMPUTED = re.compile(r"^headrace_plan_duration_seconds_sum (\S+)$", re.MULTILINE)
+WARM_UP = 50  # requests
 
 
 class Connection:
-    """A kept-alive HTTP connection that does as little as one can."""
+    """A minimal keep-alive HTTP client connection, so that the client costs little."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Of asyncio.open_connection."""
         self._reader = reader
         self._writer = writer
 
     async def post(self, body: bytes) -> bytes:
-        """The body of the answer."""
+        """POST /v1/prefill; returns the body of the answer."""
         head = f"POST /v1/prefill HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).decode()
@@ -50,11 +56,13 @@ class Connection:
         return await self._reader.readexactly(int(length[1]))
 
     def close(self) -> None:
+        """Close the connection."""
         self._writer.close()
 
 
 @asynccontextmanager
 async def connections(port: int, count: int) -> AsyncIterator[list[Connection]]:
+    """So many connections to a loopback port, for the length of a with block."""
     made = [Connection(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(count)]
     try:
         yield made
@@ -64,20 +72,20 @@ async def connections(port: int, count: int) -> AsyncIterator[list[Connection]]:
 
 
 def body(ids: list[int]) -> bytes:
-    """A prompt whose KV goes nowhere."""
-    return json.dumps({"prompt_token_ids": ids, "handoff": "none", "temperature": 0, "max_tokens": 1}).encode()
+    """Encoded body for a prompt whose KV is sent to no peer."""
+    return json.dumps(prefill_body(ids)).encode()
 
 
 class Answer(NamedTuple):
-    """Milliseconds: by the client's clock, and those that the answer itself tells."""
+    """Milliseconds of one request."""
 
-    total: float
-    queue: float = 0.0
-    forward: float = 0.0
+    total: float  # by the client's clock
+    queue: float = 0.0  # by the answer's timing_ms
+    forward: float = 0.0  # by the answer's timing_ms
 
 
-async def one_after_the_other(port: int, count: int) -> list[Answer]:
-    """Requests on one connection."""
+async def sequential_requests(port: int, count: int) -> list[Answer]:
+    """So many requests on one connection, one after the other."""
     answers = []
     async with connections(port, 1) as (connection,):
         for seed in range(count):
@@ -91,7 +99,7 @@ async def one_after_the_other(port: int, count: int) -> list[Answer]:
 
 
 async def requests_per_second(port: int, clients: int, seconds: float) -> float:
-    """Of so many clients that each wait for their answer before they ask again."""
+    """Requests per second of so many clients, each with one request at a time."""
     done = 0
     end = time.perf_counter() + seconds
     requests = [body(prompt(IDLE_TOKENS, seed, VOCABULARY)) for seed in range(256)]
@@ -108,31 +116,24 @@ async def requests_per_second(port: int, clients: int, seconds: float) -> float:
         return done / (time.perf_counter() - started)
 
 
-def computed(server: LocalServer) -> float:
-    """Seconds that the (only) stage has spent on plans, by the record that comes with each of them."""
-    match = _COMPUTED.search(server.request("GET", "/metrics").text)
-    assert match is not None
-    return float(match[1])
-
-
-def idle(server: LocalServer, empty: int, rounds: int, count: int) -> None:
-    """The time of a request and of its parts. empty: port of the empty route."""
-    asyncio.run(one_after_the_other(server.port, WARM_UP))
-    asyncio.run(one_after_the_other(empty, WARM_UP))
+def print_latency_by_part(server: LocalServer, empty: int, rounds: int, count: int) -> None:
+    """Print ms of a request on an idle server, by part. empty: port of the empty route."""
+    asyncio.run(sequential_requests(server.port, WARM_UP))
+    asyncio.run(sequential_requests(empty, WARM_UP))
     ours: list[Answer] = []
     theirs: list[Answer] = []
-    before = computed(server)
+    before = plan_seconds(server)
     for _ in range(rounds):
-        ours += asyncio.run(one_after_the_other(server.port, count))
-        theirs += asyncio.run(one_after_the_other(empty, count))
-    stage = 1000 * (computed(server) - before) / len(ours)
+        ours += asyncio.run(sequential_requests(server.port, count))
+        theirs += asyncio.run(sequential_requests(empty, count))
+    stage = 1000 * (plan_seconds(server) - before) / len(ours)
     total, queue, forward = (statistics.median(column) for column in zip(*ours, strict=True))
     http = statistics.median(answer.total for answer in theirs)
     ends = sorted(answer.total for answer in ours)
     rows = [
         ("total", f"{total:.2f}", f"99% under {ends[int(0.99 * len(ends))]:.2f}"),
         ("uvicorn with an empty route, and the client", f"{http:.2f}", ""),
-        ("front end, and the way to the scheduler and back", f"{total - http - queue - forward:.2f}", ""),
+        ("front end, and messages to the scheduler and back", f"{total - http - queue - forward:.2f}", ""),
         ("queue", f"{queue:.2f}", ""),
         ("orders to the stage and back", f"{forward - stage:.2f}", ""),
         ("the stage's forward pass (the stub's arithmetic)", f"{stage:.2f}", ""),
@@ -140,7 +141,8 @@ def idle(server: LocalServer, empty: int, rounds: int, count: int) -> None:
     print_table(f"one request on an idle server, ms: median of {len(ours)}", ("part", "ms", ""), rows)
 
 
-def throughput(server: LocalServer, empty: int, clients: Sequence[int], rounds: int, seconds: float) -> None:
+def print_throughput(server: LocalServer, empty: int, clients: Sequence[int], rounds: int, seconds: float) -> None:
+    """Print requests/s by number of clients. empty: port of the empty route."""
     rows = []
     for count in clients:
         pairs = []
@@ -156,31 +158,25 @@ def throughput(server: LocalServer, empty: int, clients: Sequence[int], rounds: 
     )
 
 
-def share(model: str, dtype: str, threads: int, lengths: Sequence[int], rounds: int) -> None:
-    """How much of the time of a prompt its stage does not compute."""
+def print_share(model: str, dtype: str, threads: int, lengths: Sequence[int], rounds: int) -> None:
+    """Print the share of a prompt's time in which the stage does not compute."""
     flags = ("--role", "prefill", "--model", model, "--dtype", dtype, "--threads", str(threads), "--no-prefix-cache")
-    server = LocalServer(*flags)
     rows = []
-    try:
-        with console.status(f"starting a server for {model}"):
-            server.wait_ready()
+    with serving(*flags, status=f"starting a server for {model}") as server:
         for length in lengths:
             with console.status(f"{length} tokens"):
                 totals, around = [], []
                 for seed in range(rounds):
                     request = body(prompt(length, seed))
-                    before, started = computed(server), time.perf_counter()
+                    before, started = plan_seconds(server), time.perf_counter()
                     asyncio.run(_post(server.port, request))
                     totals.append(time.perf_counter() - started)
-                    around.append(totals[-1] - (computed(server) - before))
+                    around.append(totals[-1] - (plan_seconds(server) - before))
             shares = [100 * a / total for a, total in zip(around, totals, strict=True)]
             rows.append(
                 (f"{length:,}", spread([1000 * each for each in totals]), spread([1000 * each for each in around]),
                  f"{statistics.median(shares):.2f}%")
             )  # fmt: skip
-    finally:
-        server.end()
-        server.close()
     print_table(
         f"HTTP to first token, {model}, {dtype}, {threads} threads: median (range) of {rounds} rounds",
         ("tokens", "total, ms", "of it not computing, ms", "share"),
@@ -194,7 +190,7 @@ async def _post(port: int, request: bytes) -> None:
 
 
 async def _empty(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body and answers with an empty object."""
+    """ASGI application: reads the body and answers with an empty object."""
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -202,6 +198,7 @@ async def _empty(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _listening(port: int) -> None:
+    """Wait until the port accepts connections."""
     while True:
         try:
             async with connections(port, 1):
@@ -210,46 +207,47 @@ async def _listening(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def around_a_stub(clients: Sequence[int], rounds: int, count: int, seconds: float) -> None:
-    """The first two measurements."""
-    server = LocalServer(
-        "--role", "prefill", "--model", STUB, "--no-prefix-cache", "--kv-pages", "2048", "--threads", "1"
-    )
-    port = free_port()
-    empty = subprocess.Popen([sys.executable, "-m", "benchmarks.overhead", "--empty-route", str(port)])
-    try:
-        with console.status("starting a server with a stub model, and an empty one"):
-            server.wait_ready()
-            asyncio.run(asyncio.wait_for(_listening(port), 30))
-        with console.status("one request after the other"):
-            idle(server, port, rounds, count)
-        with console.status("several at once"):
-            throughput(server, port, clients, rounds, seconds)
-    finally:
-        empty.terminate()
-        empty.wait()
-        server.end()
-        server.close()
+def measure_with_stub(clients: Sequence[int], rounds: int, count: int, seconds: float) -> None:
+    """The first two measurements. count: requests in each round; seconds: of each round with several clients."""
+    flags = ("--role", "prefill", "--model", STUB, "--no-prefix-cache", "--kv-pages", "2048", "--threads", "1")
+    with serving(*flags, status="starting a server with a stub model") as server:
+        port = free_port()
+        empty = subprocess.Popen([sys.executable, "-m", "benchmarks.overhead", "--empty-route", str(port)])
+        try:
+            with console.status("starting uvicorn with an empty route"):
+                asyncio.run(asyncio.wait_for(_listening(port), 30))
+            with console.status("one request after the other"):
+                print_latency_by_part(server, port, rounds, count)
+            with console.status("several clients"):
+                print_throughput(server, port, clients, rounds, seconds)
+        finally:
+            empty.terminate()
+            empty.wait()
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="of the third measurement")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="none: leave it out")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=300, help="one after the other, in each round")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of several clients, in each round")
+    """Print the three tables. Raises ServerFailed."""
+    parser = make_parser("overhead", __doc__)
+    add_rounds(parser, 3)
+    first = parser.add_argument_group("stub model")
+    first.add_argument("--requests", type=int, default=300, metavar="N", help="one after the other, in each round")
+    first.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="numbers of clients")
+    first.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of each round with several clients")
+    real = parser.add_argument_group("real model")
+    add_model(real)
+    add_threads(real)
+    real.add_argument(
+        "--lengths", type=int, nargs="*", default=[512, 2048], metavar="TOKENS",
+        help="tokens of the prompts; without any the real model is left out",
+    )  # fmt: skip
     parser.add_argument("--empty-route", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.empty_route:
         uvicorn.run(_empty, port=given.empty_route, log_config=None, access_log=False, lifespan="off")
         return 0
-    around_a_stub(given.clients, given.rounds, given.requests, given.seconds)
+    measure_with_stub(given.clients, given.rounds, given.requests, given.seconds)
     if given.lengths:
-        share(given.model, given.dtype, given.threads, given.lengths, given.rounds)
+        print_share(given.model, given.dtype, given.threads, given.lengths, given.rounds)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""What a benchmarked engine's child process speaks: a JSON list of prompts comes in a line, the seconds go out.
+"""Protocol of another engine's child process (benchmarks.peers): a line with a JSON list of prompts in, seconds out.
 
-Standard library alone, since it runs in the engine's own environment. The engine's own printing goes to stderr.
+Standard library only, since it runs in the engine's own environment. What the engine prints goes to stderr.
 """
 
 import json
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-READY = "ready"
+READY = "ready"  # first line, when the engine is loaded
 
 
 def take_stdout() -> TextIO:
-    """What answers go to. Whatever else is printed from now on goes to stderr."""
+    """Standard output, for answers; everything else printed from now on goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def serve(compute: Callable[[list[list[int]]], None], answers: TextIO) -> None:
-    """Say that all is loaded, then compute what is asked until standard input ends."""
+    """Print READY, then compute lists of prompts until standard input ends, and print the seconds of each."""
     with answers:
         print(json.dumps(READY), file=answers)
         for line in sys.stdin:

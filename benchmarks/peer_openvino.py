@@ -1,7 +1,7 @@
-"""OpenVINO GenAI as a child process in an environment of its own (see benchmarks/peers.py, and benchmarks/peer.py).
+"""OpenVINO GenAI for benchmarks.peers, as a child process in its own environment (protocol: benchmarks/peer.py).
 
-`python -m benchmarks.peer_openvino GGUF DTYPE THREADS`. Activations are not quantised; no prefix cache; the
-first token is all it samples.
+`python -m benchmarks.peer_openvino GGUF DTYPE THREADS`. Activations are not quantised, there is no prefix cache, and
+one token is sampled per prompt.
 """
 
 import sys
@@ -12,6 +12,7 @@ PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def main(model: str, dtype: str, threads: int) -> None:
+    """Serve prompts. model: a .gguf file."""
     answers = take_stdout()
     import numpy as np
     import openvino as ov

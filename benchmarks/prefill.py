@@ -1,23 +1,23 @@
-"""Prefill tokens/s of a server, HTTP to first token, beside transformers: `python -m benchmarks.prefill`.
+"""Prefill tokens/s of a server, HTTP to first token, beside transformers.
 
-Interleaved in one run: each round times the server, then transformers in this process, on the same random prompts
-with the same number of threads. While one computes, the other is idle.
+`python -m benchmarks.prefill`. Interleaved in one run: each round times the server, then transformers in this process,
+on the same random prompts with the same number of threads. While one computes, the other is idle.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.arguments import add_lengths, add_model, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.server import prefill_seconds, serving
 from headrace.engine.model.source import resolve_source
-from headrace.server.launch.local_server import LocalServer
 
 
-def transformers_prefill(model: str, dtype: str) -> Callable[[list[int]], None]:
-    """A function that computes one prompt and its KV cache in transformers, with its fastest attention (sdpa)."""
+def transformers_prefill(model: str, dtype: str) -> Callable[[list[int]], float]:
+    """A function that computes one prompt and its KV cache in transformers with sdpa attention; returns its seconds."""
     from pathlib import Path
 
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -29,61 +29,36 @@ def transformers_prefill(model: str, dtype: str) -> Callable[[list[int]], None]:
         path = path.parent
     loaded = AutoModelForCausalLM.from_pretrained(str(path), **options).to(getattr(torch, dtype)).eval()
 
-    def compute(ids: list[int]) -> None:
+    def seconds(ids: list[int]) -> float:
+        started = time.perf_counter()
         with torch.inference_mode():
             loaded(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - started
 
-    return compute
-
-
-def server_prefill(server: LocalServer) -> Callable[[list[int]], None]:
-    """A function that computes one prompt on the server; its KV goes nowhere."""
-
-    def compute(ids: list[int]) -> None:
-        body = {"prompt_token_ids": ids, "handoff": "none", "temperature": 0, "max_tokens": 1}
-        answer = server.request("POST", "/v1/prefill", body)
-        assert answer.status_code == 200, answer.text
-
-    return compute
-
-
-def rate(compute: Callable[[list[int]], None], ids: list[int]) -> float:
-    """Tokens per second."""
-    started = time.perf_counter()
-    compute(ids)
-    return len(ids) / (time.perf_counter() - started)
+    return seconds
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill", description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8000])
+    """Print the table. Raises ConfigError for an unknown model, ServerFailed."""
+    parser = make_parser("prefill", __doc__)
+    add_model(parser)
+    add_threads(parser)
+    add_rounds(parser, 3)
+    add_lengths(parser, 512, 2048, 8000)
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     reference = transformers_prefill(given.model, given.dtype)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
-    server = LocalServer(*flags, "--no-prefix-cache", "--chunk-tokens", "2048")
-    try:
-        with console.status("starting a prefill server"):
-            server.wait_ready()
-        ours = server_prefill(server)
-        rows = []
+    rows = []
+    with serving(*flags, "--no-prefix-cache", "--chunk-tokens", "2048") as server:
         for length in given.lengths:
             with console.status(f"{length} tokens"):
-                reference(prompt(64, 0))
-                ours(prompt(64, 1))
-                pairs = [
-                    (rate(ours, prompt(length, seed)), rate(reference, prompt(length, seed)))
-                    for seed in range(2, 2 + given.rounds)
-                ]
+                reference(prompt(64, 0))  # warm-up
+                prefill_seconds(server, prompt(64, 1))
+                prompts = [prompt(length, seed) for seed in range(2, 2 + given.rounds)]
+                pairs = [(length / prefill_seconds(server, ids), length / reference(ids)) for ids in prompts]
             ratio = statistics.median(a / b for a, b in pairs)
             rows.append((f"{length:,}", spread([a for a, _ in pairs]), spread([b for _, b in pairs]), f"{ratio:.2f}"))
-    finally:
-        server.end()
-        server.close()
     print_table(
         f"prefill tokens/s, {given.dtype}, {given.threads} threads: median (range) of {given.rounds} rounds",
         ("tokens", "headrace, HTTP to first token", "transformers, sdpa", "ratio"),

@@ -1,12 +1,11 @@
-"""Where the time of a prefill goes: `python -m benchmarks.profile`.
+"""Profile of a prefill: tokens/s, shares of products, attention and the rest, and ms spent outside the forward pass.
 
-First in this process, without a server, by part of the forward pass: matrix products of the linear layers, attention
-(with its reads and writes of the pool), and the rest (norms, rotary embedding, activation, residuals, copies, Python).
-Then through a server whose KV goes nowhere: what its stage was busy with, by its own count, and what is left of the
-time that the client saw, which is HTTP, scheduling, planning and sending.
+`python -m benchmarks.profile`. First in this process, without a server, by part of the forward pass: matrix products of
+the linear layers, attention (with its reads and writes of the pool), and the rest (norms, rotary embedding, activation,
+residuals, copies, Python). Then through a server: the time that the client waited and its stage did not compute, which
+is HTTP, scheduling, planning and sending.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,41 +14,48 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.overhead import computed
-from benchmarks.prefill import server_prefill
+from benchmarks.arguments import add_lengths, add_model, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run
+from benchmarks.server import plan_seconds, prefill_seconds, serving
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types import packed
+from headrace.core.types.geometry import ceil_div
 from headrace.core.types.request import SamplingParams
 from headrace.engine.attention.base import Attention, AttentionPass, AttentionSpan
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer
 
-PAGE = 16
+PAGE = 16  # tokens
+MAX_TOKENS = 8192  # positions of the pool
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def rows_of(ids: Sequence[int], chunk: int) -> list[PlanRow]:
-    """One prompt, a plan for each row."""
+    """Rows that compute a prompt in chunks of so many tokens, one plan each."""
     rows = []
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         end = start + len(part)
         sample = SamplingParams(temperature=0.0) if end == len(ids) else None
-        rows.append(PlanRow(1, start, len(part), packed.pack(range(-(-end // PAGE))), packed.pack(part), sample=sample))
+        rows.append(
+            PlanRow(1, start, len(part), packed.pack(range(ceil_div(end, PAGE))), packed.pack(part), sample=sample)
+        )
     return rows
 
 
 class Stopwatch:
-    """Adds up the time of the calls that go through it."""
+    """Sums the time of calls."""
 
     def __init__(self) -> None:
+        """At zero."""
         self.seconds = 0.0
 
     def timed(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function, with its calls timed."""
+
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             started = time.perf_counter()
             result = function(*args, **kwargs)
@@ -60,23 +66,28 @@ class Stopwatch:
 
 
 class TimedPass:
+    """An AttentionPass whose calls are timed."""
+
     def __init__(self, running: AttentionPass, watch: Stopwatch) -> None:
+        """Wrap a pass."""
         self.attend = watch.timed(running.attend)
 
 
 class TimedAttention:
-    """An Attention whose passes are timed, reads and writes of the pool included."""
+    """An Attention whose passes are timed, with their reads and writes of the pool."""
 
     def __init__(self, attention: Attention, watch: Stopwatch) -> None:
+        """Wrap an implementation."""
         self._attention = attention
         self._watch = watch
 
     def begin(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
+        """See Attention."""
         return TimedPass(self._attention.begin(spans), self._watch)
 
 
 def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float, float]:
-    """Seconds of products, attention and everything else."""
+    """Seconds of products, attention and the rest, one plan per row."""
     products, attention = Stopwatch(), Stopwatch()
     arithmetic = runner._decoder._arithmetic
     with (
@@ -90,52 +101,44 @@ def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float,
     return products.seconds, attention.seconds, total - products.seconds - attention.seconds
 
 
-def around(server: LocalServer, ids: list[int]) -> tuple[float, float]:
-    """Seconds that the client saw, and those of them in which the stage did not compute."""
-    before = computed(server)
-    started = time.perf_counter()
-    server_prefill(server)(ids)
-    seen = time.perf_counter() - started
-    return seen, seen - (computed(server) - before)
+def outside_forward(server: LocalServer, ids: list[int]) -> tuple[float, float]:
+    """Seconds that the client waited, and those of them in which the stage did not compute."""
+    before = plan_seconds(server)
+    total = prefill_seconds(server, ids)
+    return total, total - (plan_seconds(server) - before)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk-tokens", type=int, default=2048)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8000])
-    parser.add_argument("--rounds", type=int, default=3)
+    """Print the table. Raises ConfigError for an unknown model, ServerFailed."""
+    parser = make_parser("profile", __doc__)
+    add_model(parser)
+    add_threads(parser)
+    parser.add_argument("--chunk-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of a chunk")
+    add_lengths(parser, 128, 512, 2048, 8000)
+    add_rounds(parser, 3)
     given = parser.parse_args(arguments)
-    engine = EngineConfig(page_size=PAGE, kv_pages=-(-8192 // PAGE), threads=given.threads)
-    runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, 8192)
+    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
+    runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS)
     keep_freed_memory()  # as a stage does
     runner.warm_up()
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
-    server = LocalServer(*flags, "--no-prefix-cache", "--chunk-tokens", str(given.chunk_tokens))
     table = []
-    try:
-        with console.status("starting a prefill server"):
-            server.wait_ready()
+    with serving(*flags, "--no-prefix-cache", "--chunk-tokens", str(given.chunk_tokens)) as server:
         for length in given.lengths:
             with console.status(f"{length} tokens"):
                 ids = [prompt(length, seed) for seed in range(given.rounds)]
                 inside = [by_part(runner, rows_of(tokens, given.chunk_tokens)) for tokens in ids]
-                outside = [around(server, tokens) for tokens in ids]
+                outside = [outside_forward(server, tokens) for tokens in ids]
             parts = [statistics.median(shares) for shares in zip(*([part / sum(row) for part in row] for row in inside),
                                                                  strict=True)]  # fmt: skip
             rate = statistics.median(length / sum(row) for row in inside)
             left = statistics.median(1000 * rest for _, rest in outside)
-            share = statistics.median(rest / seen for seen, rest in outside)
+            share = statistics.median(rest / total for total, rest in outside)
             table.append((f"{length:,}", f"{rate:,.0f}", *(f"{part:.1%}" for part in parts), f"{left:.1f}",
                           f"{share:.1%}"))  # fmt: skip
-    finally:
-        server.end()
-        server.close()
     print_table(
         f"where the time goes, {given.dtype}, {torch.get_num_threads()} threads: medians of {given.rounds} rounds",
-        ("tokens", "tokens/s, forward pass", "products", "attention", "rest", "around it, ms", "of what a client sees"),
+        ("tokens", "tokens/s, forward pass", "products", "attention", "rest", "outside it, ms", "of the client's time"),
         table,
     )
     return 0

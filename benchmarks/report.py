@@ -1,4 +1,4 @@
-"""What benchmarks print, the prompts they use, and how they end."""
+"""Output of benchmarks, the prompts they use, and running one as a command."""
 
 import random
 import statistics
@@ -15,17 +15,18 @@ console = Console()
 
 
 def prompt(tokens: int, seed: int, vocabulary: int = 40_000) -> list[int]:
-    """Random token ids: no two seeds share a prefix, so no cache helps."""
+    """Random token ids; prompts of different seeds share no prefix, so no prefix cache helps."""
     generator = random.Random(seed)
     return [generator.randrange(100, vocabulary) for _ in range(tokens)]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, and the range around it."""
+    """Median and range, as text."""
     return f"{statistics.median(values):,.1f} ({min(values):,.1f}-{max(values):,.1f})"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is left-aligned."""
     table = Table(title=title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -35,7 +36,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """A benchmark as a command: mistakes of the user and Ctrl-C end it without a traceback."""
+    """Run a benchmark as a command; ConfigError and Ctrl-C end it without a traceback."""
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The sending process of benchmarks.transfer: python -m benchmarks.sending JOB."""
+"""The sending process of benchmarks.transfer: `python -m benchmarks.sending JOB`, a Job as JSON."""
 
 import sys
 from pathlib import Path
@@ -24,55 +24,59 @@ from headrace.transfer.sockets.curve_keys import SECRET_SUFFIX
 from headrace.transfer.sockets.zmq_sockets import Context
 
 SESSION, STALLED = "benchmark-session", "the-session-of-a-stalled-peer"
-NAME = "benchmark"  # of the key pair
+NAME = "benchmark"  # of the CURVE key pair
 BARE_ZMQ, BARE_NIXL = "bare zmq", "bare nixl"
-REPEATS = 4  # requests that follow each other without a pause
+REPEATS = 4  # requests per measurement, without a pause
 GEOMETRY = Geometry("bfloat16", layers=30, kv_heads=3, head_dim=64, page_size=16)  # SmolLM2-135M: 360 KiB a page
 CLOCK = SystemClock()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a child is to send, REPEATS times for every line of its standard input. keys: folder with the one pair that
-    both sides have, "" for connections in the clear. stalled: another peer is there that takes nothing in, with this
-    pool, and all pages are to go to it, too. access: for the bare way by NIXL."""
+    """What to send, REPEATS times for every line on standard input."""
 
-    way: str
+    transport: str
+    """A backend, or BARE_ZMQ or BARE_NIXL."""
     pages: int
     chunk_pages: int
     checksum: bool
     memory: PoolMemory = PoolMemory()
+    """The receiving pool, for backends that write into it."""
     keys: str = ""
+    """Folder with the CURVE key pair that both sides use; "" connects in the clear."""
     stalled: PoolMemory | None = None
+    """Pool of a second peer that receives nothing; all pages are queued for it as well. None: no such peer."""
     access: NixlAccess | None = None
+    """For BARE_NIXL."""
 
     def config(self) -> TransferConfig:
+        """Transfer settings of both sides."""
         plain = TransferConfig(backends=(SHM, NIXL, "zmq"), checksum=self.checksum, checksum_shm=self.checksum)
         secret = str(Path(self.keys, f"{NAME}{SECRET_SUFFIX}"))
         return msgspec.structs.replace(plain, curve_key=secret, curve_allowed=self.keys) if self.keys else plain
 
 
 def send(job: Job) -> None:
-    """SendChunk all pages for every line on standard input, until that ends."""
+    """Print the data port; then send all pages for every line on standard input, until it ends."""
     config = job.config()
     store = ArrayPageStore(GEOMETRY, job.pages)
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
-    if job.way == BARE_ZMQ:
+    if job.transport == BARE_ZMQ:
         send_bare_zmq(store.data.reshape(job.pages, -1), job.chunk_pages, config.window_bytes, REPEATS)
         return
     memory = store.data.reshape(-1).data
-    if job.way == BARE_NIXL:
+    if job.transport == BARE_NIXL:
         from benchmarks.bare_nixl import send as send_bare_nixl
 
         assert job.access is not None
         send_bare_nixl(memory, job.access, GEOMETRY.page_bytes, job.chunk_pages, config.window_bytes, REPEATS)
         return
-    reaches: dict[str, Transport] = {SHM: ShmTransport()}
-    if job.way == NIXL:
+    transports: dict[str, Transport] = {SHM: ShmTransport()}
+    if job.transport == NIXL:
         from headrace.transfer.backends.nixl import LOOPBACK, NixlTransport
 
-        reaches[NIXL] = NixlTransport(memory, LOOPBACK)
+        transports[NIXL] = NixlTransport(memory, LOOPBACK)
     context: Context = zmq.Context()
-    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches=reaches)
+    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches=transports)
     peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
     for session, pool in peers.items():
         admit = AdmitPeer(
@@ -80,7 +84,7 @@ def send(job: Job) -> None:
             session=session,
             geometries=(GEOMETRY,),
             window_bytes=config.window_bytes,
-            backend=job.way,
+            backend=job.transport,
             memory=(pool,),
         )
         sender.apply(admit, CLOCK.now())
@@ -89,6 +93,7 @@ def send(job: Job) -> None:
 
 
 def _serve(sender: Sender, sessions: tuple[str, ...], job: Job) -> None:
+    """The I/O loop, as in a stage."""
     loop = EventLoop((sender,), zmq.Poller, CLOCK)
     request = 0
     while True:
@@ -106,6 +111,7 @@ def _serve(sender: Sender, sessions: tuple[str, ...], job: Job) -> None:
 
 
 def _order(sender: Sender, session: str, request: int, job: Job) -> None:
+    """Send all pages as one request."""
     for chunk, first in enumerate(range(0, job.pages, job.chunk_pages)):
         ids = pack(range(first, min(first + job.chunk_pages, job.pages)))
         last = first + job.chunk_pages >= job.pages

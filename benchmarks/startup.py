@@ -1,10 +1,9 @@
-"""From the start of a server to its first requests: `python -m benchmarks.startup`.
+"""Seconds from starting a server to /ready, ms of its first request beside later ones, and memory of the front end.
 
-The time from starting the process to the first 200 of /ready, and whether the first request after that is slower than
-those that follow: what has to be warmed up belongs before /ready. `--fresh` gives every start an empty cache.
+`python -m benchmarks.startup`. A first request slower than later ones would show that warm-up is missing before /ready.
+`--fresh` gives every start an empty cache.
 """
 
-import argparse
 import contextlib
 import http.client
 import statistics
@@ -15,14 +14,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.arguments import add_model, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.server import prefill_seconds
 from headrace.server.launch.local_server import LocalServer
 
 POLL_S = 0.02
-LATER = 5
+LATER = 5  # requests after the first one
 
 
 def seconds_to_ready(server: LocalServer, started: float) -> float:
+    """Seconds from started to the first 200 of /ready. Raises SystemExit, with the log, when the server ends before."""
     while server.process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         with contextlib.suppress(OSError):
@@ -34,17 +36,8 @@ def seconds_to_ready(server: LocalServer, started: float) -> float:
     raise SystemExit(f"the server ended before it was ready:\n{server.log}")
 
 
-def milliseconds(server: LocalServer, ids: list[int]) -> float:
-    """HTTP to first token; the KV goes nowhere."""
-    started = time.perf_counter()
-    body = {"prompt_token_ids": ids, "handoff": "none", "temperature": 0, "max_tokens": 1}
-    answer = server.request("POST", "/v1/prefill", body)
-    assert answer.status_code == 200, answer.text
-    return 1000 * (time.perf_counter() - started)
-
-
 def megabytes(process: int) -> float:
-    """Resident memory."""
+    """Resident memory of a process in MB."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
@@ -55,8 +48,8 @@ def start_once(flags: Sequence[str], tokens: int) -> tuple[float, float, float, 
     server = LocalServer(*flags)
     try:
         ready = seconds_to_ready(server, started)
-        first = milliseconds(server, prompt(tokens, 0))
-        later = statistics.median(milliseconds(server, prompt(tokens, seed)) for seed in range(1, 1 + LATER))
+        first = 1000 * prefill_seconds(server, prompt(tokens, 0))
+        later = 1000 * statistics.median(prefill_seconds(server, prompt(tokens, seed)) for seed in range(1, 1 + LATER))
         return ready, first, later, megabytes(server.process.pid)
     finally:
         server.end()
@@ -64,7 +57,7 @@ def start_once(flags: Sequence[str], tokens: int) -> tuple[float, float, float, 
 
 
 def help_seconds() -> float:
-    """How long the command takes to say what it can do."""
+    """Seconds of `headrace serve --help`."""
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "headrace.server.cli", "serve", "--help"], stdout=subprocess.DEVNULL, check=True
@@ -73,13 +66,13 @@ def help_seconds() -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=128, help="of the requests")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--fresh", action="store_true", help="start without what earlier starts have kept")
+    """Print the table. Raises ServerFailed."""
+    parser = make_parser("startup", __doc__)
+    add_model(parser)
+    add_threads(parser)
+    parser.add_argument("--tokens", type=int, default=128, metavar="TOKENS", help="tokens of each request")
+    add_rounds(parser, 5)
+    parser.add_argument("--fresh", action="store_true", help="start every server with an empty cache directory")
     given = parser.parse_args(arguments)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
     starts = []

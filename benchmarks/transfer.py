@@ -1,16 +1,17 @@
-"""GB/s of KV from one process's pool into another's, each backend beside its limit: python -m benchmarks.transfer.
+"""KV transfer in GB/s from one process's pool into another's, each backend beside its limit.
 
-    shm   beside copying the same pages within one process
-    zmq   beside bare ZMQ: the same frames between two processes, taken in and copied in the same way
-    zmq, CURVE   the same, encrypted
-    nixl  beside bare NIXL: the same pages between two processes (where the package is installed: make bench-nixl)
-    each  beside itself, while another peer of the same sender has stopped to take anything in
+`python -m benchmarks.transfer` compares:
 
-The sending stage runs in a child process, so both sides have an interpreter of their own, as in a deployment. What is
-measured is everything between two pools: headers, checksums, sockets, writes, acknowledgements. The ways take turns.
+    shm          with copying the same pages within one process
+    zmq          with bare ZMQ: the same frames between two processes, received and copied in the same way
+    zmq, CURVE   with bare ZMQ: the cost of encryption
+    nixl         with bare NIXL: the same pages between two processes (where it is installed: make bench-nixl)
+    shm, zmq     with themselves, while another peer of the same sender receives nothing
+
+The sending stage runs in a child process, so that both sides have their own interpreter, as in a deployment. Everything
+between two pools is measured: headers, checksums, sockets, writes, acknowledgements. The transports alternate.
 """
 
-import argparse
 import importlib.util
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.bare_zmq import BareReceiver
 from benchmarks.report import console, print_table, run
 from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEATS, SESSION, STALLED, Job
@@ -46,110 +48,125 @@ from headrace.transfer.sockets.zmq_sockets import Context
 CURVE = "zmq, CURVE"
 
 
-class Way(Protocol):
-    """Something that moves all pages, REPEATS times."""
+class Mover(Protocol):
+    """A transport under test, or a limit."""
 
-    def move(self) -> None: ...
+    def move(self) -> None:
+        """Move all pages REPEATS times."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End its processes and connections."""
+        ...
 
 
-class Copy:
-    """Copying the pages within this process."""
+class MemoryCopy:
+    """Limit of shm: copies the pages within this process."""
 
     def __init__(self, pages: int) -> None:
+        """Allocate source and target."""
         self._source = np.ones((pages, GEOMETRY.page_bytes), np.uint8)
         self._target = np.zeros_like(self._source)
 
     def move(self) -> None:
+        """See Mover."""
         for page in list(range(len(self._source))) * REPEATS:
             self._target[page] = self._source[page]
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
-class Child:
-    """The sending process. port: where it listens."""
+class SendingProcess:
+    """The child process that sends (benchmarks/sending.py)."""
 
     def __init__(self, job: Job) -> None:
+        """Start it and read the port where it listens."""
         command = [sys.executable, "-m", "benchmarks.sending", msgspec.json.encode(job).decode()]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
     def wait(self) -> None:
-        """Until it has said another line."""
+        """Wait for its next line."""
         assert self._process.stdout is not None
         self._process.stdout.readline()
 
     def start(self) -> None:
-        """Have it send."""
+        """Have it send all pages REPEATS times."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
+        """Kill it."""
         self._process.kill()
         self._process.communicate()
 
 
-class Bare:
-    """What ZMQ alone does with the same frames."""
+class BareZmq:
+    """Limit of zmq: ZMQ alone with the same frames."""
 
     def __init__(self, job: Job) -> None:
-        self._child = Child(job)
+        """Start the sender and connect to it."""
+        self._child = SendingProcess(job)
         store = ArrayPageStore(GEOMETRY, job.pages)
         self._receiver = BareReceiver(self._child.port, store.data.reshape(job.pages, -1))
 
     def move(self) -> None:
+        """See Mover."""
         self._child.start()
         for _ in range(REPEATS):
             self._receiver.take_all()
 
     def close(self) -> None:
+        """See Mover."""
         self._receiver.close()
         self._child.close()
 
 
 class BareNixl:
-    """What NIXL alone does with the same pages."""
+    """Limit of nixl: NIXL alone with the same pages."""
 
     def __init__(self, job: Job) -> None:
+        """Register the pool and start the sender."""
         from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
         store = ArrayPageStore(GEOMETRY, job.pages)
-        self._exposure = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
-        self._child = Child(msgspec.structs.replace(job, access=self._exposure.grant(SESSION)))
+        self._registered = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+        self._child = SendingProcess(msgspec.structs.replace(job, access=self._registered.grant(SESSION)))
 
     def move(self) -> None:
+        """See Mover."""
         self._child.start()
         self._child.wait()
 
     def close(self) -> None:
+        """See Mover."""
         self._child.close()
-        self._exposure.close()
+        self._registered.close()
 
 
 class Transfer:
-    """A Receiver here and a Sender in a child."""
+    """A backend: a Receiver in this process and a Sender in a child process."""
 
     def __init__(self, job: Job) -> None:
+        """Make the pool, start the sender, open the session."""
         config = job.config()
         self._pages = job.pages
         self._request = 0
-        self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.way == SHM else None for _ in range(2))
+        self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.transport == SHM else None for _ in range(2))
         self._pools = [pool for pool in (self._pool, stalled) if pool is not None]
         store = ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None)
-        exposures: dict[str, RegisteredPool] = {} if self._pool is None else {SHM: self._pool}
+        registered: dict[str, RegisteredPool] = {} if self._pool is None else {SHM: self._pool}
         memory = _memory(self._pool)
-        if job.way == NIXL:
+        if job.transport == NIXL:
             from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
-            exposure = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
-            exposures, memory = {NIXL: exposure}, PoolMemory(nixl=exposure.memory)
+            pool = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+            registered, memory = {NIXL: pool}, PoolMemory(nixl=pool.memory)
         job = msgspec.structs.replace(job, memory=memory, stalled=job.stalled and _memory(stalled))
-        self._child = Child(job)
+        self._child = SendingProcess(job)
         self._context: Context = zmq.Context()
         if job.stalled is not None:
             self._stalled = self._context.socket(zmq.DEALER)
@@ -164,23 +181,24 @@ class Transfer:
             geometry=GEOMETRY,
             store=store,
             context=self._context,
-            exposures=exposures,
+            exposures=registered,
         )
-        dial = OpenSession(
+        order = OpenSession(
             seq=0,
             session=SESSION,
             endpoints=(f"tcp://127.0.0.1:{self._child.port}",),
             geometries=(GEOMETRY,),
             window_bytes=config.window_bytes,
-            backend=job.way,
+            backend=job.transport,
             server_key=read_public(Path(config.curve_key)) if config.curve_key else "",
         )
-        self._receiver.apply(dial, CLOCK.now())
+        self._receiver.apply(order, CLOCK.now())
 
     def move(self) -> None:
+        """See Mover. Raises AssertionError when a request fails."""
         for _ in range(REPEATS):
             self._request += 1
-            self._expect(self._request)
+            self._prepare(self._request)
         self._child.start()
         poller = zmq.Poller()
         for socket in self._receiver.sockets():
@@ -194,7 +212,8 @@ class Transfer:
                     raise RuntimeError(event.message)
                 arrived += isinstance(event, KvReceived)
 
-    def _expect(self, request: int) -> None:
+    def _prepare(self, request: int) -> None:
+        """Order the receiver to receive all pages."""
         order = PrepareReceive(
             seq=0,
             request=request,
@@ -209,6 +228,7 @@ class Transfer:
         self._receiver.apply(order, CLOCK.now())
 
     def close(self) -> None:
+        """See Mover."""
         self._receiver.close()
         self._context.destroy(linger=0)
         self._child.close()
@@ -216,7 +236,8 @@ class Transfer:
             pool.close()
 
 
-def nixl_is_there() -> bool:
+def has_nixl() -> bool:
+    """Whether the nixl package is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 
@@ -225,61 +246,66 @@ def _memory(pool: SharedPool | None) -> PoolMemory:
 
 
 def measure(pages: int, chunk_pages: int, rounds: int, *, checksum: bool) -> dict[str, list[float]]:
-    """GB/s of every way in every round; the ways of one round follow each other directly."""
+    """GB/s of every transport in every round; those of one round follow each other directly."""
     job = Job("", pages, chunk_pages, checksum)
-    makers: dict[str, Callable[[], Way]] = {
-        "copy": lambda: Copy(pages),
-        SHM: lambda: Transfer(msgspec.structs.replace(job, way=SHM)),
-        BARE_ZMQ: lambda: Bare(msgspec.structs.replace(job, way=BARE_ZMQ)),
-        ZMQ: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ)),
-        CURVE: lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, keys=folder)),
-        f"{SHM} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=SHM, stalled=PoolMemory())),
-        f"{ZMQ} beside a stalled peer": lambda: Transfer(msgspec.structs.replace(job, way=ZMQ, stalled=PoolMemory())),
+    makers: dict[str, Callable[[], Mover]] = {
+        "copy": lambda: MemoryCopy(pages),
+        SHM: lambda: Transfer(msgspec.structs.replace(job, transport=SHM)),
+        BARE_ZMQ: lambda: BareZmq(msgspec.structs.replace(job, transport=BARE_ZMQ)),
+        ZMQ: lambda: Transfer(msgspec.structs.replace(job, transport=ZMQ)),
+        CURVE: lambda: Transfer(msgspec.structs.replace(job, transport=ZMQ, keys=folder)),
+        f"{SHM} beside a stalled peer": lambda: Transfer(
+            msgspec.structs.replace(job, transport=SHM, stalled=PoolMemory())
+        ),
+        f"{ZMQ} beside a stalled peer": lambda: Transfer(
+            msgspec.structs.replace(job, transport=ZMQ, stalled=PoolMemory())
+        ),
     }
-    if nixl_is_there():
-        makers[BARE_NIXL] = lambda: BareNixl(msgspec.structs.replace(job, way=BARE_NIXL))
-        makers[NIXL] = lambda: Transfer(msgspec.structs.replace(job, way=NIXL))
+    if has_nixl():
+        makers[BARE_NIXL] = lambda: BareNixl(msgspec.structs.replace(job, transport=BARE_NIXL))
+        makers[NIXL] = lambda: Transfer(msgspec.structs.replace(job, transport=NIXL))
     speeds: dict[str, list[float]] = {name: [] for name in makers}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         write_pair(Path(folder), NAME)
-        ways = {name: make() for name, make in makers.items()}
-        for way in ways.values():
-            stack.callback(way.close)
+        movers = {name: make() for name, make in makers.items()}
+        for mover in movers.values():
+            stack.callback(mover.close)
         for number in range(rounds + 2):
-            for name, way in ways.items():
+            for name, mover in movers.items():
                 started = time.perf_counter()
-                way.move()
-                if number > 1:  # memory is touched for the first time in the first rounds
+                mover.move()
+                if number > 1:  # the first rounds touch memory for the first time
                     speeds[name].append(REPEATS * pages * GEOMETRY.page_bytes / (time.perf_counter() - started) / 1e9)
     return speeds
 
 
-def main(given: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
-    parser.add_argument("--pages", type=int, default=256)
-    parser.add_argument("--chunk-pages", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args(given)
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = make_parser("transfer", __doc__)
+    parser.add_argument("--pages", type=int, default=256, metavar="N", help="pages of a request")
+    parser.add_argument("--chunk-pages", type=int, default=32, metavar="N", help="pages of a chunk")
+    add_rounds(parser, 9)
+    given = parser.parse_args(arguments)
     rows = []
     for checksum in (False, True):
         with console.status(f"moving pages {'with' if checksum else 'without'} checksums"):
-            speeds = measure(arguments.pages, arguments.chunk_pages, arguments.rounds, checksum=checksum)
+            speeds = measure(given.pages, given.chunk_pages, given.rounds, checksum=checksum)
         pairs = (
             (SHM, "copy"),
             (ZMQ, BARE_ZMQ),
             (CURVE, BARE_ZMQ),
-            *([(NIXL, BARE_NIXL)] if nixl_is_there() else []),
-            *((f"{way} beside a stalled peer", way) for way in (SHM, ZMQ)),
+            *([(NIXL, BARE_NIXL)] if has_nixl() else []),
+            *((f"{backend} beside a stalled peer", backend) for backend in (SHM, ZMQ)),
         )
         for name, limit in pairs:
             ratio = statistics.median(one / other for one, other in zip(speeds[name], speeds[limit], strict=True))
-            medians = (f"{statistics.median(speeds[way]):.2f}" for way in (name, limit))
+            medians = (f"{statistics.median(speeds[each]):.2f}" for each in (name, limit))
             rows.append((name, "yes" if checksum else "no", *medians, limit, f"{ratio:.2f}"))
-    size = arguments.pages * GEOMETRY.page_bytes / 1e6
+    size = given.pages * GEOMETRY.page_bytes / 1e6
     print_table(
         f"GB/s from pool to pool, {REPEATS} times {size:.0f} MB in pages of {GEOMETRY.page_bytes >> 10} KiB: "
-        f"medians of {arguments.rounds} rounds",
+        f"medians of {given.rounds} rounds",
         ("backend", "checksums", "GB/s", "beside", "which is", "ratio"),
         rows,
     )

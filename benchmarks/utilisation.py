@@ -1,7 +1,8 @@
-"""Model FLOP utilisation of a forward pass: `python -m benchmarks.utilisation`.
+"""Model FLOP utilisation (MFU) of a forward pass, beside transformers.
 
-A model of a known shape with random weights computes one chunk, in turns with transformers (sdpa) on the same device,
-and with one large matrix product, whose rate is the peak that both are held against. In this process, without a server.
+`python -m benchmarks.utilisation`, in this process, without a server. A model of a known shape with random weights
+computes one chunk, in turns with transformers (sdpa) on the same device and with one large matrix product, whose rate
+is taken as the peak.
 """
 
 import argparse
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from benchmarks.arguments import add_rounds, add_threads, make_parser
 from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, print_table, prompt, run, spread
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.device import resolve_device
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.model.config import ModelSpec
@@ -42,12 +45,11 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     ),
 }  # fmt: skip
-PEAK_SIZES = {"cuda": 8192, "cpu": 2048}  # of the square matrices whose product is the peak
+PEAK_SIZES = {"cuda": 8192, "cpu": 2048}  # rows of the square matrices that measure the peak
 
 
 def chunk_flops(spec: ModelSpec, tokens: int) -> float:
-    """Multiplications and additions that a prompt of one chunk needs: nothing beyond the diagonal, one row of the
-    head."""
+    """FLOPs of a prompt of one chunk: attention up to the diagonal, one row of the output head."""
     attention = 4.0 * spec.heads * spec.head_dim * tokens * (tokens + 1) / 2
     return spec.layers * (layer_flops(spec) * tokens + attention) + head_flops(spec)
 
@@ -60,6 +62,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def seconds(device: torch.device, compute: Callable[..., object], *arguments: object) -> float:
+    """Seconds of compute(*arguments), to the end of its work on the device."""
     synchronize(device)
     started = time.perf_counter()
     compute(*arguments)
@@ -68,12 +71,13 @@ def seconds(device: torch.device, compute: Callable[..., object], *arguments: ob
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
-    """Also saved to the folder, which takes two bytes a parameter in 16 bits."""
+    """A model with random weights, saved to the folder as well."""
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             SHAPES[shape], dtype=dtype, attn_implementation="sdpa"
@@ -83,13 +87,13 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, folder: P
 
 
 def measure(shape: str, given: argparse.Namespace, device: torch.device, folder: Path) -> list[Sequence[str]]:
-    """A row per chunk length."""
+    """Rows of the table, one per chunk length."""
     dtype = TORCH_DTYPES[given.dtype]
     with console.status(f"{shape}: making random weights"):
         reference = random_model(shape, device, dtype, folder)
         spec = load_spec(resolve_source(str(folder)))
         longest = max(given.chunks)
-        engine = EngineConfig(page_size=PAGE, kv_pages=-(-longest // PAGE), threads=given.threads)
+        engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(longest, PAGE), threads=given.threads)
         runner = ModelRunner(ModelConfig(model=str(folder), dtype=given.dtype, device=str(device)), engine, longest)
         keep_freed_memory()  # as a stage does
         runner.warm_up()
@@ -119,22 +123,30 @@ def measure(shape: str, given: argparse.Namespace, device: torch.device, folder:
 
 
 def share(flops: float, times: Sequence[float], peaks: Sequence[float]) -> str:
-    """The median of what each round reached of its peak."""
+    """Median of each round's share of its peak, as text."""
     return f"{statistics.median(flops / time / best for time, best in zip(times, peaks, strict=True)):.1%}"
 
 
 def device_name(device: torch.device) -> str:
+    """For the table's title."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.utilisation", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_DTYPES))
-    parser.add_argument("--chunks", type=int, nargs="+", help="tokens (2048 8192 32768; on the CPU 512 2048)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    """Print the table. Raises ConfigError for a device that is not available."""
+    parser = make_parser("utilisation", __doc__)
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(SHAPES), metavar="SHAPE",
+        help=f"of {', '.join(SHAPES)}; None: smollm2-135m on the CPU, the others on a GPU",
+    )  # fmt: skip
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_DTYPES), help="dtype of weights and KV")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", metavar="TOKENS",
+        help="tokens of a chunk; None: 512 2048 on the CPU, 2048 8192 32768 on a GPU",
+    )  # fmt: skip
+    add_threads(parser)
+    add_rounds(parser, 5)
     given = parser.parse_args(arguments)
     device = torch.device(resolve_device(given.device))
     torch.set_num_threads(given.threads)

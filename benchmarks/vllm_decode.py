@@ -1,11 +1,11 @@
-"""Time to first token of a stock vLLM that takes its prompt's KV from elsewhere: `python -m benchmarks.vllm_decode`.
+"""Time to first token in ms of a stock vLLM that loads its prompt's KV, through Headrace's connector and NixlConnector.
 
-From a Headrace prefill server through the connector, from another vLLM through NixlConnector, and computed by vLLM
-itself. The prompt is computed before the clock starts. The two ways run one after the other, since a NIXL worker keeps
-a core busy; the plain vLLM beside each shows what the machine was like. Needs what `make test-vllm` sets up.
+`python -m benchmarks.vllm_decode`; needs the environment that `make test-vllm` makes. The KV comes from a Headrace
+prefill server through the connector, or from another vLLM through NixlConnector; beside each, vLLM computes the prompt
+itself, which shows the state of the machine. Prompts are prefilled before the clock starts. The two run one after the
+other, since a NIXL worker keeps a core busy.
 """
 
-import argparse
 import secrets
 import statistics
 import tempfile
@@ -15,30 +15,28 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.arguments import add_dtype, add_lengths, add_rounds, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.server import first_event_ms
 from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.local_server import LocalServer
 
-Prepare = Callable[[list[int]], dict[str, Any]]  # has a prompt computed elsewhere, and returns its kv_transfer_params
+Prepare = Callable[[list[int]], dict[str, Any]]  # prefills a prompt elsewhere; returns its kv_transfer_params
 
 
-def first_token(vllm: Vllm, ids: list[int], params: dict[str, Any] | None) -> float:
+def first_token_ms(vllm: Vllm, ids: list[int], params: dict[str, Any] | None) -> float:
     """Milliseconds from the request to the first token of the stream."""
     body = {"model": NAME, "prompt": ids, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
     body |= {"cache_salt": secrets.token_hex(8)} | ({"kv_transfer_params": params} if params else {})
-    first: float | None = None
     started = time.perf_counter()
     with vllm.client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
-        for line in response.iter_lines():  # to the end, so that nothing of it runs into the next measurement
-            if line.startswith("data: {"):
-                first = first or 1000 * (time.perf_counter() - started)
-    assert first is not None, "the stream ended without a token"
-    return first
+        return first_event_ms(response.iter_lines(), started)
 
 
 def from_headrace(prefill: LocalServer) -> Prepare:
+    """Prefills on a Headrace server, which holds the KV."""
     control_port = prefill.request("GET", "/v1/handoff").json()["control_port"]
 
     def prepare(ids: list[int]) -> dict[str, Any]:
@@ -51,6 +49,8 @@ def from_headrace(prefill: LocalServer) -> Prepare:
 
 
 def from_vllm(prefill: Vllm) -> Prepare:
+    """Prefills on another vLLM."""
+
     def prepare(ids: list[int]) -> dict[str, Any]:
         answer = prefill.complete(ids, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
         assert answer.status_code == 200, answer.text
@@ -61,40 +61,41 @@ def from_vllm(prefill: Vllm) -> Prepare:
 
 
 class Rounds(NamedTuple):
-    """lengths: of prompts, in tokens. times: measurements of each; the first `alone` of them also without KV."""
+    """What to measure."""
 
-    lengths: Sequence[int]
-    times: int
-    alone: int
-
-
-class Found(NamedTuple):
-    """Milliseconds of each round, with KV from elsewhere and alone."""
-
-    fetched: list[float]
-    alone: list[float]
+    lengths: Sequence[int]  # tokens of the prompts
+    times: int  # measurements of each length
+    alone: int  # of them, those in which vLLM computes the prompt itself, too
 
 
-def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Found]:
-    """What was found for each length."""
-    results: dict[int, Found] = {}
+class Latencies(NamedTuple):
+    """Time to first token of each round, in milliseconds."""
+
+    fetched: list[float]  # with loaded KV
+    alone: list[float]  # computed by vLLM itself
+
+
+def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Latencies]:
+    """Latencies by prompt length."""
+    results: dict[int, Latencies] = {}
     for length in rounds.lengths:
-        found = results[length] = Found([], [])
+        found = results[length] = Latencies([], [])
         before = decode.loaded_tokens()
-        for seed in range(rounds.times + 1):  # the first one warms up
+        for seed in range(rounds.times + 1):  # the first one is warm-up
             ids = prompt(length, 1000 * length + seed)
-            found.fetched.append(first_token(decode, ids, prepare(ids)))
+            found.fetched.append(first_token_ms(decode, ids, prepare(ids)))
             if 0 < seed <= rounds.alone:
-                found.alone.append(first_token(decode, ids, None))
+                found.alone.append(first_token_ms(decode, ids, None))
             console.print(f"{length:,} tokens, round {seed}: {found.fetched[-1]:,.1f} ms")
         del found.fetched[0]
-        time.sleep(2.0)  # the metric is behind by a step
-        came = decode.loaded_tokens() - before
-        assert came == length * (rounds.times + 1), f"{came} tokens came from elsewhere"
+        time.sleep(2.0)  # the metric lags by a step
+        loaded = decode.loaded_tokens() - before
+        assert loaded == length * (rounds.times + 1), f"{loaded} tokens were loaded"
     return results
 
 
-def through_the_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, Found]:
+def through_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, Latencies]:
+    """Latencies with KV from a Headrace prefill server."""
     flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache", "--threads", "1")
     with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
         prefill = stack.enter_context(closing(LocalServer(*flags)))
@@ -104,7 +105,8 @@ def through_the_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, 
         return measure(decode, from_headrace(prefill), rounds)
 
 
-def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Found]:
+def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Latencies]:
+    """Latencies with KV from another vLLM through NixlConnector."""
     with ExitStack() as stack, console.status("two vLLMs with NixlConnector"):
         servers = []
         for _ in range(2):
@@ -118,16 +120,19 @@ def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Found]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_decode", description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--alone", type=int, default=2, help="rounds in which vLLM computes the prompt itself, too")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 2048])
+    """Print the table."""
+    parser = make_parser("vllm_decode", __doc__)
+    add_dtype(parser, "bfloat16")
+    add_rounds(parser, 5)
+    parser.add_argument(
+        "--alone", type=int, default=2, metavar="N", help="rounds in which vLLM also computes the prompt"
+    )
+    add_lengths(parser, 300, 2048)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = export_smollm2(Path(folder), given.dtype)
         rounds = Rounds(given.lengths, given.rounds, given.alone)
-        ours = through_the_connector(model, given.dtype, rounds)
+        ours = through_connector(model, given.dtype, rounds)
         theirs = through_nixl(model, given.dtype, rounds)
     rows = []
     for length in given.lengths:

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU as a child process, from an environment of its own (make test-vllm makes it)."""
+"""A vLLM server on the CPU as a child process, from its own environment (make test-vllm makes it)."""
 
 import contextlib
 import json
@@ -21,13 +21,14 @@ from headrace.server.launch.free_port import free_port
 PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"))
 READY_S = 240.0
 NAME = "smollm2"
-LOADED = 'source="external_kv_transfer"'
+LOADED = 'source="external_kv_transfer"'  # label of tokens that a KV connector loaded
 CONNECTOR = "headrace.integrations.vllm.connector:HeadraceConnector"
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def export_smollm2(folder: Path, dtype: str = "float32") -> Path:
-    """SmolLM2 as a folder that vLLM reads: the weights of the GGUF file that the prefill server reads."""
+    """Write SmolLM2 as a Hugging Face folder, with the weights of the GGUF file that prefill servers read; returns
+    it."""
     from transformers import PreTrainedTokenizerFast
 
     path = Path(resolve_source(NAME).path)
@@ -37,7 +38,7 @@ def export_smollm2(folder: Path, dtype: str = "float32") -> Path:
 
 
 def export(path: Path, folder: Path, dtype: str = "float32") -> None:
-    """The weights of a GGUF file as an ordinary Hugging Face folder, for engines that read no such file."""
+    """Write a GGUF file's weights as a Hugging Face folder, for engines that do not read GGUF."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     options = {"dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}
@@ -45,7 +46,8 @@ def export(path: Path, folder: Path, dtype: str = "float32") -> None:
 
 
 def takes_from_headrace(connector: str = CONNECTOR, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-    """--kv-transfer-config with the connector, given as module:class. extra: kv_connector_extra_config."""
+    """A --kv-transfer-config. connector: MODULE:CLASS. policy: kv_load_failure_policy. extra:
+    kv_connector_extra_config."""
     module, name = connector.split(":")
     return {
         "kv_connector": name,
@@ -57,8 +59,7 @@ def takes_from_headrace(connector: str = CONNECTOR, policy: str = "recompute", *
 
 
 class Vllm:
-    """One server, started at once. transfer: its --kv-transfer-config. modules: a folder of modules that it can import.
-    environment: beside what this process has."""
+    """One vLLM API server; started at once, ended by close()."""
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class Vllm:
         modules: Path | None = None,
         environment: Mapping[str, str] = THREADS,
     ) -> None:
+        """model: a Hugging Face folder. transfer: its --kv-transfer-config. modules: folder of modules that it can
+        import. environment: variables besides this process's own."""
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         command = [
@@ -86,9 +89,11 @@ class Vllm:
 
     @property
     def log(self) -> str:
+        """What it has printed."""
         return os.pread(self._output.fileno(), 8 << 20, 0).decode(errors="replace")
 
     def wait_ready(self) -> None:
+        """Wait for /health. Raises AssertionError, with the log, when it ends or takes longer than READY_S."""
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"vLLM has ended:\n{self.log[-6000:]}"
@@ -100,7 +105,11 @@ class Vllm:
         raise AssertionError(f"vLLM is not ready within {READY_S:g} s:\n{self.log[-6000:]}")
 
     def complete(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
-        """Greedy, 12 tokens. A salt of its own keeps each call from what others have left in the prefix cache."""
+        """Complete a prompt greedily with 12 tokens. A salt of its own keeps each call from using cached prefixes of
+        others.
+
+        params: kv_transfer_params. more: further fields of the body.
+        """
         body = {
             "model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True,
             "cache_salt": os.urandom(8).hex(), **more,
@@ -110,34 +119,35 @@ class Vllm:
         return self.client.post("/v1/completions", json=body)
 
     def text(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> str:
+        """Text of complete(). Raises AssertionError, with the log, for an error answer."""
         answer = self.complete(prompt, params, **more)
         assert answer.status_code == 200, f"{answer.text}\n{self.log[-4000:]}"
         return str(answer.json()["choices"][0]["text"])
 
     def alone(self, prompt: list[int]) -> str:
-        """What vLLM says without a ticket; computed once for each prompt."""
+        """Text that vLLM computes itself, without kv_transfer_params; cached by prompt."""
         key = tuple(prompt)
         if key not in self._alone:
             self._alone[key] = self.text(prompt)
         return self._alone[key]
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of the samples of a metric whose labels contain this text."""
+        """Sum of a metric's samples whose labels contain this text."""
         page = self.client.get("/metrics").text
         found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
 
     def loaded_tokens(self) -> float:
-        """Prompt tokens whose KV came through the connector."""
+        """Prompt tokens whose KV a connector has loaded."""
         return self.metric("vllm:prompt_tokens_by_source_total", LOADED)
 
     def idle(self) -> bool:
-        """No request is open and no block of the KV cache in use."""
+        """Whether no request is open and no block of the KV cache is in use."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         return all(self.metric(name) == 0 for name in names)
 
     def close(self) -> None:
-        """End it, and whatever it has started."""
+        """End it and the processes that it started."""
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
@@ -150,11 +160,11 @@ class Vllm:
 
 @contextmanager
 def serving_vllm(*arguments: Any, **options: Any) -> Iterator[Vllm]:
-    """A ready server for the length of a with block; arguments as for Vllm."""
+    """A ready Vllm for the length of a with block; arguments as for Vllm."""
     server = Vllm(*arguments, **options)
     try:
         server.wait_ready()
         yield server
     finally:
-        print(server.log[-12000:])  # shown when a test fails
+        print(server.log[-12000:])  # pytest shows it when a test fails
         server.close()

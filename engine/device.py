@@ -1,4 +1,4 @@
-"""What the machine has: device, dtype and memory. Loads torch only to ask it about GPUs, since that takes seconds."""
+"""Device, dtype and available memory of this machine. Imports torch only to query GPUs, since that takes seconds."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" takes CUDA where there is one. Raises ConfigError for a device this machine lacks."""
+    """The device that --device names; "auto" takes CUDA where a GPU works. Raises ConfigError for one that is not
+    there."""
     if device == "auto":
         return "cuda" if any(driver.exists() for driver in _GPU_DRIVERS) and _torch_finds_gpu() else "cpu"
     if device == "cpu":
@@ -27,8 +28,8 @@ def resolve_device(device: str) -> str:
 
 
 def own_device(device: str, local_rank: int) -> str:
-    """The device of one of several processes on this machine. A launcher may also show each process its own only.
-    Raises ConfigError for a device this machine lacks."""
+    """The device of one of several processes on this machine, by its local rank (modulo the visible GPUs, since a
+    launcher may show each process one only). Raises ConfigError for a device that is not there."""
     resolved = resolve_device(device)
     if resolved != "cuda":
         return resolved
@@ -38,8 +39,10 @@ def own_device(device: str, local_rank: int) -> str:
 
 
 def resolve_dtype(dtype: Dtype, device: str, cpuinfo: str) -> ResolvedDtype:
-    """ "auto" takes bfloat16 where the device multiplies it in hardware, float32 elsewhere. cpuinfo: as in
-    EngineConfig."""
+    """The dtype that --dtype names; "auto" takes bfloat16 where the device multiplies it in hardware, else float32.
+
+    cpuinfo: as in EngineConfig.
+    """
     if dtype != "auto":
         return dtype
     return "bfloat16" if has_matrix_units("bfloat16", device, cpuinfo) else "float32"
@@ -71,7 +74,8 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def available_memory(device: str) -> int:
-    """Bytes that this process may still take on the device, as far as the system tells."""
+    """Bytes that this process may still allocate on the device: free GPU memory, or available memory within the
+    container's limit. Raises ConfigError when the system does not report it."""
     if device != "cpu":
         import torch
 
@@ -89,7 +93,7 @@ def _torch_finds_gpu() -> bool:
 
 
 def _cgroup_room() -> int:
-    """What the container's limit leaves; a very large number without a limit."""
+    """Bytes left below the container's memory limit (cgroup v2); a very large number without a limit."""
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
         return 1 << 62

@@ -77,6 +77,7 @@ class EventOutbox:
     poller."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """context: of the stage; both sockets are in-process."""
         self._items: queue.Queue[OutboxItem] = queue.Queue(QUEUE_LIMIT)
         endpoint = f"inproc://outbox-{id(self)}"
         self.reader = context.socket(zmq.PAIR)  # used by the I/O thread
@@ -129,6 +130,8 @@ class StageIoThread(threading.Thread):
         outbox: EventOutbox,
         clock: Clock,
     ) -> None:
+        """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. The thread takes over
+        control, sender and receiver, and closes them at its end."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage

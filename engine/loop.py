@@ -39,6 +39,7 @@ class StageLoop:
         inbox: "queue.Queue[AnyOrder]",
         outbox: EventOutbox,
     ) -> None:
+        """stage: pipeline rank. inbox: orders from the I/O thread. outbox: events for it."""
         self._stage = stage
         self._runner = runner
         self._links = links

@@ -57,6 +57,7 @@ class ZmqOrderConnection:
     unsent = False  # libzmq queues and sends
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> None:
+        """Connect; identity: the routing id."""
         self.handle = context.socket(zmq.DEALER)
         self.handle.routing_id = identity
         self.handle.set_hwm(0)

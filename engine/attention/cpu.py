@@ -45,6 +45,7 @@ class CpuPass:
     """An AttentionPass: chunks one by one, single-token rows in groups."""
 
     def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of all rows. compute_dtype: dtype in which the kernel multiplies."""
         self._writer = SlotWriter(pool, spans)
         self._compute_dtype = compute_dtype
         self._chunks: list[_Chunk] = []

@@ -23,6 +23,7 @@ class VarlenAttention:
     """Attention by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA."""
 
     def __init__(self, pool: KVPool) -> None:
+        """pool: on a GPU, in a 16-bit dtype."""
         self._pool = pool
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "VarlenPass":
@@ -34,6 +35,7 @@ class VarlenPass:
     """An AttentionPass: gathers all keys and values of the batch, then one kernel call per layer."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of all rows."""
         self._pool = pool
         self._writer = SlotWriter(pool, spans)
         self._longest_query = max(span.count for span in spans)

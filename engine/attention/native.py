@@ -25,6 +25,7 @@ class NativeAttention:
     """Attention by kernels.c, for CPU pools of any dtype; queries, keys and values of a pass are float32."""
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
+        """pool: on the CPU, of any dtype."""
         self._pool = pool
         self._kernels = kernels
 
@@ -37,6 +38,7 @@ class NativePass:
     """An AttentionPass whose work items are planned once, for all layers."""
 
     def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the records of all rows."""
         self._pool = pool
         self._kernels = kernels
         self._spans = spans

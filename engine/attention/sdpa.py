@@ -16,6 +16,7 @@ class SdpaAttention:
     """Attention by torch's scaled_dot_product_attention with an explicit mask; used for float32 on GPUs."""
 
     def __init__(self, pool: KVPool) -> None:
+        """pool: on any device, of any dtype."""
         self._pool = pool
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "SdpaPass":
@@ -27,6 +28,7 @@ class SdpaPass:
     """An AttentionPass, row by row."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of all rows."""
         self._pool = pool
         self._spans = spans
         self._writer = SlotWriter(pool, spans)

@@ -16,6 +16,7 @@ class SlotWriter:
     """Writes the keys and values of a batch into the pages of its spans, one scatter per layer."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of the spans' positions."""
         self._slots = pool.slots
         self._layer_stride = pool.blocks_per_layer * pool.geometry.page_size
         self._index = slot_index(pool, spans, prefixes=False)

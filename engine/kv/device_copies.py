@@ -24,6 +24,7 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """device: a CUDA device."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]

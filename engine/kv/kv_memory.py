@@ -18,6 +18,7 @@ class KvMemory:
     """Transports of a prefill stage, or the registered KV pool of a decode stage. close() frees shared memory."""
 
     def __init__(self, config: StageConfig) -> None:
+        """Nothing is allocated or registered before allocate()."""
         self.host = host_token()  # of the host's shared memory; "" where there is none
         self.nixl = ""  # version of NIXL; "" where it is not used
         # Prefill: by backend, what writes into peers' pools.

@@ -222,7 +222,8 @@ void headrace_gate(const void *gate_up, void *activated, int64_t rows, int64_t w
 
 /* Microkernel: out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n
  * rows i and LANES lanes. Rows of out and start are out_stride elements apart; start NULL means 0. keep0, keep1:
- * factors of lanes 0-7 and 8-15. With n = 6, twelve sums, two vectors of b and a factor fill the sixteen vector registers. */
+ * factors of lanes 0-7 and 8-15. With n = 6, twelve sums, two vectors of b and a factor fill the sixteen vector
+ * registers. */
 INLINE void microkernel(int n, float *out, const float *start, int64_t out_stride, vec keep0, vec keep1, const float *a,
                         int64_t row, int64_t step, const float *b, int64_t depth)
 {

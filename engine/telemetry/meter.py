@@ -35,6 +35,7 @@ class Meter:
     """
 
     def __init__(self, stage: int, clock: Clock) -> None:
+        """stage: pipeline rank, the label of the metrics."""
         self._labels = (str(stage),)
         self._clock = clock
         self._reading = _Reading("busy", clock.now())

@@ -17,6 +17,7 @@ class Recorder:
     """Collects plans and transfers while recording is on. Used by the I/O thread alone."""
 
     def __init__(self, stage: int, meter: Meter) -> None:
+        """stage: pipeline rank. meter: has the plan under way when a recording ends."""
         self._stage = stage
         self._meter = meter
         self._plans: Buffer[PlanTrace] = Buffer(MAX_ROWS)

@@ -59,6 +59,7 @@ class KvLoader:
     """
 
     def __init__(self, limits: Limits) -> None:
+        """limits: what may be connected to, and the size of the staging area."""
         self.effects: deque[
             ControlClientEffect | OpenSession | CloseSession | PrepareReceive | CancelReceive | LookUpControlPort
         ] = deque()

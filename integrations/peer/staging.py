@@ -12,6 +12,7 @@ class PageRunAllocator:
     """First-fit allocator of runs of consecutive pages: low pages first, so that higher memory stays untouched."""
 
     def __init__(self, pages: int) -> None:
+        """pages: all free at first."""
         self.pages = pages
         self._free: list[tuple[int, int]] = [(0, pages)] if pages else []  # (first, count), not adjacent, in order
 

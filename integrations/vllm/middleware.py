@@ -31,6 +31,7 @@ class BootstrapNames:
     """Translates requests to the completion routes; requests without bootstrap fields pass unchanged."""
 
     def __init__(self, app: App) -> None:
+        """app: the ASGI application behind it."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -105,7 +105,7 @@ def test_who_may_not_connect_hears_which_keys_to_compare(server: Server, folder:
         assert isinstance(failed, LoadFailed)
         assert failed.code == "peer_gone"
         assert "curve-server-key" in failed.message
-    wait_until(lambda: server.metrics()["headrace_control_sessions"] == 0, 10, "nobody got in")
+    wait_until(lambda: server.metrics()["headrace_control_sessions"] == 0, 10, "no session is open")
 
 
 def test_settings_name_key_files_that_are_there(folder: Path) -> None:
