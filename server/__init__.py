@@ -1,0 +1,1 @@
+"""The server: HTTP front end, command line, configuration, launch and supervision."""

@@ -1,0 +1,1 @@
+"""KV coming in from prefill servers, and generating tokens here."""

@@ -1,0 +1,1 @@
+"""How requests end, and the integrity check of the state."""

@@ -1,0 +1,1 @@
+"""KV going out: reservations of peers, sends, held requests."""

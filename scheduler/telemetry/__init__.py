@@ -1,0 +1,1 @@
+"""Statistics snapshots and trace recording."""

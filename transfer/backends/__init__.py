@@ -1,1 +1,1 @@
-"""Ways to move payload other than in frames. ZMQ carries page indices, acknowledgements and metadata rows with all."""
+"""Transfer backends: one-sided writes into the peer's pool by shared memory or NIXL. Control always goes over ZMQ."""

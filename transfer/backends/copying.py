@@ -1,4 +1,4 @@
-"""Copies of whole pages into another process's memory, past the caches where that was built (streaming.c)."""
+"""Copies pages into mapped memory, with non-temporal stores where streaming.c was compiled."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from headrace.core.runtime.native_library import load_library
 from headrace.transfer.backends.strided_pool import page_numbers
 from headrace.transfer.protocol.layout import Bytes
 
-STREAMED_BYTES = 1 << 14  # what is smaller may as well stay in the caches
+STREAMED_BYTES = 1 << 14  # smaller copies may stay in the caches
 
 
 def copy(target: Bytes, source: Bytes) -> None:
-    """target[...] = source, of the same shape."""
+    """Copy source to target; both have the same shape."""
     library = _library()
     if library is None or target.nbytes < STREAMED_BYTES or not _dense(target, source):
         target[...] = source
@@ -25,8 +25,10 @@ def copy(target: Bytes, source: Bytes) -> None:
 
 
 def copy_rows(target: Bytes, rows: Sequence[int], source: Bytes, own: Sequence[int]) -> None:
-    """target[rows[i]] = source[own[i]], one after the other, of dense tables [rows, bytes]. Raises IndexError for a row
-    that a table has not."""
+    """Copy source[own[i]] to target[rows[i]] for every i, between dense tables [rows, bytes].
+
+    Raises IndexError for a row outside a table, ValueError for lists or rows of different sizes.
+    """
     to, taken, size = page_numbers(rows, len(target)), page_numbers(own, len(source)), target.shape[1]
     if len(to) != len(taken) or size != source.shape[1]:
         raise ValueError(f"{len(taken)} rows of {source.shape[1]} bytes to {len(to)} of {size}")

@@ -1,4 +1,4 @@
-"""Nothing moves, so that what everything else costs can be measured. The peer decodes from what its pages held."""
+"""Fake backend: moves no KV, to measure the cost of everything else. The peer decodes from stale pages."""
 
 from typing import NamedTuple
 
@@ -9,29 +9,31 @@ from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 
 
 class CompletedWrite(NamedTuple):
-    """The Write that was over at once."""
+    """A RemoteWrite that is done already."""
 
     done: bool = True
     lost: str = ""
 
 
 class FakePages(RemotePages):
-    """RemotePages that stay as they are."""
+    """RemotePages that are never written."""
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def flush(self) -> CompletedWrite:
+        """Done at once."""
         return CompletedWrite()
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class FakeTransport:
-    """A Reach that reaches every pool."""
+    """A Transport to any pool."""
 
     def open(
         self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
     ) -> FakePages:
+        """Never fails."""
         return FakePages()

@@ -1,4 +1,4 @@
-"""Locks on single bytes of a file, which the kernel lets go when the process that holds them ends (Linux).
+"""File byte-range locks that the kernel releases when the holding process ends (Linux open file description locks).
 
 They are F_OFD_SETLK locks: they belong to the open file, not to the process, and end with its last descriptor. The
 bytes need not exist.
@@ -15,7 +15,7 @@ _FLOCK = "hhqqi0q"  # l_type, l_whence, l_start, l_len, l_pid
 
 
 def take(file: int, byte: int) -> bool:
-    """Lock a byte of an open file, exclusively. False when another open file holds it."""
+    """Lock a byte of an open file, exclusively. Returns False if another open file holds it. Raises OSError."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
     except OSError as error:
@@ -31,12 +31,11 @@ def is_taken(file: int, byte: int) -> bool:
     return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
-OWNER = 0  # the byte that the owner of a pool holds for life
+OWNER = 0  # the byte that the owner of a pool holds for its lifetime
 
 
 def writer_byte(session: str, stage: int) -> int:
-    """The byte that stands for the right of a stage to write through a session: 62 bits of xxh3_64 of
-    "session/stage", and never the owner's."""
+    """Byte whose lock is the right of a stage to write in a session: 62 bits of xxh3_64 of "session/stage", plus 1."""
     return 1 + (xxhash.xxh3_64_intdigest(f"{session}/{stage}".encode()) >> 2)
 
 

@@ -1,10 +1,10 @@
-"""NIXL: one-sided writes into the peer's registered pool, by UCX, over RDMA where there is some and TCP elsewhere.
+"""NIXL backend: one-sided writes into the peer's registered pool by UCX, over RDMA where available, else TCP.
 
     owner (decode stage)                                      writer (prefill stage)
     session begins: an agent of its own, the pool             one agent for all peers, the own pool
     registered with it ─► its metadata in Attach ───────────► load it, write … until done, announce
     session over: that agent is destroyed, and with it        forget the peer
-    the memory's key and whoever would carry a write out
+    the memory's key and the endpoint that would execute writes
 
 So the owner takes the right to write back by itself, whatever the writer does, even if it is stopped in the middle of
 a write and goes on later. That holds for transports where a write needs the owner's network card or its own process
@@ -27,9 +27,9 @@ from headrace.transfer.backends.runs import Offsets, runs
 from headrace.transfer.backends.strided_pool import c_order, page_numbers, placed
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
-VERSION = "1.5"  # of what agents say to each other; those of one minor version understand one another
-PROGRESS_US = 10_000  # longest sleep of an agent's own thread, which its network wakes
-UCX_OPTIONS = "SHM_DEVICES="  # none for transports between the processes of a host
+VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible
+PROGRESS_US = 10_000  # longest sleep of an agent's progress thread
+UCX_OPTIONS = "SHM_DEVICES="  # no transports between processes of one host
 LOOPBACK = "lo"
 ERRORS = (
     nixl.nixlBackendError,
@@ -47,8 +47,11 @@ ERRORS = (
 
 
 class Agent:
-    """A NIXL agent that memory is registered with. devices: network device that UCX may use, "" for all. Raises OSError
-    when UCX has no transport there, or cannot register the memory."""
+    """A NIXL agent with registered memory.
+
+    devices: network device that UCX may use, "" for all. Raises OSError if UCX has no transport there, or cannot
+    register the memory.
+    """
 
     def __init__(self, memory: memoryview, devices: str) -> None:
         self.name = secrets.token_hex(16)
@@ -68,28 +71,30 @@ class Agent:
             self.nixl.registerMem(self._regions, self._backends)
 
     def metadata(self) -> bytes:
+        """What a remote agent needs to write into the memory. Raises OSError."""
         with _os_errors("a NIXL agent"):
             return bytes(self.nixl.getLocalMD())
 
     def destroy(self) -> None:
-        """Nobody can write into its memory any more. The last reference to NIXL's object has to go for that."""
+        """End every remote right to write into its memory. NIXL does so when its last reference is dropped."""
         with contextlib.suppress(*ERRORS):
             self.nixl.deregisterMem(self._regions, self._backends)
         del self.nixl
 
 
 class NixlRegisteredPool:
-    """A pool that peers write into by NIXL. An Exposure. memory: of the pool, in C order."""
+    """A pool that peers write into by NIXL: a RegisteredPool. memory: of the pool, in C order."""
 
     def __init__(self, geometry: Geometry, pages: int, memory: memoryview, devices: str = "") -> None:
-        """Raises OSError when there is no transport."""
+        """Raises OSError if there is no transport."""
         self.memory = NixlMemory(version=VERSION, **asdict(c_order(geometry, pages)))
         self._pool = memory
         self._devices = devices
         self._agents: dict[str, Agent] = {}
-        self._spare: Agent | None = Agent(memory, devices)  # the first one takes long to make
+        self._spare: Agent | None = Agent(memory, devices)  # the first one takes long to create
 
     def grant(self, session: str) -> NixlAccess:
+        """One agent per session, made on first use. Raises OSError."""
         agent = self._agents.get(session)
         if agent is None:
             agent, self._spare = self._spare or Agent(self._pool, self._devices), None
@@ -97,13 +102,14 @@ class NixlRegisteredPool:
         return NixlAccess(metadata=agent.metadata(), address=agent.address)
 
     def revoke(self, session: str, stage: int) -> bool:
-        """With the right of one stage those of all go: a session ends as a whole."""
+        """Ends the rights of all stages: a session ends as a whole. Always True."""
         agent = self._agents.pop(session, None)
         if agent is not None:
             agent.destroy()
         return True
 
     def close(self) -> None:
+        """End all rights to write."""
         for session in list(self._agents):
             self.revoke(session, 0)
         if self._spare is not None:
@@ -112,7 +118,7 @@ class NixlRegisteredPool:
 
 
 class NixlTransport:
-    """The Reach of a stage whose own pool is memory."""
+    """Transport of a stage whose own pool is in host memory."""
 
     def __init__(self, memory: memoryview, devices: str = "") -> None:
         """Raises OSError when there is no transport."""
@@ -122,6 +128,7 @@ class NixlTransport:
     def open(
         self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
     ) -> "NixlPages":
+        """Load the peer's agent metadata. Raises OSError or ValueError."""
         if memory.nixl is None or access is None:
             raise ValueError("the peer granted no access")
         places = {tensor.name: place for tensor, place in placed(geometry, memory.nixl)}
@@ -134,11 +141,12 @@ class NixlTransport:
         return NixlPages(self._agent, name, geometry, memory.nixl, places, access.address, self._open)
 
     def close(self) -> None:
+        """Destroy this stage's agent."""
         self._agent.destroy()
 
 
 class NixlRemoteWrite:
-    """A Write. request: NIXL's, which has been posted."""
+    """A RemoteWrite. request: the posted NIXL request."""
 
     def __init__(self, agent: Agent, request: int | None, lost: str = "") -> None:
         self.lost = lost
@@ -148,12 +156,13 @@ class NixlRemoteWrite:
 
     @property
     def done(self) -> bool:
+        """Asks NIXL until the request has completed."""
         if not self._over and not self.lost:
             self._ask()
         return self._over
 
     def end(self) -> None:
-        """Let go of it, whatever has become of it."""
+        """Release the request, complete or not."""
         self._over = True
         if self._request is not None:
             with contextlib.suppress(*ERRORS):
@@ -173,7 +182,7 @@ class NixlRemoteWrite:
 
 
 class NixlPages(RemotePages):
-    """A peer's pool, as NIXL writes into it."""
+    """A peer's pool, written by NIXL."""
 
     def __init__(
         self,
@@ -196,6 +205,7 @@ class NixlPages(RemotePages):
         self._writes: list[NixlRemoteWrite] = []
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Queued for the next flush. Raises IndexError."""
         if not 0 <= page < self._pages or not 0 <= first_slot < first_slot + count <= self._slots:
             raise IndexError(
                 f"slots {first_slot} to {first_slot + count} of page {page}: {self._pages} pages of {self._slots}"
@@ -208,6 +218,7 @@ class NixlPages(RemotePages):
         self._batch.append((here + data.ctypes.data, there + (self._address + start), length))
 
     def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+        """Queued for the next flush. Raises IndexError."""
         rows = store.rows
         if rows is None or self._places[KV].strides != self._dense:
             super().write_pages(pages, store, own)
@@ -219,6 +230,7 @@ class NixlPages(RemotePages):
         self._batch.append((here * size + rows.ctypes.data, there * size + start, size))
 
     def flush(self) -> NixlRemoteWrite:
+        """Post the queued writes as one NIXL request."""
         batch, self._batch = self._batch, []
         if not batch:
             return self._begun(None)
@@ -240,6 +252,7 @@ class NixlPages(RemotePages):
         return self._begun(request)
 
     def close(self) -> None:
+        """Forget the peer's agent and release all requests."""
         with contextlib.suppress(*ERRORS):
             self._agent.nixl.invalidateRemoteMD(self._peer)
         for write in self._writes:

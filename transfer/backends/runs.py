@@ -1,4 +1,4 @@
-"""A strided copy as the runs of bytes that it consists of, for hardware that moves runs. Pure arithmetic."""
+"""Splits a strided copy into contiguous byte runs, for hardware that moves runs. Pure arithmetic."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 class ByteRuns(NamedTuple):
-    """Run i has `length` bytes, at source[i] of one side and target[i] of the other, both in bytes from its start."""
+    """Run i: `length` bytes at offset source[i] of the source and target[i] of the target, both in bytes."""
 
     source: Offsets
     target: Offsets
@@ -18,8 +18,10 @@ class ByteRuns(NamedTuple):
 
 
 def runs(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> ByteRuns:
-    """The longest runs of a block of bytes whose last axis is contiguous on both sides. source, target: strides in
-    bytes of all axes but that."""
+    """The longest contiguous runs of a block of bytes of this shape, whose last axis is contiguous on both sides.
+
+    source, target: strides of all other axes, in bytes.
+    """
     *counts, length = shape
     axes = list(zip(counts, source, target, strict=True))
     while axes and (axes[-1][0] == 1 or axes[-1][1:] == (length, length)):

@@ -1,12 +1,12 @@
-"""Shared memory: the peer's pool is a file in /dev/shm, which the sending stage maps and writes into, with one copy.
+"""Shared memory backend: the peer's pool is a file in /dev/shm that the sending stage maps and copies into.
 
     owner (decode stage)                                     writer (prefill stage)
     unnamed file ─► memory ─► its lock ─► name               open, check, take the session's lock, map
-    session over: take that session's lock  ◄── free ──────  unmap, close; or the process ends
+    session ends: take that session's lock  ◄── free ──────  unmap, close; or the process ends
 
 The writer writes only while it holds the session's lock, and once the owner has that, no writer can get it any more.
 The kernel frees the locks of a process that ends, however it ends, and keeps those of one that is stopped. So the owner
-never takes a silent writer for a dead one.
+never mistakes a silent writer for a dead one.
 """
 
 import contextlib
@@ -36,20 +36,23 @@ _BLOCK = 512  # bytes, the unit of st_blocks
 
 
 def host_token() -> str:
-    """Equal for processes that see the same /dev/shm, and for no others; "" where there is none of use. The kernel's
-    boot id and its number of the file system: containers of one machine have a /dev/shm each unless they share it."""
+    """Identifies the /dev/shm that this process sees: equal for two processes if and only if they share it.
+
+    Made of the kernel's boot id and the file system's device number, since containers on one machine have a /dev/shm
+    each unless configured otherwise. "" if shared memory cannot be used.
+    """
     if not locks.available() or not _BOOT_ID.is_file() or not os.access(FOLDER, os.W_OK):
         return ""
     return f"{_BOOT_ID.read_text().strip()}.{FOLDER.stat().st_dev:x}"
 
 
 def sweep() -> None:
-    """Remove the pools of processes that have ended without doing so. Ours have a name of their own, and their owner's
-    lock is there before the name is."""
+    """Remove pools that were left behind by processes that ended without cleanup: files of our naming scheme whose
+    owner's lock is free. (A new pool is locked before it gets its name.)"""
     for path in FOLDER.iterdir():
         if _NAME.fullmatch(path.name) is None:
             continue
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 if not locks.is_taken(file, locks.OWNER):
@@ -59,16 +62,16 @@ def sweep() -> None:
 
 
 class SharedPool:
-    """The memory of a pool that peers on this host may map. An Exposure."""
+    """Memory of a pool that peers on this host may map. A RegisteredPool."""
 
     def __init__(self, geometry: Geometry, pages: int) -> None:
-        """Raises OSError when /dev/shm cannot give that much."""
+        """Raises OSError if /dev/shm has not enough room."""
         sweep()
         layout = c_order(geometry, pages)
         size = layout.bytes
         self._file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
-            os.posix_fallocate(self._file, 0, size)  # a file with holes would kill whoever writes when memory is short
+            os.posix_fallocate(self._file, 0, size)  # writing into a hole raises SIGBUS when memory is short
             locks.take(self._file, locks.OWNER)
             self._map = mmap.mmap(self._file, size)
             self._path = FOLDER / f"headrace-kv-{secrets.token_hex(16)}"
@@ -84,39 +87,42 @@ class SharedPool:
 
     @property
     def buffer(self) -> memoryview:
+        """The whole pool, writable."""
         return memoryview(self._map)
 
     def grant(self, session: str) -> None:
-        """The hello has said it all."""
+        """Hello has all that peers need."""
 
     def revoke(self, session: str, stage: int) -> bool:
+        """Take the writer's lock; see the module docstring."""
         return locks.take(self._file, locks.writer_byte(session, stage))
 
     def close(self) -> None:
-        """Remove the name. The memory lives as long as somebody has it mapped."""
+        """Remove the file name. The memory is freed with its last mapping."""
         self._path.unlink(missing_ok=True)
 
 
 class ShmTransport:
-    """The Reach of a stage to pools on its host."""
+    """Transport of a stage to pools on its host."""
 
     def open(
         self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
     ) -> "ShmPages":
+        """Map the peer's pool. Raises OSError or ValueError."""
         if memory.shm is None:
             raise ValueError("the peer named no shared memory")
         return ShmPages(session, stage, geometry, memory.shm)
 
 
 class ShmPages(RemotePages):
-    """A peer's pool, mapped."""
+    """A peer's pool, mapped into this process."""
 
     def __init__(self, session: str, stage: int, geometry: Geometry, memory: SharedMemory) -> None:
         self._file = os.open(FOLDER / memory.name, os.O_RDWR | os.O_NOFOLLOW)
         try:
             _check(os.fstat(self._file), memory)
             if not locks.is_taken(self._file, locks.OWNER):
-                raise ValueError(f"the file {memory.name} is nobody's pool")
+                raise ValueError(f"the file {memory.name} has no owner")
             if not locks.take(self._file, locks.writer_byte(session, stage)):
                 raise ValueError("the peer has ended the session")
             self._map = mmap.mmap(self._file, memory.bytes)
@@ -131,10 +137,12 @@ class ShmPages(RemotePages):
             raise
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Copied when it returns."""
         assert self._pool is not None, "closed"
         copy(self._pool.view(page, first_slot, count, box), data)
 
     def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+        """Copied when it returns."""
         assert self._pool is not None, "closed"
         target, source = self._pool.rows, store.rows
         if target is None or source is None:
@@ -143,10 +151,11 @@ class ShmPages(RemotePages):
             copy_rows(target, pages, source, own)
 
     def flush(self) -> CompletedWrite:
+        """Done at once."""
         return CompletedWrite()
 
     def close(self) -> None:
-        """Unmap, and let go of the lock. Removes what an owner that has ended left behind."""
+        """Unmap and release the writer's lock. Removes pools whose owners have ended."""
         self._pool = None
         self._map.close()  # it has a descriptor of its own
         os.close(self._file)
@@ -154,7 +163,7 @@ class ShmPages(RemotePages):
 
 
 def _check(found: os.stat_result, memory: SharedMemory) -> None:
-    """Raises ValueError unless the file is what only a peer of the same user can have put there, complete in memory."""
+    """Raises ValueError unless the file is one that only this user can have made, fully allocated."""
     problems = {
         "is no regular file": not stat.S_ISREG(found.st_mode),
         "belongs to another user": found.st_uid != os.geteuid(),

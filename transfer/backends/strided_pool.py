@@ -1,4 +1,4 @@
-"""Pools in plain memory, laid out in any way: what a PoolLayout describes, as numpy arrays."""
+"""KV pools in memory with any strides: numpy views of what a PoolLayout describes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
 
 
 def c_order(geometry: Geometry, pages: int) -> PoolLayout:
-    """One tensor after the other, each [pages, layers, planes, kv_heads, page_size, head_dim] without gaps."""
+    """Layout of a pool in C order: one tensor after the other, each [pages, layers, planes, kv_heads, page_size,
+    head_dim] without gaps."""
     at = 0
     places: dict[str, Placement] = {KV: Placement(name=KV, offset=0, strides=(0, 0, 0, 0, 0))}
     for tensor in geometry.tensors:
@@ -23,8 +24,8 @@ def c_order(geometry: Geometry, pages: int) -> PoolLayout:
 
 
 def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, Placement]]:
-    """The tensors of a pool with their places, for whoever writes into it. Raises ValueError, naming the values, unless
-    every slot of every page lies within the layout's memory."""
+    """The tensors of a pool with their places in its memory. Raises ValueError unless every slot of every page lies
+    within the layout's memory."""
     places = {place.name: place for place in layout.components}
     places[KV] = Placement(name=KV, offset=layout.offset, strides=layout.strides)
     for tensor in geometry.tensors:
@@ -41,7 +42,7 @@ def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, 
 
 
 def page_numbers(pages: Sequence[int], count: int) -> npt.NDArray[np.int32]:
-    """The same as an array. Raises IndexError for a page that a pool of so many has not."""
+    """Page ids as an array. Raises IndexError for a page outside a pool of this many pages."""
     numbers = np.asarray(pages, np.int32)
     if (wrong := numbers[(numbers < 0) | (numbers >= count)]).size:
         raise IndexError(f"page {wrong[0]} of {count} pages")
@@ -49,16 +50,17 @@ def page_numbers(pages: Sequence[int], count: int) -> npt.NDArray[np.int32]:
 
 
 class StridedPool:
-    """A PageStore over memory (a writable buffer) that a layout describes; ValueError where the layout leaves it.
-    tensors: by name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes."""
+    """A PageStore over a writable buffer that a layout describes. Raises ValueError if the layout exceeds the
+    buffer."""
 
     def __init__(self, geometry: Geometry, layout: PoolLayout, memory: Any) -> None:
         self.memory = memory
         self.tensors: dict[str, Bytes] = {}
+        """By name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes."""
         self._pages, self.page_size = layout.pages, geometry.page_size
         for tensor, place in placed(geometry, layout):
             shape = (layout.pages, *frame_shape(tensor, geometry.page_size))
-            try:  # numpy sees for itself that the array lies within the memory
+            try:  # numpy checks that the array lies within the memory
                 array: Bytes = np.ndarray(shape, np.uint8, memory, place.offset, (*place.strides, 1))
             except TypeError as error:
                 raise ValueError(str(error)) from error
@@ -71,26 +73,28 @@ class StridedPool:
 
     @property
     def rows(self) -> Bytes | None:
+        """All pages as [pages, bytes of a page], in place; None unless keys and values lie so, and alone."""
         alone = len(self.tensors) == 1 and self.data.flags.c_contiguous
         return self.data.reshape(self._pages, -1) if alone else None
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        """Raises IndexError for a page or slots that the pool has not."""
+        """View of slots in place. Raises IndexError for a page or slots outside the pool."""
         pages, slots = self._pages, self.page_size
         if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
             raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
         return self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
+        """C-contiguous bytes of slots. Raises IndexError."""
         return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Copy data into slots. Raises IndexError."""
         self.view(page, first_slot, count, box)[...] = data
 
 
 class ArrayPageStore(StridedPool):
-    """A pool in C order, in zeroed memory of its own unless some is given: a PageStore for programs that speak the
-    protocol without torch."""
+    """A pool in C order, in zeroed memory unless a buffer is given: a PageStore for peers without torch."""
 
     def __init__(self, geometry: Geometry, pages: int, memory: memoryview | None = None) -> None:
         layout = c_order(geometry, pages)

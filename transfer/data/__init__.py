@@ -1,0 +1,1 @@
+"""Data connections: KV chunks from senders to receivers, with flow control and acknowledgements."""

@@ -1,4 +1,4 @@
-"""XXH3, 64 bits: over the frames of a chunk, and of ticket names."""
+"""XXH3 checksums (64 bits) of chunk payloads, and hashes of ticket names."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ Digest = xxhash.xxh3_64
 
 
 def kinds(required: bool) -> tuple[str, ...]:
-    """The checksums a side accepts, best first. A checksum is used unless both sides have switched it off."""
+    """Checksum kinds that a side accepts, best first. One is used unless both sides have switched it off."""
     return (XXH3_64,) if required else (NONE, XXH3_64)
 
 

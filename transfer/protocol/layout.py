@@ -1,4 +1,4 @@
-"""Where KV lies on both sides, and what moves where. Pure arithmetic, and the seam to the pools' memory.
+"""KV layout mapping between two sides with different page sizes, TP and PP: what moves where. Pure arithmetic.
 
 A side is a list of ranks, each with a pool that holds some layers and some heads of one or several tensors: keys and
 values, and the components beside them. Two ranks have in common what both own. The canonical payload of tokens
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Box(msgspec.Struct, frozen=True):
-    """Layers and heads of one tensor of a pool, counted from its first ones."""
+    """Range of layers and heads of one tensor of a pool, counted from the pool's first ones."""
 
     layers: slice
     heads: slice
@@ -36,41 +36,51 @@ _NO_KV = Component(KV, "", layers=0, kv_heads=0, head_dim=0)
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A payload frame: slots [slot, slot + count) of the page-th page of the source's list, of the layers and heads in
-    box. part: these, as a tensor of their own."""
+    """A payload frame: slots [slot, slot + count) of one source page, for a range of layers and heads."""
 
     part: Component
+    """The range of layers and heads as a tensor of its own."""
     box: Box
+    """Where this range is in the source's pool."""
     page: int
+    """Index in the source's list of pages."""
     slot: int
     count: int
+    """Tokens."""
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, planes, kv_heads, tokens, slot_bytes]."""
         return frame_shape(self.part, self.count)
 
     @property
     def bytes(self) -> int:
+        """Size of the frame."""
         return self.part.token_bytes * self.count
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Slots [source_slot, source_slot + count) of the source_page-th page of the source's list, of the layers and heads
-    in source, go to slots [slot, slot + count) of the page-th page of the destination's list, to those in destination.
-    part: these layers and heads, as a tensor of their own."""
+    """Copy of slots [source_slot, source_slot + count) of a source page to [slot, slot + count) of a destination
+    page."""
 
     part: Component
+    """The layers and heads that move, as a tensor of their own."""
     source_page: int
+    """Index in the source's list of pages."""
     source_slot: int
     source: Box
+    """Where the layers and heads are in the source's pool."""
     page: int
+    """Index in the destination's list of pages."""
     slot: int
     destination: Box
+    """Where the layers and heads are in the destination's pool."""
     count: int
+    """Tokens."""
 
 
 class Carried(NamedTuple):
-    """A payload frame, and the copies that it carries."""
+    """A payload frame and the copies it carries."""
 
     frame: Frame
     copies: list[Copy]
@@ -78,7 +88,7 @@ class Carried(NamedTuple):
 
 class PageStore(Protocol):
     """A KV pool as the transfer sees it: pages of each tensor that its geometry names, of shape
-    [layers, planes, kv_heads, page_size, slot_bytes]. How its memory is laid out is its own business."""
+    [layers, planes, kv_heads, page_size, slot_bytes]. The store decides how its memory is laid out."""
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """Bytes of the slots, [layers, planes, kv_heads, count, slot_bytes] with the layers and heads of the box, in
@@ -97,7 +107,7 @@ class PageStore(Protocol):
 
 
 class SourceStore(PageStore, Protocol):
-    """A pool that is sent from."""
+    """A pool whose pages are sent."""
 
     @property
     def page_size(self) -> int:
@@ -116,8 +126,11 @@ def pages_for(page_size: int, start: int, count: int) -> int:
 
 
 def whole_pages(source: Geometry, destination: Geometry, start: int, count: int) -> range:
-    """Where in the lists of pages of positions [start, start + count) those are that move as they are, the i-th of the
-    source's to the i-th of the destination's: the full ones, of ranks that have the same of nothing but K and V."""
+    """Index range of pages copied whole, in the page lists of positions [start, start + count).
+
+    Those are the full pages, the i-th of the source's list to the i-th of the destination's, between ranks with the
+    same layers and heads of keys and values and no other component.
+    """
     if source != destination or source.components:
         return range(0)
     size = source.page_size
@@ -126,10 +139,11 @@ def whole_pages(source: Geometry, destination: Geometry, start: int, count: int)
 
 
 def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:
-    """What moves of positions [start, start + count) between two ranks: one tensor after the other as the source names
-    them, each in the order of positions. Nothing when they have no layer or no head in common. The pairs of all ranks
-    together move every byte once to every owner."""
-    period = lcm(source.page_size, destination.page_size)  # where pages begin together, plans begin anew
+    """Copies that move positions [start, start + count) between two ranks: tensor by tensor in the source's order,
+    each in the order of positions. Empty if the ranks have no layer or no head in common. The pairs of all ranks
+    together move every byte once to every owner.
+    """
+    period = lcm(source.page_size, destination.page_size)  # page boundaries of both sides coincide every period
     return list(_copies(source, destination, start % period, count))
 
 
@@ -154,7 +168,7 @@ def _copies(source: Geometry, destination: Geometry, start: int, count: int) -> 
 
 
 def carried(plan: list[Copy]) -> Iterator[Carried]:
-    """The payload frames that carry a plan, in order: for each tensor, one for each source page."""
+    """Payload frames that carry these copies, in order: per tensor, one per source page."""
     for _, group in groupby(plan, key=lambda copy: (copy.part.name, copy.source_page)):
         moves = list(group)
         first, last = moves[0], moves[-1]

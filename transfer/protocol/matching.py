@@ -1,6 +1,6 @@
-"""What a prefill server and a decode peer must have in common (G6), and what they agree on. Pure.
+"""Compatibility check at the handshake (guarantee G6), and the choice of backend and checksum. Pure.
 
-Each check returns a Refuse that names both values, or None. Both sides check, so neither trusts the other's care.
+Each check returns a Refuse that names both values, or None. Both sides check, so neither relies on the other.
 """
 
 from collections.abc import Sequence
@@ -22,30 +22,34 @@ Part = tuple[int, Component]  # a stage, and what it has of a tensor
 
 
 class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill server is, known once all its stages are ready. geometries, data_ports and data_hosts: one per
-    stage; a host is "" where it is the control endpoint's own (none given: all are). instance: random id of this
-    process, 128 bits in hex. backends: what all its stages can send by, best first. shared_memory: the tokens of their
-    hosts. nixl: their versions of NIXL."""
+    """What a prefill server offers to peers, known once all its stages are ready."""
 
     instance: str
+    """Random id of this process, 128 bits in hexadecimal."""
     fingerprint: str
     geometries: tuple[Geometry, ...]
+    """KV pool shape of each stage."""
     data_ports: tuple[int, ...]
+    """Data socket of each stage."""
     max_model_len: int
     data_hosts: tuple[str, ...] = ()
+    """Host of each data socket; "" or an empty tuple stands for the control endpoint's host."""
     backends: tuple[str, ...] = (ZMQ,)
+    """Backends that all stages can send by, best first."""
     shared_memory: frozenset[str] = frozenset()
+    """Shared-memory host tokens of the stages."""
     nixl: frozenset[str] = frozenset()
+    """NIXL versions of the stages."""
 
     def stages(self) -> tuple[StageInfo, ...]:
-        """As the control endpoint tells them to peers."""
+        """The stages as Welcome lists them."""
         hosts = self.data_hosts or ("",) * len(self.data_ports)
         columns = zip(self.data_ports, self.geometries, hosts, strict=True)
         return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
 
 
 class BackendChoice(NamedTuple):
-    """A way to move payload, and why it is that one. backend "": there is none."""
+    """The chosen backend ("" if none works) and why it was chosen."""
 
     backend: str
     reason: str
@@ -65,8 +69,11 @@ def make_hello(
     backends: tuple[str, ...] = (ZMQ,),
     memory: tuple[PoolMemory, ...] = (),
 ) -> Hello:
-    """The hello of this version of the program. kv_pages: of the smallest of the stages' pools. backends: what works at
-    all stages. memory: how their pools may be written."""
+    """Hello of this version of the program.
+
+    kv_pages: of the smallest stage's pool. backends: those that work at all stages. memory: how their pools may be
+    written.
+    """
     return Hello(
         protocols=(messages.VERSION,),
         instance=instance,
@@ -88,7 +95,7 @@ def make_hello(
 
 
 def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -> Refuse | None:
-    """The control endpoint's check."""
+    """Checks a peer's hello at the control endpoint. Returns why it is refused, None if it fits."""
     if messages.VERSION not in hello.protocols:
         return _refuse("protocol", messages.VERSION, hello.protocols)
     if hello.fingerprint != offer.fingerprint:
@@ -108,7 +115,7 @@ def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -
 
 
 def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
-    """The peer's check of what the control endpoint answered to its hello."""
+    """Checks the answer to a hello at the peer. Returns why it is refused, None if it fits."""
     if welcome.protocol not in hello.protocols:
         return _refuse("protocol", hello.protocols, welcome.protocol)
     if welcome.fingerprint != hello.fingerprint:
@@ -125,7 +132,7 @@ def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
 
 
 def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...]:
-    """The components of our own stages, each as a whole, by name."""
+    """KV components of a side over all its stages, sorted by name."""
     parts = _by_name(geometries)
     parts.pop(KV, None)
     return tuple(_shape([part for _, part in parts[name]]) for name in sorted(parts))
@@ -134,9 +141,11 @@ def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...
 def check_geometries(
     ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...], *, replicas: bool = False
 ) -> Refuse | None:
-    """dtype, head size, and the layers and heads of the model and of each component as a whole must be equal; page
-    sizes and the split over ranks may differ. Ours are taken to be right; theirs must have each head of each layer
-    once. replicas: ranks of exactly the same layers and heads count as one (more ranks than heads)."""
+    """Checks that both sides have the same dtype, head size, layers and heads, of the model and of each component.
+
+    Page sizes and the split over ranks may differ; their split must have each head of each layer exactly once.
+    replicas: ranks with exactly the same layers and heads count as one (more ranks than heads).
+    """
     for rank, their in enumerate(theirs):
         names = [tensor.name for tensor in their.tensors]
         if not names:
@@ -212,7 +221,7 @@ def _own(number: int, part: Component) -> str:
 
 
 def choose_backend(offer: BackendOffer, hello: Hello) -> BackendChoice:
-    """The first of the prefill server's ways that works between all stages of both sides."""
+    """The prefill server's first backend that works between all stages of both sides."""
     reasons: list[str] = []
     for backend in offer.backends:
         obstacle = _obstacle(backend, offer, hello)
@@ -248,7 +257,7 @@ def _missing(pools: Sequence[SharedMemory | NixlMemory], hello: Hello) -> str:
 
 
 def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
-    """The first of ours that they offer; check_hello has made sure that there is one."""
+    """Our first checksum that the peer offers; check_hello has verified that there is one."""
     return next(kind for kind in accepted if kind in offered)
 
 

@@ -1,4 +1,4 @@
-"""The metadata row: what a decode peer needs beside the KV of a request, in a fixed layout of 256 bytes.
+"""Metadata row codec: first token, logprobs and token counts of a request, in a fixed layout of 256 bytes.
 
 Version 1, little-endian. docs/protocol.md has the table; a cleared row is all zeros, so its version is 0.
 """
@@ -33,18 +33,19 @@ ROW = np.dtype(
 
 
 class Metadata(NamedTuple):
-    """A decoded row."""
+    """A decoded metadata row."""
 
     ticket_hash: int
     generation: int
     first: FirstToken
 
     def belongs_to(self, ticket: str, generation: int) -> bool:
+        """Whether the row is of this use of the ticket."""
         return self.generation == generation and self.ticket_hash == of_ticket(ticket)
 
 
 def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
-    """One row. Logprobs are stored as float32. Raises ValueError when there are more alternatives than fit."""
+    """Encodes one row. Logprobs are stored as float32. Raises ValueError for more than MAX_TOP alternatives."""
     row = np.zeros((), ROW)
     row["version"] = VERSION
     row["ticket_hash"] = of_ticket(ticket)
@@ -66,8 +67,10 @@ def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Metadata:
-    """Raises ValueError, naming what was found, when the bytes are no row of this version or hold impossible values.
-    What remains to be compared is the request's prompt and the model's vocabulary."""
+    """Decodes one row. Raises ValueError for another version or impossible values, naming what was found.
+
+    The caller still has to compare it with the request's prompt and the model's vocabulary.
+    """
     if len(data) != ROW_BYTES:
         raise ValueError(f"a metadata row has {ROW_BYTES} bytes, not {len(data)}")
     row = np.frombuffer(data, ROW)[0]
@@ -107,7 +110,7 @@ def _logprob(row: np.void) -> TokenLogprob:
 
 
 class MetadataRows:
-    """The rows of one stage, one block of memory. A row is set once, and cleared before it serves another request."""
+    """Metadata rows of one stage. A row is set once, and cleared before it serves another request."""
 
     def __init__(self, rows: int) -> None:
         self._rows = np.zeros((rows, ROW_BYTES), np.uint8)
@@ -116,17 +119,19 @@ class MetadataRows:
         return len(self._rows)
 
     def is_clear(self, row: int) -> bool:
+        """Whether the row is unused."""
         return not self._rows[row].any()
 
     def set(self, row: int, data: bytes | memoryview) -> None:
-        """Raises ValueError when the row still holds another request's metadata."""
+        """Stores a row of ROW_BYTES. Raises ValueError if the row is in use."""
         if not self.is_clear(row):
             raise ValueError(f"metadata row {row} is in use")
         self._rows[row] = np.frombuffer(data, np.uint8)
 
     def read(self, row: int) -> Metadata:
-        """Raises ValueError when the row is clear."""
+        """Decodes a row. Raises ValueError if it is unused."""
         return decode(self._rows[row].tobytes())
 
     def clear(self, row: int) -> None:
+        """Makes the row available again."""
         self._rows[row] = 0
