@@ -151,7 +151,7 @@ def test_a_file_that_no_owner_has_locked_is_not_written_into(pool: SharedPool) -
     try:
         other.write_bytes(bytes(pool.memory.bytes))
         other.chmod(0o600)
-        with pytest.raises(ValueError, match="nobody's pool"):
+        with pytest.raises(ValueError, match="has no owner"):
             ShmPages(SESSION, 0, GEOMETRY, replace(pool.memory, name=other.name))
     finally:
         other.unlink(missing_ok=True)
