@@ -70,15 +70,23 @@ def test_check_on_another_kind_of_cpu(
     assert f"MiB ({dtype}); KV" in capsys.readouterr().out, "in which 16-bit weights are held"
 
 
+STAGE = ["stage", "--scheduler", "tcp://127.0.0.1:1", "--rank", "0", "--world-size", "1"]
+
+
 @pytest.mark.parametrize("content", [None, "processor : 0\n"])
+@pytest.mark.parametrize("command", [["check"], STAGE], ids=lambda command: command[0])
 def test_a_file_without_the_flags_of_a_cpu_is_a_mistake(
-    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    content: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "cpuinfo"
     if content is not None:
         path.write_text(content)
     monkeypatch.setenv(CPUINFO_VARIABLE, str(path))
-    assert cli.main(["check"]) == 2
+    assert cli.main(command) == 2
     assert f"{CPUINFO_VARIABLE}: expected a file like /proc/cpuinfo" in capsys.readouterr().err
 
 
