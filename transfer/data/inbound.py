@@ -1,8 +1,8 @@
-"""What a decode stage expects from prefill stages, and which chunks it may write. Pure.
+"""Receive table of a decode stage: which requests expect KV, and which chunks may be written. Pure.
 
 PrepareReceive ──► expected ──all chunks of all source stages, metadata──► arrived
-              │ bad chunk: failed      │ Forget: forgotten
-              ▼                        ▼
+                     │ bad chunk: failed      │ CancelReceive: closed
+                     ▼                        ▼
           nothing is written for it any more; every later chunk is answered, none is written
 """
 
@@ -24,21 +24,24 @@ ARRIVED_KEPT = 4096  # tickets remembered after they arrived, so that chunks sen
 
 @dataclass(slots=True)
 class Source:
-    """One prefill stage's part of a ticket. geometry: that stage's, cut to the layers and heads that come here. chunks:
-    written ones, by number, as (start, count)."""
+    """One prefill stage's part of a ticket."""
 
     geometry: Geometry
+    """That stage's geometry, cut to the layers and heads that come here."""
     chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Chunks written so far: number to (start, count) in tokens."""
     total: int = 0
+    """Number of chunks, known with the last one; 0 before."""
 
     @property
     def complete(self) -> bool:
+        """Every chunk of this stage is written."""
         return self.total > 0 and len(self.chunks) == self.total
 
 
 @dataclass(slots=True)
 class Inbound:
-    """One expected request."""
+    """A request that expects KV."""
 
     expect: PrepareReceive
     sources: dict[int, Source]
@@ -48,10 +51,12 @@ class Inbound:
 
     @property
     def key(self) -> Key:
+        """Session, ticket and generation."""
         return self.expect.session, self.expect.ticket, self.expect.generation
 
     @property
     def complete(self) -> bool:
+        """Every chunk of every stage is written."""
         return all(source.complete for source in self.sources.values())
 
 
@@ -68,7 +73,7 @@ class RepeatChunk(NamedTuple):
 
 
 class RejectChunk(NamedTuple):
-    """Do not write. inbound: the request that fails by it, None when no request is concerned."""
+    """Do not write. inbound: the request that fails because of it, None if there is none."""
 
     code: str
     message: str
@@ -88,8 +93,10 @@ class InboundTable:
         return len(self._requests)
 
     def expect(self, order: PrepareReceive, sources: Mapping[int, Geometry]) -> str:
-        """Open a request for KV of these prefill stages, which together have all layers and heads, each once. Returns
-        what is wrong with the order, or ""."""
+        """Start expecting KV from these prefill stages, which together have all layers and heads, each once.
+
+        Returns what is wrong with the order, "" if nothing.
+        """
         key = order.session, order.ticket, order.generation
         needed = pages_for(self._geometry.page_size, order.start, order.count)
         found, wanted = sum(source.token_bytes for source in sources.values()), self._geometry.token_bytes
@@ -104,7 +111,7 @@ class InboundTable:
         return ""
 
     def close(self, request: int) -> Inbound | None:
-        """Write nothing more for a request. Returns it if it was open."""
+        """Stop expecting KV for a request. Returns it if it was open."""
         inbound = self._requests.pop(request, None)
         if inbound is not None:
             del self._by_key[inbound.key]

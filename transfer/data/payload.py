@@ -1,4 +1,4 @@
-"""What the frames of a chunk hold: out of one pool, into another, or straight from pool to pool."""
+"""Chunk payload: reads frames from a pool, writes frames into a pool, or copies from pool to pool."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Pages = Sequence[int]
 
 
 class Passage(NamedTuple):
-    """Positions [start, start + tokens) on their way from one rank to another."""
+    """Positions [start, start + tokens) that move from one rank to another."""
 
     source: Geometry
     destination: Geometry
@@ -23,13 +23,13 @@ class Passage(NamedTuple):
 
 
 def frames(store: PageStore, plan: list[Copy], pages: Pages) -> list[Bytes]:
-    """The payload of a plan, frame by frame, flat."""
+    """Payload frames of these copies, each a flat array of bytes."""
     cuts = (frame for frame, _ in carried(plan))
     return [store.read(pages[cut.page], cut.slot, cut.count, cut.box).reshape(-1) for cut in cuts]
 
 
 def write_frames(store: PageStore, plan: list[Copy], pages: Pages, payload: Sequence[memoryview]) -> None:
-    """Put frames (buffers) where a plan wants them."""
+    """Write received frames (buffers) into the pool as these copies say."""
     for (frame, moves), buffer in zip(carried(plan), payload, strict=True):
         block = np.frombuffer(buffer, np.uint8).reshape(frame.shape)
         for copy in moves:
@@ -41,8 +41,10 @@ def write_frames(store: PageStore, plan: list[Copy], pages: Pages, payload: Sequ
 def write_through(
     store: SourceStore, remote: RemotePages, passage: Passage, pages: Pages, peer_pages: Pages, digest: Digest | None
 ) -> None:
-    """Copy from pool to pool, without frames. digest: takes what they would hold, each while it is in the cache.
-    Raises IndexError for a page that the peer's pool has not."""
+    """Copy from our pool straight into the peer's, without frames. Raises IndexError for a page outside its pool.
+
+    digest: updated with what the frames would hold, each while it is in the CPU cache.
+    """
     whole = whole_pages(*passage) if digest is None else range(0)
     if whole:
         remote.write_pages(peer_pages[whole.start : whole.stop], store, pages[whole.start : whole.stop])
@@ -58,7 +60,7 @@ def write_through(
 
 
 def in_place(store: PageStore, plan: list[Copy], pages: Pages) -> Iterator[Bytes]:
-    """The frames that a plan's payload would have come in, read from where it lies."""
+    """The frames of a payload that was written in place, read back from the pool, for its checksum."""
     for _, moves in carried(plan):
         pieces = [store.read(pages[copy.page], copy.slot, copy.count, copy.destination) for copy in moves]
         yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=3)

@@ -1,6 +1,6 @@
-"""The ways of one stage to its peers' pages: found when a peer attaches, given up when its session ends. Pure.
+"""Opens peers' pools for one-sided writes when they attach, and closes them when their sessions end.
 
-Whatever was agreed at the hello, a pool that turns out to be out of reach is filled by frames.
+A pool that cannot be opened, whatever was agreed at the handshake, is filled by frames over ZMQ instead.
 """
 
 import logging
@@ -17,34 +17,35 @@ log = logging.getLogger(__name__)
 
 
 class PeerPools:
-    """reaches: by backend."""
+    """Peers' pools as one stage writes into them."""
 
-    def __init__(self, config: TransferConfig, stage: int, reaches: Mapping[str, Transport]) -> None:
+    def __init__(self, config: TransferConfig, stage: int, transports: Mapping[str, Transport]) -> None:
+        """stage: our own rank. transports: by backend name."""
         self._config = config
         self._stage = stage
-        self._reaches = dict(reaches)
+        self._transports = dict(transports)
 
     def open(self, session: str, lane: Lane, attach: Attach) -> None:
-        """Find the way into the peer's pool, once, and whether chunks that take it have checksums."""
+        """Open the pool of the peer's stage on its first attach, and decide whether its chunks have checksums."""
         memory, lane.memory = lane.memory, None
-        reach = self._reaches.get(lane.backend)
-        if memory is not None and reach is not None:
+        transport = self._transports.get(lane.backend)
+        if memory is not None and transport is not None:
             try:
-                lane.remote = reach.open(session, self._stage, lane.destination, memory, attach.nixl)
+                lane.remote = transport.open(session, self._stage, lane.destination, memory, attach.nixl)
             except (OSError, ValueError) as error:
-                text = "KV goes to stage %d of a peer in frames: its pool is out of reach by %s: %s"
+                text = "KV goes to stage %d of a peer in frames: its pool cannot be opened by %s: %s"
                 log.warning(text, lane.stage, lane.backend, error)
         lane.checksum = self._checksums(lane, attach)
 
     def close(self, lanes: Iterable[Lane]) -> None:
-        """Begin no write to these any more."""
+        """Start no write to these peers' stages any more."""
         for lane in lanes:
             if lane.remote is not None:
                 lane.remote.close()
                 lane.remote = None
 
     def _checksums(self, lane: Lane, attach: Attach) -> bool:
-        """Whether one of the two sides wants them."""
+        """Whether one of the two sides requires checksums."""
         if lane.backend == FAKE:
             return False
         if lane.backend == SHM and lane.remote is not None:

@@ -1,6 +1,6 @@
-"""Sessions that have ended while their other side may still write into our pool: whom to ask again, and when. Pure.
+"""Revokes the write access of prefill stages after their session has ended, and retries until it is gone. Pure.
 
-It cannot wake us when it lets go, so the right is asked back at growing intervals; most give it back at once.
+The other side cannot wake us when it lets go, so it is asked at growing intervals; most let go at once.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LAST_RETRY_S = 0.25
 
 @dataclass(slots=True)
 class _Ended:
-    """A session, and the prefill stages that may still write through it."""
+    """An ended session and the prefill stages that may still write in it."""
 
     session: str
     exposure: RegisteredPool
@@ -22,7 +22,7 @@ class _Ended:
 
 
 class Revocations:
-    """Rights to write that are being taken back."""
+    """Sessions whose write access is being revoked."""
 
     def __init__(self) -> None:
         self._ended: list[_Ended] = []
@@ -33,18 +33,19 @@ class Revocations:
         return len(self._ended)
 
     def begin(self, session: str, exposure: RegisteredPool, stages: list[int], now: float) -> list[str]:
-        """Take back the rights of these stages. Returns what tick() returns."""
+        """Start revoking the access of these stages. Returns what tick() returns."""
         self._ended.append(_Ended(session, exposure, stages))
         self._backoff.reset()
         return self._ask(now)
 
     def tick(self, now: float) -> list[str]:
-        """Ask again, if it is time. Returns the sessions through which nobody can write any more."""
+        """Retry if it is time. Returns the sessions in which no stage can write any more."""
         if self._next is None or self._next > now:
             return []
         return self._ask(now)
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called; None if nothing is being revoked."""
         return self._next
 
     def _ask(self, now: float) -> list[str]:
