@@ -41,6 +41,7 @@ from headrace.transfer.protocol.messages import (
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 2.0
+BAD_GATEWAY = 502
 CHECK_KEYS = (
     "if its control endpoint can be reached, check that --curve-server-key is its public key and that its "
     "--curve-allowed folder "
@@ -229,7 +230,7 @@ class ControlConnection:
             error = ErrorInfo(
                 code=message.code,
                 message=message.message,
-                status=message.status,
+                status=message.status if message.status >= 400 else BAD_GATEWAY,  # a failure is answered as one
                 retry_after_s=message.retry_after_s,
                 stage=message.stage,
             )
@@ -247,6 +248,6 @@ class ControlConnection:
             if not row.first.finish_reason:
                 raise ValueError("the request goes on after its first token, and its KV has not come")
         except ValueError as error:
-            info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=502)
+            info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=BAD_GATEWAY)
             return TicketFailed(session=session, ticket=ticket, generation=generation, error=info)
         return TicketFinished(session=session, ticket=ticket, generation=generation, first=row.first)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer
-from headrace.core.messages.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled
+from headrace.core.messages.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled, TicketFailed
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import MAX_LABELS, Counters
 from headrace.core.types.geometry import Geometry
@@ -126,6 +126,16 @@ def test_a_prefill_server_cannot_send_its_peer_to_any_address() -> None:
     assert up.endpoints == ("tcp://169.254.169.254:80",)
     [up] = link(may_dial=lambda host, port: False).receive(welcome(), 0.1).events
     assert isinstance(up, PrefillUp), "the control endpoint's own host needs no leave"
+
+
+@pytest.mark.parametrize(("status", "told"), [(200, 502), (101, 502), (304, 502), (400, 400), (503, 503)])
+def test_a_failure_is_never_answered_as_a_success(status: int, told: int) -> None:
+    up = link()
+    up.receive(welcome(), 0.1)
+    failed = Failed(ticket="t", generation=1, code="c", message="m", status=status)
+    [event] = up.receive(failed, 0.2).events
+    assert isinstance(event, TicketFailed)
+    assert event.error.status == told
 
 
 def test_what_a_server_says_cannot_write_lines_of_its_own_into_the_log() -> None:
