@@ -20,10 +20,10 @@ import time
 from collections import deque
 
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
-from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
+from headrace.core.messages.stage_events import PlanDone
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.runner import Runner
+from headrace.engine.runner import PlanResult, Runner
 from headrace.engine.telemetry.meter import Meter
 
 
@@ -96,19 +96,19 @@ class StageLoop:
         self._drain_inbox()
         hidden = runner.forward(plan.rows, hidden)
         meter.mark()
-        samples: list[SampledToken] = []
-        prompt_logprobs: list[PromptLogprobs] = []
+        result = PlanResult([], [], [])
         if links.last:
-            samples, prompt_logprobs = runner.sample(plan.rows, hidden)
+            result = runner.sample(plan.rows, hidden)
         else:
             meter.add_hidden_bytes(links.send(plan, hidden))
-        links.broadcast(plan, samples)
+        links.broadcast(plan, result.samples)
         run, seconds = meter.end()
         done = PlanDone(
             stage=self._stage,
             seq=plan.seq,
             duration_s=seconds,
-            samples=tuple(samples),
-            prompt_logprobs=tuple(prompt_logprobs),
+            samples=tuple(result.samples),
+            prompt_logprobs=tuple(result.prompt_logprobs),
+            nonfinite=tuple(result.nonfinite),
         )
         self._outbox.post(ComputedPlan(run, done))

@@ -30,10 +30,11 @@ from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import load_kernels
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
-from headrace.engine.sampling.sampler import Sampler, SampleRow
+from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow
 
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
 WARM_UP_TOKENS = 32
+PLACEHOLDER = 0  # in place of the token of a nonfinite row, for rows of its request that are planned already
 
 
 class HiddenSpec(NamedTuple):
@@ -42,6 +43,19 @@ class HiddenSpec(NamedTuple):
     size: int
     dtype: torch.dtype
     device: torch.device
+
+
+class PlanResult(NamedTuple):
+    """The result of a plan on the last stage."""
+
+    samples: list[SampledToken]
+    """In the order of the rows that sample; none for nonfinite rows."""
+
+    prompt_logprobs: list[PromptLogprobs]
+    """In the order of the rows that ask for them."""
+
+    nonfinite: list[int]
+    """Requests whose rows came out NaN or infinite."""
 
 
 class Runner(Protocol):
@@ -88,7 +102,7 @@ class Runner(Protocol):
         """
         ...
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """Sample tokens and compute prompt logprobs for the rows that ask for them, in row order.
 
         hidden: states [tokens, hidden size] after the last layer.
@@ -181,7 +195,7 @@ class ModelRunner:
                 self.sample([row], hidden)
         self.release(WARM_UP_REQUEST)
 
-    def execute(self, rows: Sequence[PlanRow]) -> tuple[list[SampledToken], list[PromptLogprobs]]:
+    def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
         return self.sample(rows, self.forward(rows))
 
@@ -203,11 +217,17 @@ class ModelRunner:
             self.pool.mark_computed()
             return result
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
-        """See Runner."""
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+        """See Runner.
+
+        A row is nonfinite by the logits of its last position, or by its hidden state if it is not sampled. That
+        position attends to all positions before it, so a NaN anywhere in their KV, on any stage, shows there.
+        """
         ends = np.cumsum([row.count for row in rows]).tolist()
         with torch.inference_mode():
-            return self._sample(rows, ends, hidden), self._prompt_logprobs(rows, ends, hidden)
+            samples, nonfinite = self._sample(rows, ends, hidden)
+            nonfinite += self._nonfinite_chunks(rows, ends, hidden)
+            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
 
     def release(self, request: int) -> None:
         """See Runner."""
@@ -231,18 +251,33 @@ class ModelRunner:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
         return pages
 
-    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[SampledToken]:
+    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[list[SampledToken], list[int]]:
+        """Samples, and the requests of rows whose logits are not finite."""
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         if not asked:
-            return []
+            return [], []
         logits = self._decoder.logits(hidden[[end - 1 for _, end, _ in asked]])
         tokens = self._sampler.sample(
             logits, [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
         )
         requests = [row.request for row, _, _ in asked]
-        self._sampled.update(zip(requests, tokens, strict=True))
         logprobs = _wanted_logprobs(logits, tokens, [params.logprobs for _, _, params in asked])
-        return [SampledToken(*entry) for entry in zip(requests, tokens, logprobs, strict=True)]
+        samples, nonfinite = _split_samples(requests, tokens, logprobs)
+        self._sampled.update((sampled.request, sampled.token) for sampled in samples)
+        self._sampled.update(dict.fromkeys(nonfinite, PLACEHOLDER))
+        return samples, nonfinite
+
+    def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
+        """Requests of rows that are not sampled and whose hidden states are not finite.
+
+        CPU only: on a GPU the copy to the host would have to be waited for. There the NaN is found when the request is
+        sampled.
+        """
+        chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
+        if not chunks or hidden.device.type != "cpu":
+            return []
+        finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
+        return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
 
     def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
         results = []
@@ -257,15 +292,24 @@ class ModelRunner:
         return results
 
 
+def _split_samples(
+    requests: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+) -> tuple[list[SampledToken], list[int]]:
+    """The samples of rows that have a token, and the requests of rows that have none."""
+    entries = list(zip(requests, tokens, logprobs, strict=True))
+    samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
+    return samples, [request for request, token, _ in entries if token == NO_TOKEN]
+
+
 def _wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
-    """Logprobs of the rows that want them, None for the others.
+    """Logprobs of the rows that want them and have a token, None for the others.
 
     logits: [rows, vocabulary]. wanted: number of alternatives per row, None for no logprobs.
     """
-    chosen = [index for index, count in enumerate(wanted) if count is not None]
+    chosen = [index for index, count in enumerate(wanted) if count is not None and tokens[index] != NO_TOKEN]
     results: list[TokenLogprob | None] = [None] * len(tokens)
     if chosen:
-        counts = [count for count in wanted if count is not None]
+        counts = [wanted[index] or 0 for index in chosen]
         entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
         for index, entry in zip(chosen, entries, strict=True):
             results[index] = entry

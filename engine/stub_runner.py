@@ -28,7 +28,7 @@ from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, PlanResult
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 
@@ -85,7 +85,7 @@ class StubRunner:
         self.sample([row], self.forward([row], incoming))
         self.release(WARM_UP_REQUEST)
 
-    def execute(self, rows: Sequence[PlanRow]) -> tuple[list[SampledToken], list[PromptLogprobs]]:
+    def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
         return self.sample(rows, self.forward(rows))
 
@@ -119,8 +119,8 @@ class StubRunner:
         self._take_time(started, ends[-1])
         return result
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> tuple[list[SampledToken], list[PromptLogprobs]]:
-        """See Runner."""
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+        """See Runner. Results are never nonfinite: all arithmetic is on integers."""
         ends = np.cumsum([row.count for row in rows]).tolist()
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         samples = []
@@ -136,7 +136,7 @@ class StubRunner:
             for row, end in zip(rows, ends, strict=True)
             if row.prompt_logprobs is not None
         ]
-        return samples, prompts
+        return PlanResult(samples, prompts, [])
 
     def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
         targets = packed.unpack(row.tokens)[1:].tolist()

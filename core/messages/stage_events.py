@@ -76,9 +76,12 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     duration_s: float
     """Seconds from the start of the stage's layers to the end of sampling or passing on; waiting is not included."""
     samples: tuple[SampledToken, ...] = ()
-    """One for each row that samples, in row order; from the last stage only."""
+    """One for each row that samples and is finite, in row order; from the last stage only."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """From the last stage only."""
+    nonfinite: tuple[int, ...] = ()
+    """Requests whose rows came out NaN or infinite, at any stage; from the last stage only. They have no sample, and
+    the KV of their rows must not be used."""
 
 
 class ChunkAcked(StageEvent, frozen=True, kw_only=True):

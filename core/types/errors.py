@@ -13,7 +13,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: int
     """HTTP status of the response."""
     field: str | None = None
-    """The offending request field, for 4xx."""
+    """The offending request field, for 4xx; "prompt" if the model cannot compute it."""
     retry_after_s: float | None = None
     """Seconds after which a retry makes sense, for 429 and 503."""
     stage: int | None = None
@@ -55,3 +55,4 @@ STAGE_FAILED = "stage_failed"  # 503
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404
+NONFINITE = "nonfinite_values"  # 500: the model's results for a request are NaN or infinite

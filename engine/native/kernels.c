@@ -36,6 +36,7 @@ INLINE void store(float *to, vec value) { *(vec *)to = value; }
 INLINE vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
 INLINE vec blend(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
 #if defined(__x86_64__)
+/* If a or b is NaN, the result is b. */
 INLINE vec vec_max(vec a, vec b) { return (vec)__builtin_ia32_maxps256(a, b); }
 INLINE vec vec_min(vec a, vec b) { return (vec)__builtin_ia32_minps256(a, b); }
 #else
@@ -48,13 +49,13 @@ INLINE float horizontal_sum(vec v)
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-/* 2 to the power of x for x < 128; infinity at 128, 0 below the smallest normal number. Range reduction to [-1/2, 1/2],
- * a Taylor polynomial of degree 7 (error below one unit in the last place), times a power of two set in the exponent
- * bits. */
+/* 2 to the power of x for x < 128; infinity at 128, 0 below the smallest normal number, NaN for NaN. Range reduction to
+ * [-1/2, 1/2], a Taylor polynomial of degree 7 (error below one unit in the last place), times a power of two set in the
+ * exponent bits. */
 INLINE vec exp2_approx(vec x)
 {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    vec clamped = vec_max(x, splat(-127.0f));
+    vec clamped = vec_max(splat(-127.0f), x);
     vec shifted = clamped + magic;
     vec f = clamped - (shifted - magic);
     vec p = splat(1.5252733804e-5f);
@@ -389,8 +390,8 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
             store(scores + j * LANES, s0);
             store(scores + j * LANES + 8, s1);
         }
-        max0 = vec_max(max0, s0);
-        max1 = vec_max(max1, s1);
+        max0 = vec_max(s0, max0); /* never NaN: a NaN score gives a NaN weight below, and so a NaN output */
+        max1 = vec_max(s1, max1);
     }
     vec keep0 = exp2_approx(old_max0 - max0), keep1 = exp2_approx(old_max1 - max1);
     vec sum0 = load(sums) * keep0, sum1 = load(sums + 8) * keep1;

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.
 from headrace.core.config import StageConfig
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.engine.runner import HiddenSpec
+from headrace.engine.runner import PLACEHOLDER, HiddenSpec
 
 RELEASED = -1  # in the place of a released request
 TAGS = 1 << 31  # tags of point-to-point messages are below this
@@ -139,13 +139,14 @@ class PipelineLinks:
     def broadcast(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
         """Start this stage's part of the broadcast of a plan's sampled tokens, without waiting for it.
 
-        samples: on the last stage the plan's samples, elsewhere empty. Only rows with `feeds` are broadcast.
+        samples: on the last stage the plan's samples, elsewhere empty. Only rows with `feeds` are broadcast,
+        PLACEHOLDER for those without a sample: their requests have failed.
         """
         feeding = [row.request for row in plan.rows if row.feeds]
         if not feeding or self._stages == 1:
             return
         by_request = {sample.request: sample.token for sample in samples}
-        values = [by_request[request] if self.last else 0 for request in feeding]
+        values = [by_request.get(request, PLACEHOLDER) for request in feeding]
         tokens = torch.tensor(values, dtype=torch.int64, device=self._hidden.device)
         with _breakable():
             work = _work(dist.broadcast(tokens, src=self._stages - 1, group=self._token_group, async_op=True))

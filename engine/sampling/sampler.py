@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.core.types.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow
+NO_TOKEN = -1  # in place of the token of a row whose logits are not finite
 
 
 class SampleRow(NamedTuple):
@@ -36,9 +37,16 @@ class Sampler:
         self._entropy = entropy
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Sample one token per row. logits: float32 [rows, vocabulary], not modified."""
-        logits = _without_early_stops(logits, rows)
-        tokens = logits.argmax(dim=-1)
+        """Sample one token per row. logits: float32 [rows, vocabulary], not modified.
+
+        Returns NO_TOKEN for a row with NaN or positive infinity, or with nothing above negative infinity. This is
+        decided on the device, and is part of the one copy of the tokens to the host.
+        """
+        given, logits = logits, _without_early_stops(logits, rows)
+        tokens = logits.argmax(dim=-1)  # NaN counts as the largest
+        finite = logits.gather(-1, tokens[:, None])[:, 0].isfinite()
+        if logits is not given:
+            finite &= given.amax(dim=-1).isfinite()
         drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
         for filtered in (False, True):  # unfiltered rows need no sorting
             chosen = [index for index in drawn if _is_filtered(rows[index].params) is filtered]
@@ -47,7 +55,7 @@ class Sampler:
                 uniform = [self._uniform(rows[index]) for index in chosen]
                 draw = _draw_filtered if filtered else _draw
                 tokens[chosen] = draw(logits[chosen], params, torch.tensor(uniform, dtype=torch.float64))
-        return tokens.tolist()
+        return torch.where(finite, tokens, NO_TOKEN).tolist()
 
     def _uniform(self, row: SampleRow) -> float:
         if row.params.seed is None:
@@ -107,11 +115,12 @@ def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniform: Te
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse transform sampling: per row the first index whose cumulative weight exceeds uniform times the total.
 
-    weights: [rows, n]; uniform: [rows] in [0, 1). Returns int64 [rows]; never an index of weight zero.
+    weights: [rows, n]; uniform: [rows] in [0, 1). Returns int64 [rows]; never an index of weight zero. If weights
+    are NaN, any valid index of the row.
     """
     cumulative = weights.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -135,7 +135,10 @@ class RemoteFetch:
             self._state.drop("unknown_request")
 
     def kv_received(self, event: KvReceived, now: float) -> None:
-        """A stage has all of its KV. Once every stage has, the request goes on with its first token."""
+        """A stage has all of its KV. Once every stage has, the request goes on with its first token.
+
+        The pages are published after its first plan here, whose results show whether the KV is finite.
+        """
         state = self._state
         request, incoming = self._fetching(event.request)
         if request is None or incoming is None or event.stage not in incoming.missing:
@@ -152,7 +155,8 @@ class RemoteFetch:
         incoming.receive()
         state.prefills.end_fetch(request)
         request.computed = request.target
-        state.cache.publish(request.lease, request.tokens, request.computed)
+        if _first_token_forbidden(request, event.first):  # the prompt is computed here, from its cached pages
+            state.cache.publish(request.lease, request.tokens, request.computed)
         self._accept_first_token(request, event.first, now)
 
     def receive_failed(self, event: ReceiveFailed, now: float) -> None:
@@ -240,3 +244,11 @@ class RemoteFetch:
             return request
         self._completion.release_if_safe(request)
         return None
+
+
+def _first_token_forbidden(request: Request, first: FirstToken) -> bool:
+    """Whether the first token would end the text before min_tokens, which a router that posted the prompt may not have
+    passed on. The front end then has the prompt computed here."""
+    route, sampling = request.route, request.submit.sampling
+    posted_by_router = isinstance(route, FetchFrom) and route.posting != "local"
+    return posted_by_router and sampling.min_tokens > 0 and first.token in sampling.stop_token_ids

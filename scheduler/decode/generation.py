@@ -2,7 +2,7 @@
 
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken
-from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
+from headrace.core.types.errors import NONFINITE, STAGE_FAILED, ErrorInfo
 from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import HANDED_OVER, KvHandoff
@@ -30,6 +30,8 @@ class TokenGeneration:
             self._state.plans.leave(row)
             if row.request.ended:
                 self._completion.release_if_safe(row.request)
+            elif row.serial in event.nonfinite:
+                self._fail_nonfinite(row, now)
             else:
                 self._row_done(plan, row, samples.get(row.serial), now)
         for request, chunk in plan.sends:
@@ -77,6 +79,14 @@ class TokenGeneration:
             self._completion.complete(request, "length", now)
         else:
             self._preempt(request, now)
+
+    def _fail_nonfinite(self, row: PlannedRow, now: float) -> None:
+        """A row came out NaN or infinite: fail its request, and keep its pages out of the prefix cache."""
+        request = row.request
+        assert request.lease is not None, "a request in a plan has pages"
+        request.lease.nonfinite = True
+        text = f"the model's results for the first {row.end} tokens of this request are NaN or infinite"
+        self._completion.fail(request, ErrorInfo(code=NONFINITE, message=text, status=500, field="prompt"), now)
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:
         state, request = self._state, row.request
@@ -127,8 +137,13 @@ class TokenGeneration:
             self._requeue(request, now)
 
     def _requeue(self, request: Request, now: float) -> None:
-        """Free the pages of a preempted request, and have it start again with all its tokens as the prompt."""
+        """Free the pages of a preempted request, and have it start again with all its tokens as the prompt.
+
+        Fetched KV that has not been computed with yet is published first, so that it need not be computed here.
+        """
         state = self._state
+        if request.lease is not None:
+            state.cache.publish(request.lease, request.tokens, request.computed)
         self._completion.free_pages(request)
         state.requests.renumber(request)
         state.queues.requeue(request)

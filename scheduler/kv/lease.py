@@ -41,6 +41,8 @@ class Lease:
     """Pages that were found in the tree when the lease began."""
 
     ended: bool = False
+    nonfinite: bool = False
+    """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
 
 
 class KvCache:
@@ -153,13 +155,19 @@ class KvCache:
             lease.path.append(node)
 
     def release(self, lease: Lease) -> None:
-        """End a lease: unlock its path, free its private pages. Raises ValueError when it has already ended."""
+        """End a lease: unlock its path, free its private pages. Raises ValueError when it has already ended.
+
+        The path of a nonfinite lease leaves the tree, except pages that other requests use or that have children: the
+        results of those requests show whether the pages are good.
+        """
         if lease.ended:
             raise ValueError("the lease has already ended")
         lease.ended = True
         del self._leases[lease.owner]
         self._allocator.release(list(self._private(lease)), lease.owner)
         self._tree.unlock(lease.path)
+        if lease.nonfinite:
+            self._allocator.release(self._tree.drop(lease.path), TREE)
         self.version += 1
 
     def check(self) -> list[str]:

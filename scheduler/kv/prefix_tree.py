@@ -119,11 +119,24 @@ class PrefixTree:
         while len(pages) < count and self._heap:
             used, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if node.locks or node.children:
+            if node.locks or node.children or not _is_in_tree(node):
                 continue  # it queues again when it is an unlocked leaf
             if node.used != used:
                 self._queue(node)
                 continue
+            pages.append(node.page)
+            self._remove(node)
+        return pages
+
+    def drop(self, path: Sequence[Node]) -> list[int]:
+        """Remove the nodes of a path, last one first, up to a node that is locked or has children.
+
+        Returns their pages.
+        """
+        pages: list[int] = []
+        for node in reversed(path):
+            if node.locks or node.children:
+                break
             pages.append(node.page)
             self._remove(node)
         return pages
@@ -161,3 +174,8 @@ class PrefixTree:
             del self._roots[parent.key]
         elif parent.locks == 0:
             self._queue(parent)
+
+
+def _is_in_tree(node: Node) -> bool:
+    """Whether a queued node is still in the tree: dropped nodes stay in the heap until they are popped."""
+    return node.parent is not None and node.parent.children.get(node.key) is node

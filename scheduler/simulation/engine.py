@@ -35,7 +35,7 @@ from headrace.core.messages.stage_events import (
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import FirstToken
-from headrace.scheduler.simulation.model import VOCABULARY, extend, next_token
+from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
 from headrace.scheduler.simulation.world import Channel, World
 
 
@@ -89,10 +89,15 @@ class SimulatedPipeline:
         token_s: float,
         report: Callable[[AnyStageEvent], None],
         ship: Callable[[SimulatedChunk], None],
+        has_nan_token: bool = False,
+        checks_chunks: bool = True,
     ) -> None:
         """token_s: seconds that a stage takes for a token. report: takes events, in order for each stage. ship: takes
-        chunks that are sent."""
+        chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks: the last stage also reports rows
+        that are not sampled as nonfinite."""
         self.world = world
+        self.has_nan_token = has_nan_token
+        self.checks_chunks = checks_chunks
         self.report = report
         self.ship = ship
         self.token_s = token_s
@@ -261,30 +266,42 @@ class SimulatedStage:
         if self.pipeline.dead:
             return
         self._busy = False
-        samples = tuple(sampled for row in order.rows if (sampled := self._run(row)) is not None)
-        if self.index != self.pipeline.last:
-            samples = ()
-        for sampled, row in zip(samples, [row for row in order.rows if row.sample], strict=True) if samples else ():
-            if row.feeds:
-                self.pipeline.sampled[(row.request, row.start + row.count)] = sampled.token
+        states = [(row, self._run(row)) for row in order.rows]
+        samples: list[SampledToken] = []
+        nonfinite: list[int] = []
+        for row, state in states if self.index == self.pipeline.last else ():
+            if row.sample and row.feeds:
+                self.pipeline.sampled[(row.request, row.start + row.count)] = next_token(state)
+            if state == NAN and (row.sample or self.pipeline.checks_chunks):
+                nonfinite.append(row.request)
+            elif row.sample:
+                samples.append(SampledToken(row.request, next_token(state)))
         self.pipeline.computed[self.index].add(order.seq)
         for send in [send for send in self._waiting_sends if send.after == order.seq]:
             self._waiting_sends.remove(send)
             self._start_sending(send)
-        self.report(PlanDone(stage=self.index, seq=order.seq, duration_s=seconds, samples=samples))
+        self.report(
+            PlanDone(
+                stage=self.index,
+                seq=order.seq,
+                duration_s=seconds,
+                samples=tuple(samples),
+                nonfinite=tuple(nonfinite),
+            )
+        )
         self.pipeline.wake()
 
-    def _run(self, row: PlanRow) -> SampledToken | None:
-        """Compute a row: extend the hash of the prefix in the pool by the row's tokens."""
+    def _run(self, row: PlanRow) -> int:
+        """Compute a row: extend the hash of the prefix in the pool by the row's tokens. Returns the last hash."""
         size, pages = self.page_size, unpack(row.pages)
         tokens = self.pipeline.token_of(row)
         assert tokens is not None, "checked before the plan started"
         before = row.start - 1
         state = self.pool[pages[before // size]][before % size] if row.start else 0
         for position, token in enumerate(tokens, row.start):
-            state = extend(state, token)
+            state = NAN if self.pipeline.has_nan_token and token == NAN_TOKEN else extend(state, token)
             self.pool[pages[position // size]][position % size] = state
-        return SampledToken(row.request, next_token(state)) if row.sample else None
+        return state
 
     def _start_sending(self, order: SendChunk) -> None:
         if order.request not in self._cancelled:

@@ -2,11 +2,13 @@
 
 MODULUS = (1 << 61) - 1
 VOCABULARY = 61
+NAN = -2  # KV of a position with NaN, and of all positions after it
+NAN_TOKEN = 60  # the token whose KV is NaN, in scenarios that have one
 
 
 def extend(state: int, token: int) -> int:
     """The hash of a prefix and one more token."""
-    return (state * 1_000_003 + token + 7) % MODULUS
+    return NAN if state == NAN else (state * 1_000_003 + token + 7) % MODULUS
 
 
 def next_token(state: int) -> int:

@@ -7,9 +7,10 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
 from headrace.core.messages.orders import BeginEpoch, Order
 from headrace.core.messages.stage_events import StageFailed
+from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
-from headrace.scheduler.simulation.model import expected_tokens
+from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
 from headrace.scheduler.simulation.world import Channel, World
 
@@ -56,8 +57,17 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, world: World, name: str, config: SchedulerConfig, token_s: float, report: SimulationReport
+        self,
+        world: World,
+        name: str,
+        config: SchedulerConfig,
+        token_s: float,
+        report: SimulationReport,
+        *,
+        has_nan_token: bool = False,
+        checks_chunks: bool = True,
     ) -> None:
+        """has_nan_token, checks_chunks: as in SimulatedPipeline."""
         self.world = world
         self.name = name
         self.config = config
@@ -70,6 +80,8 @@ class SimulatedServer:
         self.ship: Callable[[SimulatedChunk], None] = lambda _chunk: None
         self.on_restart: Callable[[], None] = lambda: None
         self._token_s = token_s
+        self._has_nan_token = has_nan_token
+        self._checks_chunks = checks_chunks
         self._tick_at: float | None = None
         self._stream: list[Order] = []
         self.pipeline = self._new_pipeline()
@@ -124,6 +136,8 @@ class SimulatedServer:
             self._token_s,
             self.handle,
             lambda chunk: self.ship(chunk),
+            self._has_nan_token,
+            self._checks_chunks,
         )
         pipeline.start(config.kv_pages, config.page_size)
         return pipeline
@@ -165,6 +179,7 @@ class SimulatedServer:
             if isinstance(output, RequestFinished):
                 self._check_tokens(client, output)
                 self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
+            self._check_nonfinite(client, output)
             key = output.reason if isinstance(output, RequestFinished) else output.error.code
             self.report.outcomes[f"{self.name}:{key}"] = self.report.outcomes.get(f"{self.name}:{key}", 0) + 1
         self.on_output(output)
@@ -185,6 +200,15 @@ class SimulatedServer:
             self.violation(f"{submit.rid} generated {got}, not {expected}")
         if finished.usage.completion_tokens != len(got):
             self.violation(f"{submit.rid} counts {finished.usage.completion_tokens} tokens, sent {len(got)}")
+
+    def _check_nonfinite(self, client: SimulatedClient, end: RequestFinished | RequestFailed) -> None:
+        """No token is computed from NaN, and no request without NAN_TOKEN fails as nonfinite."""
+        given = (*client.prompt, *client.tokens)
+        if self._has_nan_token and client.tokens and NAN_TOKEN in given[:-1]:
+            self.violation(f"{client.submit.rid} has tokens that were computed from NaN: {given}")
+        failed = isinstance(end, RequestFailed) and end.error.code == NONFINITE
+        if failed and not (self._has_nan_token and NAN_TOKEN in given):
+            self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size

@@ -59,6 +59,9 @@ class Scenario:
     crash: float = 0.05
     """Probability that a stage fails in a run; the engine comes up again."""
 
+    has_nan_token: bool = False
+    """KV of NAN_TOKEN, and of all positions after it, is NaN."""
+
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
@@ -137,7 +140,15 @@ class Simulation:
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
         if other is not None and rng.random() < 0.5:
             config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
-        return SimulatedServer(self._world, name, config, self._scenario.token_s, self._report)
+        return SimulatedServer(
+            self._world,
+            name,
+            config,
+            self._scenario.token_s,
+            self._report,
+            has_nan_token=self._scenario.has_nan_token,
+            checks_chunks=self._scenario.seed % 3 > 0,
+        )
 
     def _arrive(self, number: int) -> None:
         rng = self._clients

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.core.messages.frontend import Held, Progress, RequestFinished, Reserved, Submit, Tokens
 from headrace.core.types import packed
-from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.errors import NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -77,7 +77,7 @@ class GenerationRunner:
         except FirstTokenForbidden:
             log.info("%s: the first token would end the text before min_tokens; sampling it again", request.rid)
         except HeadraceError as error:
-            if begun or not self._local or error.info.status not in RETRYABLE:
+            if begun or not self._local or not _is_retryable(error.info):
                 raise
             log.warning("%s: computing the prompt here, since %s", request.rid, error.info.message)
         again = msgspec.structs.replace(request, rid=f"{request.rid}-local")
@@ -209,6 +209,11 @@ class GenerationRunner:
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
                     return _result(event, "stop" if stopped else _finish_reason(event.reason) or "stop", text.tokens)
+
+
+def _is_retryable(error: ErrorInfo) -> bool:
+    """Whether the prompt may be computed here after this error of the prefill server."""
+    return error.status in RETRYABLE or error.code == NONFINITE
 
 
 def _outgoing_route(request: GenerationRequest) -> AnyRoute:

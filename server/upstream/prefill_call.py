@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import CANCELLED, ErrorInfo, HeadraceError
+from headrace.core.types.errors import CANCELLED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.server.tokenizer.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)
@@ -159,13 +159,13 @@ class _ErrorResponse(msgspec.Struct):
 
 
 def response_error(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
-    """The error for our client after a prefill server's error response. Errors of the request and overload keep their
-    status; those between the two servers (keys, tickets, routes, crashes) become 502."""
+    """The error for our client after a prefill server's error response. Errors of the request, overload and
+    nonfinite results keep their status; those between the two servers (keys, tickets, routes, crashes) become 502."""
     try:
         error = msgspec.json.decode(content, type=_ErrorResponse).error
     except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
-    if status not in CLIENT_STATUSES:
+    if status not in CLIENT_STATUSES and error.code != NONFINITE:
         message = f"the prefill server answered {status}: {error.message}"
         return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     retry_after = headers.get("Retry-After", "")

@@ -21,7 +21,7 @@ from transformers import (
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
 from headrace.engine.model.source import resolve_source
@@ -152,10 +152,10 @@ def shuffled_pages(count: int, pool: int, seed: int = 0) -> list[int]:
 
 def run_chunks(runner: ModelRunner, rows: list[PlanRow]) -> SampledToken:
     """Execute rows one plan each; the sample of the last one."""
-    results: tuple[list[SampledToken], list[PromptLogprobs]] = ([], [])
+    samples: list[SampledToken] = []
     for row in rows:
-        results = runner.execute([row])
-    return results[0][0]
+        samples = runner.execute([row]).samples
+    return samples[0]
 
 
 def reported_logprobs(sampled: SampledToken) -> torch.Tensor:

@@ -12,7 +12,10 @@ from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import Attention, AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
 from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.device import has_matrix_units, kernel_multiplies
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.native import load_kernels
+from tests.cpus import KINDS, cpuinfo
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGES = 6, 2, 16, 2, 128
 
@@ -57,6 +60,45 @@ def run(attention: Attention, spans: list[AttentionSpan], dtype: torch.dtype = t
         keys_values = torch.randn(tokens, 2 * KV_HEADS, HEAD_DIM, generator=generator).bfloat16().to(dtype)
         outputs.append(running.attend(layer, query, keys_values))
     return outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*KINDS, "sdpa"])
+@pytest.mark.parametrize(("start", "count"), [(50, 1), (70, 1), (40, 30), (0, 40)])
+def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, start: int, count: int) -> None:
+    """A NaN score must not be dropped by the maximum: the position would be left out unnoticed."""
+    torch_dtype = getattr(torch, dtype)
+    spans = make_spans([(start, count), (30, 1), (20, 9)], 16, PAGES, seed=1)
+
+    def attended(bad: tuple[int, int] | None) -> torch.Tensor:
+        pool = make_pool(16, dtype)
+        native = kind == "sdpa" or has_matrix_units(dtype, "cpu", cpuinfo(kind))
+        attention: Attention = SdpaAttention(pool)
+        if kind != "sdpa":
+            kernels = load_kernels(multiply=kernel_multiplies(cpuinfo(kind)))
+            attention = choose_attention(pool, native_units=native, kernels=kernels)
+        compute = torch_dtype if native else torch.float32
+        tokens = sum(span.count for span in spans)
+        generator = torch.Generator().manual_seed(2)
+        query = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(compute)
+        keys_values = torch.randn(tokens, 2 * KV_HEADS, HEAD_DIM, generator=generator).to(compute)
+        if bad is not None:
+            position, plane = bad
+            if position < start:
+                pool.tensor[spans[0].pages[position // 16], 0, plane, 0, position % 16, 3] = torch.nan
+            else:
+                keys_values[position - start, plane * KV_HEADS, 3] = torch.nan
+        return attention.begin(spans).attend(0, query, keys_values)
+
+    clean = attended(None)
+    for position in {0, start - 1, start, start + count - 1} - {-1}:
+        for plane in (0, 1):
+            found = attended((position, plane))
+            sees = torch.arange(start, start + count) >= position
+            group, element = HEADS // KV_HEADS, slice(None) if plane == 0 else 3
+            assert not found[:count][sees][:, :group, element].isfinite().any(), (position, plane)
+            torch.testing.assert_close(found[count:], clean[count:], atol=0, rtol=0)
+            torch.testing.assert_close(found[:count, group:], clean[:count, group:], atol=0, rtol=0)
 
 
 spans_of = st.lists(st.tuples(st.integers(0, 60), st.one_of(st.just(1), st.integers(2, 50))), min_size=1, max_size=4)

@@ -22,7 +22,7 @@ def test_prompt_logprobs_equal_the_full_softmax(saved: Models, chunk: int) -> No
     for start in range(0, 150, chunk):
         count = min(chunk, 150 - start)
         following = prompt.tokens[start + count] if start + count < 150 else None
-        _, reports = runner.execute([prompt.row(start, count, prompt_logprobs=2, next_token=following)])
+        reports = runner.execute([prompt.row(start, count, prompt_logprobs=2, next_token=following)]).prompt_logprobs
         assert reports[0].request == 3
         assert reports[0].start == start + 1
         found.update({reports[0].start + index: entry for index, entry in enumerate(reports[0].entries)})
@@ -42,7 +42,7 @@ def test_only_rows_that_ask_get_logprobs(saved: Models) -> None:
         prompt.row(0, 5, sample=SamplingParams(temperature=0.0, logprobs=count))
         for prompt, count in zip(prompts, wanted, strict=True)
     ]
-    samples, reports = runner.execute(rows)
+    samples, reports, _ = runner.execute(rows)
     assert reports == []
     assert samples[0].logprob is None
     assert [len(sample.logprob.top_ids) for sample in samples if sample.logprob is not None] == [0, 2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.core.types.request import SamplingParams
 from headrace.engine.sampling.logprobs import token_logprobs
-from headrace.engine.sampling.sampler import Sampler, SampleRow, seeded_uniform
+from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, seeded_uniform
 
 SIZE = 23
 params_of = st.builds(
@@ -97,6 +97,46 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1, 3, 99))
     assert [sample(logits, [SampleRow(params, 0, generated)])[0] for generated in (0, 1, 2)] == [2, 2, 1]
     assert logits[0, 1] == 9.0  # the caller's logits stay
+
+
+BAD_ROWS = {
+    "one NaN": [0.0, math.nan, 2.0, 5.0],
+    "all NaN": [math.nan] * 4,
+    "an infinity": [0.0, math.inf, 2.0, 5.0],
+    "NaN and infinity": [math.nan, math.inf, 2.0, -math.inf],
+    "nothing but minus infinity": [-math.inf] * 4,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+@settings(max_examples=30, deadline=None)
+@given(params=params_of, others=params_of, place=st.integers(0, 2))
+def test_rows_that_are_not_finite_have_no_token(
+    bad: list[float], params: SamplingParams, others: SamplingParams, place: int
+) -> None:
+    """With any parameters; other rows of the batch are not affected."""
+    good = torch.tensor([[1.0, 2.0, 0.5, -math.inf], [0.0, 3.0, 3.0, 1.0]])
+    rows = [SampleRow(others, position, 0) for position in (4, 5)]
+    expected = sample(good, rows)
+    logits = torch.cat((good[:place], torch.tensor([bad]), good[place:]))
+    rows.insert(place, SampleRow(params, 9, 0))
+    expected.insert(place, NO_TOKEN)
+    assert sample(logits, rows) == expected
+
+
+def test_a_forbidden_stop_token_with_nan_is_found_too() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, min_tokens=2, stop_token_ids=(1,), seed=3)
+    early = SampleRow(params, 0, 0)
+    hidden, rest = [0.0, math.nan, -50.0], [0.0, 9.0, -math.inf]
+    assert sample(torch.tensor([hidden, rest]), [early, early]) == [NO_TOKEN, 0]
+    everything = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=(0, 1, 2))
+    assert sample(torch.tensor([rest]), [SampleRow(everything, 0, 0)]) == [NO_TOKEN]
+
+
+def test_logprobs_that_are_infinite_are_told_as_the_lowest_number() -> None:
+    (entry,) = token_logprobs(torch.tensor([[0.0, -math.inf, 1.0]]), [1], [3])
+    lowest = torch.finfo(torch.float32).min
+    assert (entry.logprob, entry.top_ids[2], entry.top_logprobs[2]) == (lowest, 1, lowest)
 
 
 def test_logprobs_are_of_the_unscaled_logits() -> None:

@@ -104,6 +104,7 @@ def test_decoding_goes_on_from_the_first_token() -> None:
 def test_cached_pages_are_not_fetched() -> None:
     bench = connected()
     arrive(bench, reserved(bench))
+    bench.compute(43)
     bench.abort("a")
     expect = reserved(bench, rid="b", ticket="u")
     ask = bench.last(AskReserve)

@@ -56,6 +56,25 @@ def test_eviction_takes_the_least_recently_used_leaf_and_no_locked_one() -> None
         tree.unlock([root])
 
 
+def test_a_path_is_dropped_up_to_a_node_in_use() -> None:
+    tree = PrefixTree()
+    root = tree.insert(None, "", b"root", 0)
+    mine = tree.insert(root, "", b"mine", 1)
+    last = tree.insert(mine, "", b"last", 2)
+    tree.lock([root, mine, last])
+    tree.unlock([root, mine, last])
+    assert tree.drop([root, mine, last, tree.insert(last, "", b"more", 3)]) == [3, 2, 1, 0]
+    assert (tree.pages, tree.unlocked, tree.match([b"root"], "")) == (0, 0, [])
+    assert tree.evict(9) == [], "dropped nodes are not evicted again"
+    root = tree.insert(None, "", b"root", 4)
+    mine, theirs = tree.insert(root, "", b"mine", 5), tree.insert(root, "", b"theirs", 6)
+    tree.lock([root, theirs])
+    assert tree.drop([root, mine]) == [5]
+    assert tree.drop([root, theirs]) == []
+    tree.unlock([root, theirs])
+    assert tree.evict(9) == [6, 4]
+
+
 def test_the_candidates_for_eviction_do_not_pile_up() -> None:
     tree = PrefixTree()
     node = tree.insert(None, "", b"k", 0)
@@ -121,6 +140,7 @@ class Leases(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(self.leases))
         self.leases.remove(entry)
+        entry[0].nonfinite = data.draw(st.booleans())
         self.cache.release(entry[0])
         with pytest.raises(ValueError, match="already ended"):
             self.cache.release(entry[0])

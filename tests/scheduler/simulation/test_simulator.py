@@ -1,6 +1,7 @@
 """Random schedules under a virtual clock, reproducible by seed."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
 BATCH = 100
 
 
-def run(shape: Shape, first: int, **changes: float) -> Counter[str]:
+def run(shape: Shape, first: int, **changes: Any) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + BATCH):
         report = simulate(Scenario(seed=seed, shape=shape, requests=7, **changes))
@@ -36,6 +37,17 @@ def test_prefill_and_decode(batch: int) -> None:
 def test_peers_that_fall_silent() -> None:
     outcomes = run("pair", 10_000, stall=0.1, cancel=0.1, crash=0.0)
     assert outcomes["prefill:peer_gone"] > 0
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
+    outcomes = run(shape, 50_000, has_nan_token=True, cancel=0.1)
+    if shape == "pair":
+        assert outcomes["prefill:nonfinite_values"] > BATCH, "in prompts"
+        assert outcomes["decode:nonfinite_values"] > BATCH // 2, "in generated tokens"
+    else:
+        assert outcomes["colocated:nonfinite_values"] > BATCH
+    assert outcomes[f"{'decode' if shape == 'pair' else shape}:length"] > BATCH // 2, "other requests go on"
 
 
 def test_storms_of_cancels() -> None:

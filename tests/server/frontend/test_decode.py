@@ -201,6 +201,7 @@ REFUSALS = [
     (409, {"code": "ticket_in_use", "message": "used"}, {}, 502, "prefill_failed"),
     (404, {"code": "x", "message": "no route"}, {}, 502, "prefill_failed"),
     (500, {"code": "internal_error", "message": "oops"}, {}, 502, "prefill_failed"),
+    (500, {"code": "nonfinite_values", "message": "NaN", "param": "prompt"}, {}, 500, "nonfinite_values"),
 ]
 
 
@@ -321,9 +322,10 @@ async def test_a_client_that_leaves_closes_the_call_to_the_prefill_server(tokeni
         assert (await link.wait_for(Abort)).error.status == 499
 
 
+@pytest.mark.parametrize("said", ["boom", '{"error": {"code": "nonfinite_values", "message": "NaN"}}'])
 @in_loop
-async def test_local_fallback(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(), Prefills(lambda _body: httpx.Response(500, text="boom"))
+async def test_local_fallback(said: str, tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(), Prefills(lambda _body: httpx.Response(500, text=said))
 
     def script(_link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         here = isinstance(submit.route, DecodeHere)
