@@ -14,6 +14,7 @@ from headrace.core.types.errors import ConfigError
 BATCH = 256  # messages received per pass, so that a busy socket cannot starve the others
 MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
 HIGH_WATER = 100_000  # messages are bounded by credits; reaching this means the other end is dead
+UNREAD = 1000  # received messages of one connection; further ones wait in TCP
 BACKLOG = 128
 
 
@@ -157,19 +158,22 @@ def order_socket(
     Raises ConfigError when the address is in use or not one of this machine.
 
     Args:
-        silence_s: libzmq closes connections that are silent for this long, which is the only sign of a machine that
-            is gone; 0: never.
+        silence_s: the kernel closes connections whose other machine is silent for this long. Until a stage is up
+            nothing else shows that its machine is gone. 0: never.
     """
     socket = context.socket(zmq.ROUTER)
-    socket.set_hwm(HIGH_WATER)
+    socket.sndhwm, socket.rcvhwm = HIGH_WATER, UNREAD
     socket.linger = 1000
     socket.router_mandatory = True
     socket.router_handover = True  # a restarted stage replaces its predecessor's connection
     socket.ipv6 = True
     if silence_s:
         socket.maxmsgsize = MAX_EVENT_BYTES
-        socket.heartbeat_ivl = max(1, int(silence_s * 1000 / 3))
-        socket.heartbeat_timeout = max(1, int(silence_s * 1000))
+        # Not ZMTP heartbeats: see transfer/sockets/zmq_sockets.py.
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, int(silence_s / 3))
+        socket.tcp_keepalive_cnt = 3
+        socket.tcp_maxrt = max(1, int(silence_s * 1000))  # the same while something is sent there
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -18,6 +18,12 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec(
         "chunks_rejected_total", "counter", "KV chunks that this server refused to accept, by reason.", ("reason",)
     ),
+    MetricSpec(
+        "connections_closed_total",
+        "counter",
+        "Connections that this server has closed, by reason: ended, refused too often, replies left unread.",
+        ("socket", "reason"),
+    ),
     MetricSpec("nacks_total", "counter", "KV chunks of this server that peers refused, by reason.", ("reason",)),
     MetricSpec("checksum_failures_total", "counter", "Received KV payloads with a wrong checksum."),
     MetricSpec(

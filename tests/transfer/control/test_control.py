@@ -205,9 +205,7 @@ def test_a_prefill_server_that_falls_silent_is_down_and_dialled_again(both: Both
 
 def test_a_server_that_is_not_ready_is_asked_again_and_reported_once(context: Any) -> None:
     both = Both(context, ready=False)
-    both.loop.until(
-        lambda: value(both.control_server.statistics(), "refusals_total", ("control_server", "not_ready")) >= 3
-    )
+    both.loop.until(lambda: value(both.control_server.statistics(), "refusals_total", ("control", "not_ready")) >= 3)
     assert len(both.loop.of(both.control_client, PrefillDown)) == 1
     both.control_server.ready(OFFER)
     assert both.up
@@ -301,11 +299,11 @@ def test_oversized_frames_are_refused_and_far_larger_ones_cut_off(both: Both) ->
     stranger = Stranger(both.context, both)
     answer = stranger.ask(b"x" * (CONTROL_FRAME_BYTES + 1))
     assert isinstance(answer, Refuse)
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control_server",)) == 1
+    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
     cut_off = Stranger(both.context, both)
     cut_off.socket.send(b"x" * (4 * CONTROL_FRAME_BYTES))
     assert both.reserve("still here").session == session
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control_server",)) == 1
+    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
 
 
 def test_a_session_survives_its_own_bad_frame(both: Both) -> None:
