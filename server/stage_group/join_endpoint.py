@@ -56,6 +56,10 @@ class JoinEndpoint:
         """Whether a connection belongs to a stage of the admitted group."""
         return route in self._members
 
+    def is_known(self, route: bytes) -> bool:
+        """Whether a process that has joined holds this connection, for its joins or for its orders."""
+        return route in self._members or self._registry.joined(route)
+
     def receive(self, route: bytes, frames: list[bytes], now: float) -> list[JoinEvent]:
         """Handle a message from a connection that is not a member's: a JoinRequest, or garbage."""
         try:

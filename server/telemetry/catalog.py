@@ -18,12 +18,6 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec(
         "chunks_rejected_total", "counter", "KV chunks that this server refused to accept, by reason.", ("reason",)
     ),
-    MetricSpec(
-        "connections_closed_total",
-        "counter",
-        "Connections that this server has closed, by reason: ended, refused too often, replies left unread.",
-        ("socket", "reason"),
-    ),
     MetricSpec("nacks_total", "counter", "KV chunks of this server that peers refused, by reason.", ("reason",)),
     MetricSpec("checksum_failures_total", "counter", "Received KV payloads with a wrong checksum."),
     MetricSpec(
@@ -66,6 +60,23 @@ TRANSFER: tuple[MetricSpec, ...] = (
         "Closed sessions through which a prefill stage may still write into the pool.",
     ),
     MetricSpec("expected_requests", "gauge", "Requests whose KV this server is waiting to receive."),
+)
+
+CONNECTIONS: tuple[MetricSpec, ...] = (
+    MetricSpec("connections", "gauge", "Open connections, by listening socket.", ("socket",)),
+    MetricSpec(
+        "connections_closed_total",
+        "counter",
+        "Connections that this server has closed, by reason: shed (there were too many, and it was the oldest that was "
+        "idle or without a session), refused, ended, unread.",
+        ("socket", "reason"),
+    ),
+    MetricSpec(
+        "accept_failures_total",
+        "counter",
+        "Failed attempts to accept a connection, for want of descriptors or memory.",
+        ("socket",),
+    ),
 )
 
 KV_EVENTS: tuple[MetricSpec, ...] = (
@@ -114,4 +125,4 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 
-CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *KV_EVENTS, *FRONT)
+CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *CONNECTIONS, *KV_EVENTS, *FRONT)

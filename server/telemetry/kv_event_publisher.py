@@ -70,7 +70,7 @@ class KvEventPublisher:
 
     def receive(self, now: float) -> Sequence[Any]:
         """Receive subscriptions and replay requests."""
-        self._connections.receive()
+        self._connections.receive(now)
         for _ in range(RECEIVE_PASS):
             try:
                 frame = self._pub.recv(zmq.NOBLOCK, copy=False)
@@ -78,7 +78,7 @@ class KvEventPublisher:
                 break
             self._subscribed(frame, now)
         if self._replay is not None:
-            self._replay.receive()
+            self._replay.receive(now)
         return ()
 
     def apply(self, command: KvEventMessage, now: float) -> Sequence[Any]:
@@ -102,8 +102,8 @@ class KvEventPublisher:
 
     def statistics(self) -> Stats:
         """Counters of events, replays and closed connections."""
-        closed = self._connections.counters.snapshot()
-        replays = self._replay.connections.counters.snapshot() if self._replay is not None else ()
+        closed = self._connections.statistics()
+        replays = self._replay.connections.statistics() if self._replay is not None else ()
         return Stats((*self._counters.snapshot(), *closed, *replays))
 
     def close(self) -> None:

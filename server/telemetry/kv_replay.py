@@ -46,7 +46,7 @@ class ReplaySocket:
     def __init__(self, config: KvEventsConfig, context: "zmq.Context[Socket]", counters: Counters) -> None:
         self._topic = config.topic.encode()
         self._counters = counters
-        self.connections = Connections(context, "kv_events_replay")
+        self.connections = Connections(context, "kv_events_replay", has_session=lambda route: route in self._replays)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.router_mandatory = True  # sending to a subscriber that is gone or does not read is an error
         self.socket.sndhwm = QUEUED
@@ -56,14 +56,15 @@ class ReplaySocket:
         self._replays: dict[bytes, Replay] = {}  # by identity, the one that has waited longest first
         self._retry_at = 0.0
 
-    def receive(self) -> None:
+    def receive(self, now: float) -> None:
         """Receive requests. A second one from the same subscriber replaces the first."""
-        self.connections.receive()
+        self.connections.receive(now)
         for _ in range(PASS):
             try:
                 identity, *request = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self.connections.note(identity.bytes, request[-1] if request else identity)
             self._asked(identity.bytes, request)
 
     def send(self, kept: Sequence[bytes], end: int, now: float) -> None:

@@ -212,7 +212,18 @@ class ControlClient:
             if isinstance(event, PrefillUp):
                 log.info("KV comes from %s by %s", event.name, event.backend)
         if step.redial:
+            self._redial(line)
+        if line.socket is not None:
+            for message in step.sends:
+                zmq_sockets.put(line.socket, (self._sent.encode(message),))
+        if line.link.state == "down" and not step.sends:
             self._disconnect(line)
+        return step.events
+
+    def _redial(self, line: _Connection) -> None:
+        """Make the connection anew. Without one the hello stays unanswered, and the link tries again."""
+        self._disconnect(line)
+        try:
             line.socket = zmq_sockets.dial(
                 self._context,
                 line.endpoint,
@@ -221,12 +232,8 @@ class ControlClient:
                 keys=self._keys,
                 server_key=line.server_key,
             )
-        for message in step.sends:
-            if line.socket is not None and not zmq_sockets.put(line.socket, (self._sent.encode(message),)):
-                return [*step.events, *self._act(line, line.link.unread(now), now)]
-        if line.link.state == "down" and not step.sends:
-            self._disconnect(line)
-        return step.events
+        except OSError as error:
+            log.warning("%s cannot be dialled now: %s", line.endpoint, error.strerror)
 
     def _disconnect(self, line: _Connection) -> None:
         if line.socket is not None:

@@ -7,7 +7,6 @@ connection of a session that has ended is closed a little later, with what its p
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerGone, PeerJoined
@@ -88,8 +87,7 @@ class ControlServer:
 
     def statistics(self) -> Stats:
         gauges = (Sample("control_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
-        counted = (counters.snapshot() for counters in (self._book.counters, *self._listener.counters()))
-        return Stats(samples=(*gauges, *chain.from_iterable(counted)))
+        return Stats(samples=(*gauges, *self._book.counters.snapshot(), *self._listener.statistics()))
 
     def _read(self, arrival: Arrival, now: float) -> Outcome:
         route, body = arrival.route, arrival.body

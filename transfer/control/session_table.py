@@ -72,9 +72,6 @@ class SessionTable:
     def peers(self) -> int:
         return len(self._by_session)
 
-    def has_session(self, route: bytes) -> bool:
-        return route in self._by_route
-
     @property
     def open_tickets(self) -> int:
         return sum(len(peer.tickets) for peer in self._by_session.values())
@@ -121,6 +118,10 @@ class SessionTable:
             return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
         return Outcome([(peer.route, last_word(effect))], [])
+
+    def has_session(self, route: bytes) -> bool:
+        """Whether the connection is that of a peer."""
+        return route in self._by_route
 
     def lose(self, route: bytes, reason: str) -> Outcome:
         """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""

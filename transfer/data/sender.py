@@ -11,7 +11,6 @@ is not served any more is closed: libzmq then lets go of what it holds for it, w
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import assert_never
 
 from headrace.core.config import TransferConfig
@@ -139,8 +138,7 @@ class Sender:
             Sample("unacked_bytes", self._outbound.unacked_bytes),
             Sample("queued_chunks", self._outbound.queued_chunks),
         )
-        counted = (counters.snapshot() for counters in (self._counters, *self._listener.counters()))
-        return Stats(samples=(*gauges, *chain.from_iterable(counted)))
+        return Stats(samples=(*gauges, *self._counters.snapshot(), *self._listener.statistics()))
 
     def unanswered(self, now: float) -> Iterator[TransferTrace]:
         """What is on its way."""

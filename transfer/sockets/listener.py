@@ -12,7 +12,7 @@ import zmq
 
 from headrace.core.config import TransferConfig
 from headrace.core.runtime.rate_limit import RateLimits
-from headrace.core.stats import Counters
+from headrace.core.stats import Sample
 from headrace.core.types.errors import ConfigError
 from headrace.transfer.sockets import zap, zmq_sockets
 from headrace.transfer.sockets.connections import REFUSED, Connection, Connections
@@ -58,7 +58,7 @@ class Listener:
         unread: int,
     ) -> None:
         self._gate = zap.gate(context, config, part)
-        self._connections = Connections(context, part)
+        self._connections = Connections(context, part, has_session=lambda route: route in self._kept)
         self._kept: dict[bytes, Connection | None] = {}
         self._condemned: dict[int, Condemned] = {}  # by descriptor, the earliest first
         self._deaf: dict[bytes, None] = {}  # routes that are not heard any more, the oldest first
@@ -84,7 +84,7 @@ class Listener:
     def receive(self, now: float) -> Iterator[Arrival]:
         """What has come, in a bounded pass, but for what comes from connections that are closed here."""
         self._close_condemned(now)
-        failed = self._connections.receive()
+        failed = self._connections.receive(now)
         if self._gate is not None:
             self._gate.receive(failed, now)
         for _ in range(zmq_sockets.RECEIVE_BATCH):
@@ -92,6 +92,7 @@ class Listener:
             if frames is None:
                 return
             route, *body = (frame.bytes for frame in frames)
+            self._connections.note(route, frames[-1])
             if self._condemned:
                 self._acquit(route, frames[-1])
             if route not in self._deaf:
@@ -138,11 +139,10 @@ class Listener:
         self._connections.close_one(self._kept.pop(route, None), reason, now)
         self._stop_hearing(route)
 
-    def counters(self) -> Iterator[Counters]:
-        """To be shown with those of the part."""
-        yield self._connections.counters
-        if self._gate is not None:
-            yield self._gate.counters
+    def statistics(self) -> tuple[Sample, ...]:
+        """Connections, and handshakes that were refused."""
+        refused = self._gate.counters.snapshot() if self._gate is not None else ()
+        return (*self._connections.statistics(), *refused)
 
     def close(self, linger_ms: int = 0) -> None:
         """linger_ms: for the last words."""

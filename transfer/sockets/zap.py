@@ -5,7 +5,7 @@
                           └──monitor (connections.py)──► ZapAuthenticator ──► a log line, a counter ◄────┘
 
 The gate has no thread: it is read in the loop that owns the socket. Meanwhile libzmq goes on with all other
-connections, and gives up a handshake that nobody has decided in sockets.HANDSHAKE_MS.
+connections, and gives up a handshake that nobody has decided in connections.HANDSHAKE_MS.
 """
 
 import logging

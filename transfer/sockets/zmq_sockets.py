@@ -15,7 +15,6 @@ Socket = zmq.Socket[bytes]
 
 UNREACHABLE = (zmq.EAGAIN, zmq.EHOSTUNREACH)
 RECEIVE_BATCH = 256  # messages taken in one pass, so that one busy socket does not keep the loop to itself
-HANDSHAKE_MS = 10_000  # from a connection's first byte to the end of its greeting
 
 
 def bind(
@@ -38,7 +37,6 @@ def bind(
     socket.setsockopt(zmq.SNDHWM, queue)
     if unread:
         socket.setsockopt(zmq.RCVHWM, unread)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     _limit(socket, max_frame)
     _watch(socket, silence_s)
     prepare(socket)
@@ -63,9 +61,13 @@ def dial(
     keys: KeyPair | None = None,
     server_key: str = "",
 ) -> Socket:
-    """A DEALER that connects to tcp://host:port, now or as soon as somebody listens there. queue: messages kept for it.
-    keys: this side's, for a server with the public key server_key; None connects in the clear."""
-    socket = context.socket(zmq.DEALER)
+    """A DEALER that connects to tcp://host:port, now or as soon as a server listens there. queue: messages kept for it.
+    keys: this side's, for a server with the public key server_key; None connects in the clear. Raises OSError when no
+    descriptor is free."""
+    try:
+        socket = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from error
     socket.setsockopt(zmq.SNDHWM, queue)
     # What may come is bounded by windows and by what was asked. libzmq (4.3.5) aborts the process when a connection
     # breaks while its queue of unread messages is full and is made anew.

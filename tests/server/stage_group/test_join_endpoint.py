@@ -24,6 +24,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import REPLY_BURST, JoinEndpoint
+from headrace.transfer.sockets.connections import Connections
 from tests.server.stage_group.test_registry import join, make_registry
 
 Socket = zmq.Socket[bytes]
@@ -40,11 +41,13 @@ class Bench:
 
     def __init__(self, context: "zmq.Context[Socket]", start_timeout_s: float = 60.0) -> None:
         self.context = context
-        socket = order_socket(context, "tcp://127.0.0.1:*", SILENCE_S)
+        connections = Connections(context, "stages", 64)
+        socket = order_socket(context, "tcp://127.0.0.1:*", connections.watch, SILENCE_S)
         self.endpoint = f"tcp://127.0.0.1:{bound_port(socket)}"
         self.poller = socket
         endpoint = JoinEndpoint(socket, make_registry(key="k"), start_timeout_s)
-        self.channel = StageChannel(ZmqRouter(socket), 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
+        router = ZmqRouter(socket, connections)
+        self.channel = StageChannel(router, 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
         self.sockets: list[Socket] = []
 
     def dial(self, identity: bytes | None = None) -> Socket:
