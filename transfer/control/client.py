@@ -213,9 +213,9 @@ class ControlClient:
                 log.info("KV comes from %s by %s", event.name, event.backend)
         if step.redial:
             self._redial(line)
-        if line.socket is not None:
-            for message in step.sends:
-                zmq_sockets.put(line.socket, (self._sent.encode(message),))
+        for message in step.sends:
+            if line.socket is not None and not zmq_sockets.put(line.socket, (self._sent.encode(message),)):
+                return [*step.events, *self._act(line, line.link.unread(now), now)]
         if line.link.state == "down" and not step.sends:
             self._disconnect(line)
         return step.events

@@ -163,7 +163,7 @@ class Connections:
 
     def close(self) -> None:
         """Close the monitor. Call it before the watched socket is closed."""
-        if self._watched is not None:
+        if self._watched is not None and not self._watched.closed:
             self._watched.disable_monitor()
         self._events.close()
 

@@ -22,6 +22,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled
 from headrace.core.runtime.codec import Codec
+from headrace.core.stats import Stats
 from headrace.transfer.control import client
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer, unread_replies
@@ -359,7 +360,7 @@ def test_a_descriptor_that_is_used_again_is_another_connection(context: Any) -> 
     with Plain(port) as first:
         old = heard(first)
     assert any(again() for _ in range(100))
-    assert watched.counters.value("connections_closed_total", ("test", "unread")) == 1
+    assert value(Stats(watched.statistics()), "connections_closed_total", ("test", "unread")) == 1
     watched.close()
     router.close()
 
@@ -368,6 +369,7 @@ SLEEPER = """
 import sys, time, zmq
 from headrace.core.config import TransferConfig
 from headrace.server.launch.stage_connections import bound_port, order_socket
+from headrace.transfer.sockets.connections import Connections
 from headrace.transfer.sockets.listener import Listener
 context = zmq.Context()
 if sys.argv[1] == "data":
@@ -375,7 +377,7 @@ if sys.argv[1] == "data":
     listener = Listener(config, context, "data", port=0, max_frame=1 << 14, queue=100, unread=100)
     socket, port = listener.socket, listener.port
 else:
-    socket = order_socket(context, "tcp://127.0.0.1:*", 0.6)
+    socket = order_socket(context, "tcp://127.0.0.1:*", Connections(context, "stages").watch, 0.6)
     port = bound_port(socket)
 print(port, flush=True)
 if socket.poll(5000):  # libzmq shows what it has taken in when it takes in no more
