@@ -17,7 +17,7 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory
+from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.engine.io_thread import QUEUE_LIMIT, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
@@ -176,6 +176,7 @@ def main() -> int:
     """Run a stage as the child of the process whose id is the first argument. Returns the exit status: 2 for a wrong
     configuration, 1 for a failure."""
     die_with_parent(int(sys.argv[1]))
+    raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
     logging.basicConfig(
         level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s stage {config.stage}: %(message)s"

@@ -301,7 +301,8 @@ class Scheduler:
             case Timer.LEASE:
                 self._holding.expired(request, now)
             case Timer.ANSWER:
-                self._stages.answer_timed_out(request, now)
+                if not self._handoff.waits_for_peer(request, now):
+                    self._stages.answer_timed_out(request, now)
             case _:
                 text = f"not done within the deadline of {request.submit.deadline_s:g} s"
                 self._completion.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)

@@ -1,5 +1,7 @@
 """Rate-limits log lines that remote peers can trigger."""
 
+import logging
+
 EVERY_S = 60.0
 REMEMBERED = 1024
 
@@ -22,6 +24,17 @@ class LogThrottle:
         if len(self._logged_at) > self._remembered:
             del self._logged_at[next(iter(self._logged_at))]
         return True
+
+
+class RepeatedWarningFilter(logging.Filter):
+    """Lets each warning of a logger through once within every_s seconds."""
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        super().__init__()
+        self._quiet = LogThrottle(every_s)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or self._quiet.due(record.getMessage(), record.created)
 
 
 def printable(text: str) -> str:

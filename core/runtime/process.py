@@ -1,10 +1,19 @@
 """Process set-up: starting child processes, dying with the parent, garbage collection and malloc settings."""
 
 import ctypes
+import errno
 import gc
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
+
+RESERVED_DESCRIPTORS = 256  # for the process's own files, pipes and connections
+ZMQ_LISTENERS = 4  # the most that one process has: control endpoint, joining stages, KV events, their replay
+SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))  # trying again may help
+MAX_SESSIONLESS = 1024
+MAX_HTTP_CONNECTIONS = 16_384
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -52,3 +61,28 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit on open descriptors to the hard one. The usual 1,024 is meant for users of select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS reports "unlimited" and refuses it; the old limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_sessionless() -> int:
+    """Limit of connections without a session for each listening ZMQ socket of this process."""
+    return max(8, min(_spare_descriptors() // ZMQ_LISTENERS, MAX_SESSIONLESS))
+
+
+def max_http_connections() -> int:
+    """Limit of HTTP connections to this process; as many descriptors are left for its calls to prefill servers."""
+    return max(16, min(_spare_descriptors() // 2, MAX_HTTP_CONNECTIONS))
+
+
+def _spare_descriptors() -> int:
+    """Descriptors that connections of others may take."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 2 * MAX_HTTP_CONNECTIONS
+    return max(soft - RESERVED_DESCRIPTORS, soft // 2)

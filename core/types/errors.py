@@ -37,6 +37,11 @@ def invalid(field: str, message: str, *, code: str = "invalid_value", status: in
     return HeadraceError(ErrorInfo(code=code, message=message, status=status, field=field))
 
 
+def shown(text: str, chars: int = 100) -> str:
+    """What somebody else has sent, to be repeated in a message: cut, and then with its length."""
+    return text if len(text) <= chars else f"{text[:chars]}... ({len(text)} characters)"
+
+
 def unavailable(message: str, *, code: str = "unavailable", retry_after_s: float = 1.0) -> HeadraceError:
     """Makes a 503: the server is alive and cannot serve this now."""
     return HeadraceError(ErrorInfo(code=code, message=message, status=503, retry_after_s=retry_after_s))

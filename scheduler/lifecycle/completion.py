@@ -173,7 +173,10 @@ class Completion:
         order = CancelSend if sending else CancelReceive
         state.out.add(order(seq=state.out.next_seq(), request=request.serial))
         request.awaiting_stages = set(state.engine.stages)
-        state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
+        # A cancelled send stops once its peer has read what is under way, or is gone. All else is up to the stages.
+        peer_reads = sending and outgoing is not None and outgoing.session in state.peers
+        timeout = state.config.transfer_timeout_s if peer_reads else state.config.stage_timeout_s
+        state.deadlines.set(Timer.ANSWER, request.arrival, now + timeout)
 
     def _cancel_at_prefill_server(self, request: Request, route: FetchFrom) -> None:
         """Tell the prefill server that the KV is not needed, where it has been reserved or was posted by a router."""

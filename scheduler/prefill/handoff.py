@@ -7,6 +7,7 @@ A request that is computed before its peer reserves is sent then, in chunks of a
 
 from headrace.core.messages.frontend import Progress
 from headrace.core.messages.orders import SendChunk
+from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.geometry import ceil_div
@@ -84,7 +85,7 @@ class KvHandoff:
             return
         peer = state.peers.get(outgoing.session)
         if peer is not None:
-            peer.last_ack = now
+            peer.last_ack[event.stage] = now
         if request.ended:
             return
         self._set_deadline(request, outgoing)
@@ -102,18 +103,50 @@ class KvHandoff:
         self._completion.fail(request, error, now)
 
     def timed_out(self, request: Request, now: float) -> None:
-        """No acknowledgement for this request. The peer is silent only if it acknowledges nothing at all."""
+        """No acknowledgement for this request. Its peer is gone, with its session and all its requests, if one of the
+        stages that await one has had none from the peer for another request either."""
         outgoing = request.outgoing
         if outgoing is None or not outgoing.awaits_ack:
             return
-        timeout = self._state.config.transfer_timeout_s
-        peer = self._state.peers.get(outgoing.session)
-        last_ack = outgoing.silent_since if peer is None else max(outgoing.silent_since, peer.last_ack)
-        if last_ack + timeout > now:
-            self._state.deadlines.set(Timer.TRANSFER, request.arrival, last_ack + timeout)
+        until = self._ack_deadline(outgoing, outgoing.unacked_stages, outgoing.silent_since)
+        if until > now:
+            self._state.deadlines.set(Timer.TRANSFER, request.arrival, until)
             return
-        text = f"the decode peer acknowledged nothing for {timeout:g} s"
-        self._completion.fail(request, ErrorInfo(code=PEER_GONE, message=text, status=502), now)
+        error = ErrorInfo(code=PEER_GONE, message=self._end_peer(outgoing), status=502)
+        self._completion.fail(request, error, now)
+
+    def waits_for_peer(self, request: Request, now: float) -> bool:
+        """Whether stages that have not confirmed a cancelled send may be waiting for a peer that does not read.
+
+        A peer that acknowledges nothing is gone: its session is ended, and the stages then have stage_timeout_s to
+        answer. False when only the stages can be the reason.
+        """
+        state, outgoing = self._state, request.outgoing
+        peer = state.peers.get(outgoing.session) if outgoing is not None else None
+        if outgoing is None or peer is None or peer.ending or not request.awaiting_stages:
+            return False
+        until = self._ack_deadline(outgoing, request.awaiting_stages, request.since)
+        if until <= now:
+            self._end_peer(outgoing)
+            until = now + state.config.stage_timeout_s
+        state.deadlines.set(Timer.ANSWER, request.arrival, until)
+        return True
+
+    def _ack_deadline(self, outgoing: OutgoingTransfer, stages: set[int], since: float) -> float:
+        """Time until which the peer may leave chunks of these stages unacknowledged. An acknowledgement of any chunk of
+        a stage counts for all chunks of that stage."""
+        peer = self._state.peers.get(outgoing.session)
+        last_ack = since if peer is None else max(since, min((peer.last_ack[each] for each in stages), default=since))
+        return last_ack + self._state.config.transfer_timeout_s
+
+    def _end_peer(self, outgoing: OutgoingTransfer) -> str:
+        """Have the control endpoint end the peer's session, once. Returns why."""
+        text = f"the decode peer acknowledged nothing for {self._state.config.transfer_timeout_s:g} s"
+        peer = self._state.peers.get(outgoing.session)
+        if peer is not None and not peer.ending:
+            peer.ending = True
+            self._state.out.add(EndPeer(session=outgoing.session, reason=text))
+        return text
 
     def _send_last(self, request: Request, now: float) -> None:
         """Order the last chunk out, with the metadata row."""

@@ -44,7 +44,7 @@ class Rendezvous:
 
     def joined(self, event: PeerJoined, now: float) -> None:
         """A peer was welcomed: stages let it attach."""
-        peer = self._state.peers.join(event, now)
+        peer = self._state.peers.join(event, self._state.engine.stages, now)
         if self._state.engine.ready:
             self._admit(peer.hello)
 
@@ -66,6 +66,10 @@ class Rendezvous:
         error = ErrorInfo(code=PEER_GONE, message=f"the decode peer is gone: {event.reason}", status=502)
         for request in list(peer.requests.values()):
             self._completion.fail(request, error, now)
+        for request in state.requests:
+            if request.awaiting_stages and request.outgoing is not None and request.outgoing.session == event.session:
+                # From now on nothing outside the stages can delay their answers.
+                state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
         if state.engine.ready:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 

@@ -16,11 +16,14 @@ class DecodePeer:
     hello: PeerJoined
     """What it said of itself."""
 
-    last_ack: float
-    """Time at which it joined or acknowledged a chunk of any request."""
+    last_ack: dict[int, float]
+    """By stage of ours, the time at which it joined or acknowledged a chunk of that stage, of any request."""
 
     requests: dict[int, Request] = field(default_factory=dict)
     """Live requests whose pages it has reserved, by arrival number."""
+
+    ending: bool = False
+    """The control endpoint has been told to end its session."""
 
 
 class DecodePeerTable:
@@ -45,9 +48,9 @@ class DecodePeerTable:
         """The peer with this session."""
         return self._peers.get(session)
 
-    def join(self, hello: PeerJoined, now: float) -> DecodePeer:
-        """A peer was welcomed."""
-        peer = self._peers[hello.session] = DecodePeer(hello, now)
+    def join(self, hello: PeerJoined, stages: Iterable[int], now: float) -> DecodePeer:
+        """A peer was welcomed. stages: ours, which it acknowledges chunks of."""
+        peer = self._peers[hello.session] = DecodePeer(hello, dict.fromkeys(stages, now))
         return peer
 
     def leave(self, session: str) -> DecodePeer | None:

@@ -60,6 +60,11 @@ class OutgoingTransfer:
         return (self.session, self.ticket, self.generation)
 
     @property
+    def unacked_stages(self) -> set[int]:
+        """Stages that have come to a chunk whose acknowledgement is missing."""
+        return {stage for chunk, stages in self.unacked.items() if chunk <= self.reached_chunk for stage in stages}
+
+    @property
     def awaits_ack(self) -> bool:
         """A chunk that the stages have reached is not acknowledged."""
         return bool(self.unacked) and next(iter(self.unacked)) <= self.reached_chunk

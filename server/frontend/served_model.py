@@ -30,7 +30,7 @@ class ServedModel:
         """Load the tokenizer. Raises ConfigError for a model without one that can be used."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir)
-        self._async_tokenizer = AsyncTokenizer(self._tokenizer)
+        self._async_tokenizer = AsyncTokenizer(self._tokenizer, self.max_model_len)
 
     def close(self) -> None:
         """Stop the tokenizer's threads."""

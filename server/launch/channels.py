@@ -173,7 +173,7 @@ class StageChannel:
     def receive(self, now: float) -> Sequence[ChannelEvent]:
         """Events of the current group's stages, and of the join endpoint."""
         events: list[ChannelEvent] = []
-        for identity, frames in self._router.receive():
+        for identity, frames in self._router.receive(now):
             if self._join_endpoint is not None and not self._join_endpoint.is_member(identity):
                 events.extend(self._join_endpoint.receive(identity, frames, now))
                 continue
@@ -201,7 +201,7 @@ class StageChannel:
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
         """Send heartbeats and unsent messages; returns a StageFailed for each stage that is silent."""
-        self._router.flush()
+        self._router.flush(now)
         self._schedule_flush(now)
         due = self._next_heartbeat
         return self._heartbeat(due, now) if due is not None and due <= now else ()
@@ -222,16 +222,17 @@ class StageChannel:
         return events
 
     def next_deadline(self) -> float | None:
-        """When the next heartbeat, or the next attempt to send, is due."""
-        return min((at for at in (self._next_heartbeat, self._flush_at) if at is not None), default=None)
+        """When the next heartbeat, or the next attempt to send or to accept, is due."""
+        deadlines = (self._next_heartbeat, self._flush_at, self._router.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
         """Every stage's StageReady, in order of their ranks; empty until all stages are ready."""
         return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
 
     def statistics(self) -> Stats:
-        """The stages' counters as of their latest heartbeats, and the number of orders sent to each."""
-        own = [Stats((Sample("orders_total", self._log.count),))]
+        """The stages' counters as of their latest heartbeats, the orders sent to each, and the connections."""
+        own = [Stats((Sample("orders_total", self._log.count), *self._router.statistics()))]
         joins = [Stats(samples=self._join_endpoint.statistics())] if self._join_endpoint is not None else []
         return join([*own, *joins, *self._stats.values()])
 

@@ -1,8 +1,8 @@
 """The front end: the Service, and uvicorn with the HTTP application."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -10,21 +10,13 @@ from fastapi import FastAPI
 from headrace.core.config import Config
 from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.frames import FrameSocket
+from headrace.core.runtime.process import max_http_connections
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
-from headrace.server.launch.http_protocol import HttpProtocol
+from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnections, HttpProtocol, HttpServer, LoopErrors
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port before open requests have finished."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to StopSignals."""
-        yield
 
 
 class FrontEnd:
@@ -42,14 +34,17 @@ class FrontEnd:
         self.service = Service(
             SocketLink(scheduler), config, on_stages_ready=on_stages_ready, on_stage_down=on_stage_down
         )
-        server = config.server
-        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port))]
+        self._errors = LoopErrors()
+        server, connections = config.server, HttpConnections(max_http_connections())
+        self.service.metrics.include(connections.statistics, self._errors.statistics)
+        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port, connections))]
         if server.role == "prefill" and server.bootstrap_port:
             app = create_bootstrap_app(self.service)
-            self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port)))
+            self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port, connections)))
 
     async def serve(self) -> None:
         """Serve HTTP until close(). When one port closes, so does the other."""
+        asyncio.get_running_loop().set_exception_handler(self._errors)
         serving = [asyncio.create_task(http.serve()) for http in self._http]
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         self.close()
@@ -92,7 +87,7 @@ class FrontEnd:
         print("\n".join(lines), flush=True)
 
 
-def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
+def _uvicorn_config(config: Config, app: FastAPI, port: int, connections: HttpConnections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=config.server.host,
@@ -101,5 +96,7 @@ def _uvicorn_config(config: Config, app: FastAPI, port: int) -> uvicorn.Config:
         access_log=config.server.log_level == "debug",
         timeout_graceful_shutdown=2,  # open requests have been drained before
         lifespan="off",
-        http=HttpProtocol,
+        backlog=ACCEPTED_AT_ONCE,
+        http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
+        ws="none",
     )

@@ -1,11 +1,83 @@
-"""HTTP/1.1 for uvicorn on llhttp, with a limit on what a request may contain besides its body."""
+"""HTTP/1.1 for uvicorn on llhttp, with limits on connections and on what a request may contain besides its body."""
 
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.runtime.process import SHORTAGES
+from headrace.core.stats import Counters, Sample
+
+log = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 << 10  # limit of a request's head; checked after each read
 CHUNKING = 8  # bytes of chunk framing allowed per byte of a body
+BACKLOG = 2048  # connections that wait in the kernel
+ACCEPTED_AT_ONCE = 32  # of them, in one turn of the event loop: what one turn accepts is not bounded by the limit yet
+TOO_MANY = b"Too many connections are open, each with a request."
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(TOO_MANY), TOO_MANY)
+)
+
+
+class HttpConnections:
+    """The open HTTP connections of this process, bounded. For a new connection above the limit, the longest idle one is
+    closed; if none is idle, the new one is refused. Idle: no request on it whose head has come and which is not
+    answered."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle: dict[HttpProtocol, None] = {}  # longest idle first
+        self._busy: set[HttpProtocol] = set()
+        self._quiet = LogThrottle()
+        self._counters = Counters()
+        self._counters.add("connections_closed_total", 0, ("http", "shed"))
+
+    def add(self, connection: "HttpProtocol", now: float) -> None:
+        """A connection was accepted."""
+        if len(self._idle) + len(self._busy) >= self._limit:
+            self._counters.add("connections_closed_total", labels=("http", "shed" if self._idle else "refused"))
+            if self._quiet.due("limit", now):
+                log.warning(
+                    "%d HTTP connections are open, which is the limit: closing the longest idle one", self._limit
+                )
+            if not self._idle:
+                connection.refuse()
+                return
+            oldest = next(iter(self._idle))
+            self.remove(oldest)
+            oldest.transport.abort()
+        self._idle[connection] = None
+
+    def busy(self, connection: "HttpProtocol") -> None:
+        """The connection has an open request."""
+        if connection in self._idle:
+            del self._idle[connection]
+            self._busy.add(connection)
+
+    def idle(self, connection: "HttpProtocol") -> None:
+        """All requests of the connection are answered."""
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._idle[connection] = None
+
+    def remove(self, connection: "HttpProtocol") -> None:
+        """The connection is closed. Does nothing if it was removed before."""
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def statistics(self) -> tuple[Sample, ...]:
+        """Open connections, and those that were closed."""
+        count = len(self._idle) + len(self._busy)
+        return (Sample("connections", count, ("http",)), *self._counters.snapshot())
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -17,6 +89,23 @@ class HttpProtocol(HttpToolsProtocol):
 
     _received = 0  # bytes of the current request
     _body = 0  # of these, bytes of its body
+
+    def __init__(self, open_connections: HttpConnections, **given: Any) -> None:
+        super().__init__(**given)
+        self._open = open_connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._open.add(self, self.loop.time())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.remove(self)
+        super().connection_lost(exc)
+
+    def refuse(self) -> None:
+        """Close a new connection, saying why."""
+        self.transport.write(REFUSAL)
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then respond with 400 if the request is over the limit."""
@@ -30,7 +119,53 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._received = self._body = 0
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._open.busy(self)
+
     def on_body(self, body: bytes) -> Any:
         """Count the bytes of the body."""
         self._body += len(body)
         return super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:  # else the next one has begun
+            self._open.idle(self)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ."""
+        await super().startup(sockets)
+        for listener in (listener for server in self.servers for listener in server.sockets):
+            with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                same.listen(BACKLOG)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class LoopErrors:
+    """Exception handler of an event loop that rate-limits accept() errors: without free descriptors asyncio reports one
+    for each connection that waits, with a traceback, every second. It goes on accepting by itself."""
+
+    def __init__(self) -> None:
+        self._quiet = LogThrottle()
+        self._counters = Counters()
+        self._counters.add("accept_failures_total", 0, ("http",))
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in SHORTAGES:
+            loop.default_exception_handler(context)
+            return
+        self._counters.add("accept_failures_total", labels=("http",))
+        if self._quiet.due(str(error), loop.time()):
+            log.warning("%s: %s", context["message"], error)
+
+    def statistics(self) -> tuple[Sample, ...]:
+        return self._counters.snapshot()

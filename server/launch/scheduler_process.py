@@ -19,7 +19,7 @@ from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageCon
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
-from headrace.core.runtime.process import die_with_parent, freeze_loaded
+from headrace.core.runtime.process import die_with_parent, freeze_loaded, raise_descriptor_limit
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
@@ -34,6 +34,7 @@ from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.protocol.matching import BackendOffer, make_hello
 from headrace.transfer.protocol.messages import Hello
+from headrace.transfer.sockets.connections import Connections
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +122,11 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
     if external is None:
         router = FrameRouter(config.stage_endpoint.removeprefix(UNIX))
     else:
-        socket = order_socket(context, config.stage_endpoint, silence_s)
-        router = ZmqRouter(socket)
+        connections = Connections(
+            context, "stages", has_session=lambda route: join_endpoint is not None and join_endpoint.is_known(route)
+        )
+        socket = order_socket(context, config.stage_endpoint, connections.watch, silence_s)
+        router = ZmqRouter(socket, connections)
         registry = StageRegistry(
             external.template,
             key=external.key,
@@ -181,6 +185,7 @@ def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> t
 def main() -> int:
     """Entry point of the child process. Returns the exit status."""
     die_with_parent(int(sys.argv[1]))
+    raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
     try:

@@ -27,12 +27,13 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
-from headrace.core.runtime.process import freeze_loaded
+from headrace.core.runtime.log_throttle import RepeatedWarningFilter
+from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit
 from headrace.core.types.addresses import url
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
-from headrace.server.launch.supervisor import Child, Supervisor
+from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ def serve(config: Config) -> int:
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
+    raise_descriptor_limit()
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
@@ -65,7 +68,11 @@ async def _serve(config: Config, folder: Path) -> int:
         config.scheduler.start_timeout_s,
     )
     started = time.monotonic()
-    await supervisor.start()
+    try:
+        await supervisor.start()
+    except StartFailed as error:
+        log.error("%s", error)
+        return 1
     theirs.close()
     from headrace.server.launch.frontend_process import (
         FrontEnd,  # most of what this process loads, while the children load theirs

@@ -1,20 +1,30 @@
 """The scheduler's connections to its stages, addressed by routing id: over Unix sockets to local stages, over a ZMQ
 ROUTER to external ones."""
 
+import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from select import POLLIN, poll
 from typing import Any, Protocol
 
 import zmq
 
 from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
+from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.runtime.process import SHORTAGES
+from headrace.core.stats import Counters, Sample
 from headrace.core.types.errors import ConfigError
+from headrace.transfer.sockets.connections import Connections
+
+log = logging.getLogger(__name__)
 
 BATCH = 256  # messages received per pass, so that a busy socket cannot starve the others
 MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
 HIGH_WATER = 100_000  # messages are bounded by credits; reaching this means the other end is dead
+UNREAD = 1000  # received messages of one connection; further ones wait in TCP
 BACKLOG = 128
+ACCEPT_PAUSE_S = 0.1  # after accept() has failed for want of descriptors or memory
 
 
 class Router(Protocol):
@@ -29,7 +39,11 @@ class Router(Protocol):
         """What to poll for reading; changes as stages connect and disconnect."""
         ...
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def next_deadline(self) -> float | None:
+        """When flush() is due even if nothing is unsent; None for no such time."""
+        ...
+
+    def receive(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yields the routing id and the frames of each message, of a bounded number of them."""
         ...
 
@@ -37,8 +51,12 @@ class Router(Protocol):
         """Send a message. Raises ConnectionClosed when there is no such connection, or its buffers are full."""
         ...
 
-    def flush(self) -> None:
+    def flush(self, now: float) -> None:
         """Send queued messages as far as the sockets accept them."""
+        ...
+
+    def statistics(self) -> tuple[Sample, ...]:
+        """Connections and failures to accept one."""
         ...
 
     def close(self) -> None:
@@ -50,6 +68,7 @@ class FrameRouter:
     """A Router over Unix sockets.
 
     The first frame of a connection is its routing id. A later connection with the same id replaces the earlier one.
+    When no descriptor is free, new connections wait in the kernel, and accept() is tried again after a pause.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,6 +76,11 @@ class FrameRouter:
         self._listener.setblocking(False)
         self._listener.bind(path)
         self._listener.listen(BACKLOG)
+        self._incoming = poll()
+        self._incoming.register(self._listener, POLLIN)
+        self._accept_again: float | None = None
+        self._log_throttle = LogThrottle()
+        self._counters = Counters()
         self._unnamed: list[FrameSocket] = []
         self._named: dict[bytes, FrameSocket] = {}
 
@@ -66,13 +90,17 @@ class FrameRouter:
         return any(connection.unsent for connection in self._named.values())
 
     def sockets(self) -> Sequence[int]:
-        """The listening socket and all connections."""
-        return [self._listener.fileno(), *(each.fileno() for each in (*self._unnamed, *self._named.values()))]
+        """The listening socket, unless accept() is paused, and all connections."""
+        listener = [self._listener.fileno()] if self._accept_again is None else []
+        return [*listener, *(each.fileno() for each in (*self._unnamed, *self._named.values()))]
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def next_deadline(self) -> float | None:
+        """When accept() is tried again."""
+        return self._accept_again
+
+    def receive(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """Accept a connection, and read once from each."""
-        with suppress(BlockingIOError):
-            self._unnamed.append(FrameSocket(self._listener.accept()[0]))
+        self._accept(now)
         for connection in list(self._unnamed):
             try:
                 frames = connection.receive()
@@ -99,39 +127,70 @@ class FrameRouter:
             raise ConnectionClosed("it is not connected")
         self._named[name].send(frame)
 
-    def flush(self) -> None:
-        """Send queued messages as far as the kernel accepts them."""
-        for connection in self._named.values():
-            with suppress(ConnectionClosed):  # receive() closes it
-                connection.flush()
+    def flush(self, now: float) -> None:
+        """Send queued messages as far as the kernel accepts them, and end a pause of accept() that is over."""
+        if self._accept_again is not None and self._accept_again <= now:
+            self._accept_again = None
+        self._flush()
+
+    def statistics(self) -> tuple[Sample, ...]:
+        """Failures of accept()."""
+        return self._counters.snapshot()
 
     def close(self) -> None:
         """Flush and close all connections."""
-        self.flush()
+        self._flush()
         for connection in (*self._unnamed, *self._named.values()):
             connection.close()
         self._listener.close()
 
+    def _accept(self, now: float) -> None:
+        """Accept one connection, if one is waiting: without free descriptors accept() fails even when none is."""
+        if self._accept_again is not None or not self._incoming.poll(0):
+            return
+        try:
+            self._unnamed.append(FrameSocket(self._listener.accept()[0]))
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            pass  # the connection was closed meanwhile
+        except OSError as error:
+            if error.errno not in SHORTAGES:
+                raise
+            self._accept_again = now + ACCEPT_PAUSE_S
+            self._counters.add("accept_failures_total", labels=("stages",))
+            if self._log_throttle.due("accept", now):
+                log.warning("cannot accept the connection of a stage, trying again: %s", error.strerror)
+
+    def _flush(self) -> None:
+        for connection in self._named.values():
+            with suppress(ConnectionClosed):  # receive() finds out
+                connection.flush()
+
 
 class ZmqRouter:
-    """A Router over a socket from order_socket()."""
+    """A Router over a socket from order_socket(), and the connections that are watched there."""
 
     unsent = False  # libzmq queues messages
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
         self._socket = socket
+        self._connections = connections
 
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        """The ROUTER."""
-        return (self._socket,)
+        """The ROUTER and its monitor."""
+        return (self._socket, *self._connections.sockets())
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+    def next_deadline(self) -> float | None:
+        """None: libzmq sends by itself."""
+        return None
+
+    def receive(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yields BATCH messages at most."""
+        self._connections.receive(now)
         for _ in range(BATCH):
-            try:
-                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            message = self._connections.take()
+            if message is None:
                 return
+            name, *frames = message
             yield name, frames
 
     def send(self, name: bytes, frame: bytes) -> None:
@@ -141,35 +200,47 @@ class ZmqRouter:
         except zmq.ZMQError as error:
             raise ConnectionClosed(error.strerror) from error
 
-    def flush(self) -> None:
+    def flush(self, now: float) -> None:
         """Nothing to do: libzmq queues messages."""
+
+    def statistics(self) -> tuple[Sample, ...]:
+        return self._connections.statistics()
 
     def close(self) -> None:
         """Close the ROUTER."""
+        self._connections.close()
         self._socket.close()
 
 
 def order_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, silence_s: float = 0.0
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    endpoint: str,
+    watch: Callable[["zmq.Socket[bytes]"], None],
+    silence_s: float = 0.0,
 ) -> "zmq.Socket[bytes]":
     """Bind the ROUTER that stages connect to.
 
     Raises ConfigError when the address is in use or not one of this machine.
 
     Args:
-        silence_s: libzmq closes connections that are silent for this long, which is the only sign of a machine that
-            is gone; 0: never.
+        watch: bounds its connections, see transfer/sockets/connections.py.
+        silence_s: the kernel closes connections whose other machine is silent for this long. Until a stage is up
+            nothing else shows that its machine is gone. 0: never.
     """
     socket = context.socket(zmq.ROUTER)
-    socket.set_hwm(HIGH_WATER)
+    socket.sndhwm, socket.rcvhwm = HIGH_WATER, UNREAD
     socket.linger = 1000
     socket.router_mandatory = True
     socket.router_handover = True  # a restarted stage replaces its predecessor's connection
     socket.ipv6 = True
     if silence_s:
         socket.maxmsgsize = MAX_EVENT_BYTES
-        socket.heartbeat_ivl = max(1, int(silence_s * 1000 / 3))
-        socket.heartbeat_timeout = max(1, int(silence_s * 1000))
+        # Not ZMTP heartbeats: see transfer/sockets/zmq_sockets.py.
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = max(1, int(silence_s / 3))
+        socket.tcp_keepalive_cnt = 3
+        socket.tcp_maxrt = max(1, int(silence_s * 1000))  # the same while something is sent there
+    watch(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

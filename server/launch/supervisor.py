@@ -6,31 +6,40 @@
     the stages take too long to start ────────────────────────────────────────────┘
 
 Stages hold parts of the same KV pages and are connected to each other, so they are restarted as a group; each start
-has its epoch. Restarts are bounded, with exponential back-off. A scheduler that exits ends the server: it has the state
-of all requests.
+has its epoch. Restarts are bounded, with exponential back-off. A start that fails because the system lacks descriptors,
+processes or memory is repeated until it succeeds. A scheduler that exits ends the server: it has the state of all
+requests.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.core.messages.frontend import StageDown
+from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import module_command
 
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5  # in a row, of groups that completed no plan
 FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 10.0  # between starts that fail
 STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
 END_TIMEOUT_S = 5.0
 CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
+NO_RESOURCES = (OSError, RuntimeError)  # of starting a process, and of the thread in which asyncio waits for it
+
+
+class StartFailed(Exception):
+    """A child process cannot be started now; the message says why."""
 
 
 class Child:
@@ -62,18 +71,22 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the process and write its configuration."""
+        """Start the process and write its configuration. Raises StartFailed."""
         # A session of its own: Ctrl-C in a terminal reaches the parent only, which ends its children in order.
-        self._process = await asyncio.create_subprocess_exec(
-            *module_command(self._module, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=self._descriptors,
-            env=self._environment,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *module_command(self._module, str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=self._descriptors,
+                env=self._environment,
+            )
+        except NO_RESOURCES as error:
+            raise StartFailed(f"{self._module} cannot be started: {error}") from error
         assert self._process.stdin is not None
-        self._process.stdin.write(self._config)
-        await self._process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it has ended already: wait() tells
+            self._process.stdin.write(self._config)
+            await self._process.stdin.drain()
         self._process.stdin.close()
 
     async def wait(self) -> int:
@@ -118,6 +131,8 @@ class Supervisor:
         self._make_stages = make_stages
         self._start_timeout_s = start_timeout_s
         self._group = _Group(0, make_stages(0) if make_stages is not None else [])
+        self._epoch = 0  # of the last start, be it a failed one
+        self._log_throttle = LogThrottle()
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
         self._ending = False
@@ -125,14 +140,20 @@ class Supervisor:
         """Resolves to the exit status of the server when the scheduler exits, or restarts are used up."""
 
     async def start(self) -> None:
-        """Start the scheduler and the first group of stages."""
-        await asyncio.gather(self._scheduler.start(), self._group.start())
+        """Start the scheduler and the first group of stages. Raises StartFailed, with no child left running."""
+        try:
+            await _all_started([self._scheduler, *self._group.stages])
+        except StartFailed:
+            await asyncio.gather(self._scheduler.kill(), self._group.kill())
+            raise
 
     def watch(self, on_stage_lost: OnStageLost) -> None:
-        """Watch the started children. on_stage_lost: called with the rank of a stage that exited, and how it did."""
-        self._tasks = [asyncio.create_task(self._watch_scheduler())]
+        """Watch the started children. on_stage_lost: called with the rank of a stage that exited, and how it did, or
+        with the reason why the stages cannot be started."""
+        watches = [self._watch_scheduler()]
         if self._make_stages is not None:
-            self._tasks.append(asyncio.create_task(self._watch_stages(self._make_stages, on_stage_lost)))
+            watches.append(self._watch_stages(self._make_stages, on_stage_lost))
+        self._tasks = [asyncio.create_task(self._survived(watch)) for watch in watches]
 
     async def end(self) -> None:
         """Wait until the children, which were told to shut down, have exited; kill them if that takes too long.
@@ -158,6 +179,14 @@ class Supervisor:
         if down.epoch == self._group.epoch and not self._group.down.done():
             self._group.down.set_result(down)
 
+    async def _survived(self, watch: Coroutine[Any, Any, None]) -> None:
+        """Run a watch. Without it the server could not come back from a failure, so its own failure ends the server."""
+        try:
+            await watch
+        except Exception:
+            log.exception("the watch over this server's processes has failed")
+            self._give_up(1)
+
     async def _watch_scheduler(self) -> None:
         status = await self._scheduler.wait()
         if not self._ending:
@@ -181,10 +210,25 @@ class Supervisor:
             log.error("%s; starting %s again in %.2f s", message, self._group, pause_s)
             await asyncio.sleep(pause_s)
             restarts += 1
-            epoch = self._group.epoch + 1
-            async with self._starting:
-                self._group = _Group(epoch, make_stages(epoch))
-                await self._group.start()
+            await self._start_next(make_stages, on_lost)
+
+    async def _start_next(self, make_stages: Callable[[int], list[Child]], on_lost: OnStageLost) -> None:
+        """Start the next group, and try again for as long as the system cannot."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            try:
+                async with self._starting:
+                    self._epoch += 1
+                    self._group = _Group(self._epoch, _made(make_stages, self._epoch))
+                    await _all_started(self._group.stages)
+                    return
+            except StartFailed as error:
+                await self._group.kill()
+                if self._log_throttle.due(str(error), asyncio.get_running_loop().time()):
+                    log.error("%s; trying again until that works", error)
+                pause_s = backoff.next_delay()
+                await on_lost(0, f"{error}; trying again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
 
     async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> str:
         """Wait until a stage exits, is reported by the scheduler or takes too long to start. Returns a log message."""
@@ -238,9 +282,6 @@ class _Group:
     def __str__(self) -> str:
         return "the stage" if len(self.stages) == 1 else f"all {len(self.stages)} stages"
 
-    async def start(self) -> None:
-        await asyncio.gather(*(stage.start() for stage in self.stages))
-
     async def kill(self) -> None:
         await asyncio.gather(*(stage.kill() for stage in self.stages))
 
@@ -251,3 +292,19 @@ class _Group:
         except TimeoutError:
             return False
         return down.served
+
+
+def _made(make_stages: Callable[[int], list[Child]], epoch: int) -> list[Child]:
+    """Stages to be started. Raises StartFailed: to find a free port for them takes a descriptor."""
+    try:
+        return make_stages(epoch)
+    except OSError as error:
+        raise StartFailed(f"the stages cannot be started: {error}") from error
+
+
+async def _all_started(children: Sequence[Child]) -> None:
+    """Start them at the same time; those that can be started are, when this raises StartFailed."""
+    results = await asyncio.gather(*(child.start() for child in children), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

@@ -13,12 +13,16 @@ from headrace.core.messages.membership import AnyJoinReply, JoinProgress, JoinRe
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.log_throttle import LogThrottle, printable
+from headrace.core.runtime.rate_limit import RateLimits
 from headrace.core.stats import Counters, Sample
 from headrace.server.stage_group.registry import Reply, StageRegistry
 
 log = logging.getLogger(__name__)
 
 JoinEvent = StageFailed | JoinProgress
+
+REPLIES_PER_S = 20.0  # to one connection; a stage that joins, or has joined, asks less often
+REPLY_BURST = 100.0
 
 
 class JoinEndpoint:
@@ -38,6 +42,7 @@ class JoinEndpoint:
         self._members = registry.identities()
         self._reported_status = ""
         self._log_throttle = LogThrottle()
+        self._reply_limits = RateLimits(REPLIES_PER_S, REPLY_BURST)
         self._counters = Counters()
         self._in: Codec[JoinRequest] = Codec(JoinRequest)
         self._out: Codec[AnyJoinReply] = Codec(AnyJoinReply)
@@ -51,6 +56,10 @@ class JoinEndpoint:
         """Whether a connection belongs to a stage of the admitted group."""
         return route in self._members
 
+    def is_known(self, route: bytes) -> bool:
+        """Whether a process that has joined holds this connection, for its joins or for its orders."""
+        return route in self._members or self._registry.joined(route)
+
     def receive(self, route: bytes, frames: list[bytes], now: float) -> list[JoinEvent]:
         """Handle a message from a connection that is not a member's: a JoinRequest, or garbage."""
         try:
@@ -59,6 +68,9 @@ class JoinEndpoint:
             request = self._in.decode(frames[0])
         except DecodeError:
             self._counters.add("malformed_frames_total", labels=("stages",))
+            return []
+        if not self._reply_limits.allowed(route, now):
+            self._counters.add("refusals_total", labels=("stages", "too_many_joins"))
             return []
         before = self._registry.session
         replies = self._registry.join(route, request)

@@ -108,6 +108,10 @@ class StageRegistry:
         """The current reply to every member. Report connections that cannot be reached to connection_lost()."""
         return [(member.route, self._reply(member.request)) for member in self._members.values()]
 
+    def joined(self, route: bytes) -> bool:
+        """Whether this is the connection of a process that has joined."""
+        return any(member.route == route for member in self._members.values())
+
     def connection_lost(self, route: bytes) -> list[StageFailed]:
         """Remove the member of a lost connection. If it was part of an admitted group, the group has failed."""
         rank = next((rank for rank, member in self._members.items() if member.route == route), None)

@@ -20,7 +20,7 @@ import msgspec
 from headrace.core.config import STAGE_KEY_VARIABLE, StageConfig
 from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.runtime.process import die_with_parent
+from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import own_device
 from headrace.engine.parallel.pipeline import LinkBroken
@@ -40,6 +40,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     cpuinfo = find_cpuinfo(environ)
     if info.under_torchrun:
         die_with_parent(os.getppid())
+    raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s stage {info.rank}: %(message)s")
     client = JoinClient(endpoint, _join_request(given, environ, info), given.join_timeout, SystemClock())

@@ -62,6 +62,23 @@ TRANSFER: tuple[MetricSpec, ...] = (
     MetricSpec("expected_requests", "gauge", "Requests whose KV this server is waiting to receive."),
 )
 
+CONNECTIONS: tuple[MetricSpec, ...] = (
+    MetricSpec("connections", "gauge", "Open connections, by listening socket.", ("socket",)),
+    MetricSpec(
+        "connections_closed_total",
+        "counter",
+        "Connections that this server has closed, by reason: shed (there were too many, and it was the oldest that was "
+        "idle or without a session), refused, ended, unread.",
+        ("socket", "reason"),
+    ),
+    MetricSpec(
+        "accept_failures_total",
+        "counter",
+        "Failed attempts to accept a connection, for want of descriptors or memory.",
+        ("socket",),
+    ),
+)
+
 KV_EVENTS: tuple[MetricSpec, ...] = (
     MetricSpec("kv_events_published_total", "counter", "Published KV cache events, by kind.", ("event",)),
     MetricSpec("kv_event_blocks_total", "counter", "Pages in published KV cache events, by kind.", ("event",)),
@@ -108,4 +125,4 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 
-CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *KV_EVENTS, *FRONT)
+CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *CONNECTIONS, *KV_EVENTS, *FRONT)

@@ -1,6 +1,6 @@
 """Prometheus text of the metrics of all processes. Names get the prefix headrace_."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,6 +21,11 @@ class FrontMetrics:
         self._counters = Counters()
         self._histograms = Histograms()
         self._build: tuple[str, ...] = ("", "", "")
+        self._sources: tuple[Callable[[], tuple[Sample, ...]], ...] = ()
+
+    def include(self, *sources: Callable[[], tuple[Sample, ...]]) -> None:
+        """Show the samples that these return, too."""
+        self._sources += sources
 
     def set_build(self, version: str, role: str, model: str) -> None:
         """Set the labels of build_info."""
@@ -38,7 +43,8 @@ class FrontMetrics:
     def statistics(self) -> Stats:
         """A snapshot."""
         build = Sample("build_info", 1.0, self._build)
-        return Stats((*self._counters.snapshot(), build), self._histograms.snapshot())
+        included = (sample for source in self._sources for sample in source())
+        return Stats((*self._counters.snapshot(), build, *included), self._histograms.snapshot())
 
 
 def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec] = CATALOG) -> bytes:

@@ -9,27 +9,35 @@ from headrace.server.tokenizer.tokenizer import Tokenizer
 
 THREADS = 2
 MAX_CACHED_STOPS = 1024
+LONG = 1 << 16  # characters, or ids, that take tens of milliseconds; they have a thread of their own
 
 
 class AsyncTokenizer:
-    """The slow methods of a Tokenizer as coroutines."""
+    """The slow methods of a Tokenizer as coroutines. max_model_len: prompts of as many tokens are refused, 0: none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int = 0) -> None:
         self.tokenizer = tokenizer
+        self._limit = max_model_len
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._for_long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self._stop_ids: dict[str, tuple[int, ...]] = {}
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.tokenizer.encode, text)
+    async def encode(self, text: str, field: str = "prompt") -> list[int]:
+        """Token ids of a plain prompt. field: where the body has it. Raises HeadraceError (400) for one that is too
+        long."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode, text, self._limit, field)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. Raises HeadraceError (400) for messages that the chat template refuses."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.tokenizer.encode_chat, messages)
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[int]:
+        """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
+        template refuses."""
+        length = sum(len(message["content"]) for message in messages)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._fit(length), self.tokenizer.encode_chat, messages, self._limit, field)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.tokenizer.decode, ids)
+        return await asyncio.get_running_loop().run_in_executor(self._fit(len(ids)), self.tokenizer.decode_long, ids)
 
     async def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Ids of tokens that contain a whole stop string (see Tokenizer.stop_ids), cached by string."""
@@ -40,6 +48,10 @@ class AsyncTokenizer:
                 self._remember(stop, found)
         return tuple(dict.fromkeys(token for stop in stops for token in self._stop_ids.get(stop, ())))
 
+    def _fit(self, length: int) -> ThreadPoolExecutor:
+        """The threads for an input of this length: short ones do not wait for long ones."""
+        return self._for_long if length > LONG else self._executor
+
     def _remember(self, stop: str, found: tuple[int, ...]) -> None:
         if len(self._stop_ids) >= MAX_CACHED_STOPS:  # clients choose the strings; drop the oldest
             del self._stop_ids[next(iter(self._stop_ids))]
@@ -47,4 +59,5 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         """Stop the threads; pending calls are cancelled."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._for_long):
+            executor.shutdown(wait=False, cancel_futures=True)

@@ -9,14 +9,18 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.errors import TOO_LONG, HeadraceError, invalid, shown
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.store import load_record
+from headrace.server.tokenizer.token_length import most_bytes_per_token
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only
+# Longer texts are refused without being tokenized, which takes a second and 100 MB for each MB of them.
+TEXT_BYTES_PER_TOKEN = 16  # of the model's length; most texts have about four
+SHORT_TEXT_BYTES = 1 << 20  # whatever the model's length
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = {character: byte for byte, character in enumerate(byte_level_alphabet())}
 
@@ -37,30 +41,36 @@ class Tokenizer:
 
     def warm_up(self) -> None:
         """Do the one-time work that would delay the first request."""
-        self._backend.encode("warm up")
+        self.encode("warm up", 1 << 10)
         self.piece(0)
         if self._template is not None:
             with contextlib.suppress(HeadraceError):  # a template may refuse this; it has been compiled
                 self.encode_chat([{"role": "user", "content": "warm up"}])
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens (such as BOS) that the model expects around it."""
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+    def encode(self, text: str, limit: int = 0, field: str = "prompt") -> list[int]:
+        """Token ids of a plain prompt, with the special tokens (such as BOS) that the model expects around it. Raises
+        HeadraceError (400) for one of `limit` tokens or more (0: no limit), or too long to be tokenized."""
+        return self._ids(text, limit, field, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins. Raises HeadraceError (400) if the chat
-        template refuses it, or if the model has no template."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], limit: int = 0, field: str = "messages") -> list[int]:
+        """Token ids of a conversation up to where the assistant's answer begins. Raises HeadraceError (400) as encode()
+        does, if the chat template refuses it, or if the model has no template."""
         if self._template is None:
-            raise invalid("messages", "this model has no chat template: send a prompt instead", code="no_chat_template")
+            raise invalid(field, "this model has no chat template: send a prompt instead", code="no_chat_template")
         try:
             text = self._template.render(messages)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise invalid("messages", f"the model's chat template refuses these messages: {error}") from error
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+            message = f"the model's chat template refuses these messages: {shown(str(error), 300)}"
+            raise invalid(field, message) from error
+        return self._ids(text, limit, field, special=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def decode_long(self, ids: Sequence[int]) -> str:
+        """The same without the GIL, for ids that take long."""
+        return str(self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
     def piece(self, token: int) -> str:
         """Text of one token by itself, special tokens included; "" for unknown ids."""
@@ -87,10 +97,38 @@ class Tokenizer:
                 found |= dict.fromkeys(ids)
         return tuple(found)
 
+    def _ids(self, text: str, limit: int, field: str, *, special: bool) -> list[int]:
+        if limit:
+            self._check_length(text, limit, field)
+        # Not encode(), which holds the GIL: nothing else would be served meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        if 0 < limit <= len(encoding):
+            raise too_long(field, f"{len(encoding)} tokens", limit)
+        return list(encoding.ids)
+
+    def _check_length(self, text: str, limit: int, field: str) -> None:
+        """Refuse what certainly has too many tokens, and what takes too long to find out."""
+        size = len(text) if text.isascii() else len(text.encode())
+        if self._most_bytes is not None and (least := -(-size // self._most_bytes)) >= limit:
+            raise too_long(field, f"{size} bytes, which are at least {least} tokens", limit)
+        longest = max(SHORT_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * limit)
+        if size > longest:
+            raise too_long(field, f"{size} bytes, and no text of more than {longest} is tokenized", limit)
+
+    @cached_property
+    def _most_bytes(self) -> int | None:
+        return most_bytes_per_token(self._backend.to_str(), _BYTES)
+
     @cached_property
     def _pieces(self) -> list[str]:
         ids = [[token] for token in range(self.vocab_size)]
         return [str(piece) for piece in self._backend.decode_batch(ids, skip_special_tokens=False)]
+
+
+def too_long(field: str, what: str, limit: int) -> HeadraceError:
+    """The error for a prompt that leaves no room for an answer. what: the tokens or bytes that it has."""
+    message = f"{field} has {what}; with one generated token the limit is {limit} (--max-model-len)"
+    return invalid(field, message, code=TOO_LONG)
 
 
 def load_tokenizer(model: str, cache_dir: str) -> Tokenizer:

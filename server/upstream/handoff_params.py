@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.errors import HeadraceError, invalid, shown
 
 NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's bootstrap_host for a prompt whose KV is not transferred
 BOOTSTRAP_PORT = 8998  # default of SGLang and Mooncake
@@ -260,7 +260,7 @@ def _bootstrap_address(params: TransferParams) -> PrefillAddress:
     except ValueError:
         host, port = None, None
     if not host:
-        raise invalid(field, f"{field} is {text!r}; it has to be like http://HOST:PORT")
+        raise invalid(field, f"{field} is {shown(text)!r}; it has to be like http://HOST:PORT")
     return PrefillAddress(
         "http", host, _port(field, BOOTSTRAP_PORT if port is None else port), params.remote_engine_id or ""
     )

@@ -262,7 +262,7 @@ class PrefillPool:
         """Ask a server where its control endpoint is. Raises HeadraceError (503)."""
         try:
             response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
-        except httpx.HTTPError as error:
+        except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
             raise unavailable(f"GET /v1/handoff failed: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code != 200:
             raise unavailable(f"GET /v1/handoff answered {response.status_code}")

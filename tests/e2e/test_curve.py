@@ -39,7 +39,7 @@ def test_without_a_key_nothing_is_handed_over_and_both_logs_say_why(tmp_path: Pa
         with running(decode):
             wait_until(lambda: "--curve-server-key" in decode.log, 20, "the decode side's log")
             wait_until(lambda: "no CURVE handshake" in prefill.log, 20, "the prefill side's log")
-            refused = 'headrace_handshakes_refused_total{reason="no_curve",socket="control endpoint"}'
+            refused = 'headrace_handshakes_refused_total{reason="no_curve",socket="control"}'
             wait_until(lambda: prefill.metrics().get(refused, 0) >= 2, 20, "another refusal, counted")
             assert prefill.log.count("no CURVE handshake") == 1
             assert prefill.metrics()["headrace_control_sessions"] == 0

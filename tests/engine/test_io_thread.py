@@ -83,13 +83,13 @@ class Bench:
                 return frame
             except ConnectionClosed:  # it has not said its name yet
                 assert time.monotonic() < deadline
-                self._came += self.router.receive()
+                self._came += self.router.receive(0.0)
 
     def hear(self) -> AnyStageEvent:
         deadline = time.monotonic() + 5
         while not self._came:
             assert time.monotonic() < deadline, "the stage says nothing"
-            self._came += self.router.receive()
+            self._came += self.router.receive(0.0)
         return self._events.decode(self._came.pop(0)[1][0])
 
     def close(self) -> None:

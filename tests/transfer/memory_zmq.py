@@ -31,10 +31,15 @@ class Frame:
     """What recv_multipart(copy=False) returns."""
 
     def __init__(self, data: bytes) -> None:
+        self.bytes = data
         self.buffer = memoryview(data)
 
     def __len__(self) -> int:
         return len(self.buffer)
+
+    def get(self, option: int | str) -> Any:
+        """No connection here has a descriptor that could be closed."""
+        raise zmq.ZMQError(zmq.EINVAL)
 
 
 class Tracker:
@@ -141,7 +146,8 @@ class Context:
 
 
 class Socket:
-    """As much of a ROUTER or a DEALER as transfer/sockets/zmq_sockets.py uses."""
+    """As much of a ROUTER or a DEALER as transfer/sockets/zmq_sockets.py uses.
+    A PAIR, for the events of a monitor, gets none."""
 
     def __init__(self, network: Network, kind: int) -> None:
         self.network, self.kind = network, kind
@@ -167,7 +173,14 @@ class Socket:
         self.network.listeners[self.address] = self
         self.network.connect()
 
+    def monitor(self, address: str, events: int) -> None:
+        """Nobody is told of anything."""
+
+    def disable_monitor(self) -> None: ...
+
     def connect(self, address: str) -> None:
+        if self.kind == zmq.PAIR:
+            return
         self.address = int(address.rpartition(":")[2])
         self.network.dealers.append(self)
         self.network.connect()

@@ -49,10 +49,17 @@ class RawStage:
     """A ROUTER that a real receiver attaches to. Expects request 1, tokens [0, 32), in pages 4 and 5 of 16."""
 
     def __init__(
-        self, context: Any, *, config: TransferConfig = CONFIG, components: tuple[Component, ...] = ()
+        self,
+        context: Any,
+        *,
+        config: TransferConfig = CONFIG,
+        components: tuple[Component, ...] = (),
+        options: dict[int, int] | None = None,
     ) -> None:
         self.geometry = Geometry("float32", layers=2, kv_heads=1, head_dim=4, page_size=16, components=components)
         self.socket = context.socket(zmq.ROUTER)
+        for option, setting in (options or {}).items():
+            self.socket.setsockopt(option, setting)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.target = random_store(self.geometry, 16, seed=3)
         self.untouched = self.target.data.copy()

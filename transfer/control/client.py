@@ -41,6 +41,8 @@ from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
 log = logging.getLogger(__name__)
 
+QUEUED_MESSAGES = 4096  # for one control endpoint; one that leaves more unread is down
+
 
 class _Connection:
     """A control endpoint's endpoint with its link and its connection of the moment."""
@@ -89,17 +91,17 @@ class ControlClient:
             case DisconnectPrefill():
                 return self._hang_up(command.name, now)
             case AskReserve():
-                return self._reserve(command)
+                return self._reserve(command, now)
             case AskRenew():
                 return self._renew(command)
             case AskCancel():
-                return self._cancel(command)
+                return self._cancel(command, now)
 
     def tick(self, now: float) -> list[PeerEvent]:
         """Read before calling anyone silent: this loop may itself have been the one that slept."""
         events = self.receive(now)
         for line in self._lines.values():
-            events += self._act(line, line.link.tick(now))
+            events += self._act(line, line.link.tick(now), now)
         return events
 
     def next_deadline(self) -> float | None:
@@ -134,7 +136,7 @@ class ControlClient:
             may_dial=self._may_dial,
         )
         line = self._lines[name] = _Connection(command.endpoint, command.server_key, link)
-        return [*events, *self._act(line, link.tick(now))]
+        return [*events, *self._act(line, link.tick(now), now)]
 
     def _hello_of(self, name: str) -> Hello | None:
         """With an instance for each line: two names may lead to one control endpoint, where the second hello of an
@@ -148,12 +150,12 @@ class ControlClient:
         line = self._lines.pop(name, None)
         if line is None:
             return []
-        events = self._act(line, line.link.hang_up(now))
+        events = self._act(line, line.link.hang_up(now), now)
         if line.socket is not None:
             line.socket.close(linger=200)  # ms, for the goodbye
         return events
 
-    def _reserve(self, command: AskReserve) -> list[PeerEvent]:
+    def _reserve(self, command: AskReserve, now: float) -> list[PeerEvent]:
         ticket, generation = command.ticket, command.generation
         line = self._line_of(command.session)
         if line is None:
@@ -170,20 +172,21 @@ class ControlClient:
             prompt_hash=command.prompt_hash,
         )
         line.link.renewals.discard(ticket)
-        return self._act(line, Step([reserve], []))
+        return self._act(line, Step([reserve], []), now)
 
     def _renew(self, command: AskRenew) -> list[PeerEvent]:
         if (line := self._line_of(command.session)) is not None:
             line.link.renewals.add(command.ticket)
         return []
 
-    def _cancel(self, command: AskCancel) -> list[PeerEvent]:
+    def _cancel(self, command: AskCancel, now: float) -> list[PeerEvent]:
         ticket, generation = command.ticket, command.generation
         line = self._line_of(command.session)
         if line is None:
             return []  # the end of the session has been reported, or is about to be
         line.link.renewals.discard(ticket)
-        return self._act(line, Step([Cancel(ticket=ticket, generation=generation, reason=text(command.reason))], []))
+        cancel = Cancel(ticket=ticket, generation=generation, reason=text(command.reason))
+        return self._act(line, Step([cancel], []), now)
 
     def _line_of(self, session: str) -> _Connection | None:
         return next((line for line in self._lines.values() if line.link.session == session), None)
@@ -201,28 +204,36 @@ class ControlClient:
             except DecodeError:
                 self._counters.add("malformed_frames_total", labels=("control_client",))
                 continue
-            events += self._act(line, line.link.receive(message, now))
+            events += self._act(line, line.link.receive(message, now), now)
         return events
 
-    def _act(self, line: _Connection, step: Step) -> list[PeerEvent]:
+    def _act(self, line: _Connection, step: Step, now: float) -> list[PeerEvent]:
         for event in step.events:
             if isinstance(event, PrefillUp):
                 log.info("KV comes from %s by %s", event.name, event.backend)
         if step.redial:
+            self._redial(line)
+        for message in step.sends:
+            if line.socket is not None and not zmq_sockets.put(line.socket, (self._sent.encode(message),)):
+                return [*step.events, *self._act(line, line.link.unread(now), now)]
+        if line.link.state == "down" and not step.sends:
             self._disconnect(line)
+        return step.events
+
+    def _redial(self, line: _Connection) -> None:
+        """Make the connection anew. Without one the hello stays unanswered, and the link tries again."""
+        self._disconnect(line)
+        try:
             line.socket = zmq_sockets.dial(
                 self._context,
                 line.endpoint,
                 max_frame=CONTROL_FRAME_BYTES,
+                queue=QUEUED_MESSAGES,
                 keys=self._keys,
                 server_key=line.server_key,
             )
-        if line.socket is not None:
-            for message in step.sends:
-                zmq_sockets.put(line.socket, (self._sent.encode(message),))
-        if line.link.state == "down" and not step.sends:
-            self._disconnect(line)
-        return step.events
+        except OSError as error:
+            log.warning("%s cannot be dialled now: %s", line.endpoint, error.strerror)
 
     def _disconnect(self, line: _Connection) -> None:
         if line.socket is not None:

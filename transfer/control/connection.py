@@ -155,6 +155,10 @@ class ControlConnection:
             return self._heard + self._config.peer_timeout_s
         return self._next_try if self._hello() is not None else None
 
+    def unread(self, now: float) -> Step:
+        """The connection takes no more: the control endpoint has left too much of it unread."""
+        return self._down("it does not read what it is told", now)
+
     def hang_up(self, now: float) -> Step:
         """Leave for good."""
         step = self._down("hung up here", now)

@@ -1,6 +1,6 @@
-"""What one peer may take of a control endpoint, beyond the numbers of peers and tickets that are configured. Pure.
+"""What one peer may take of a server, beyond the numbers of peers and tickets that are configured. Pure.
 
-Both limits are far above what an honest peer needs: they bound what a broken or hostile one costs the others.
+The limits are far above what an honest peer needs: they bound what a broken or hostile one costs the others.
 """
 
 from headrace.transfer.protocol.messages import Hello
@@ -8,20 +8,6 @@ from headrace.transfer.protocol.messages import Hello
 MESSAGES_PER_S = 5000.0
 BURST = 10_000.0
 RESERVED_PAGES = 1 << 22  # 16 MiB of page ids
-
-
-class Rate:
-    """A token bucket over a peer's messages."""
-
-    def __init__(self, now: float) -> None:
-        self._left = BURST
-        self._last = now
-
-    def exceeded(self, now: float) -> bool:
-        """Count a message. True when the peer has sent too many."""
-        self._left = min(BURST, self._left + (now - self._last) * MESSAGES_PER_S) - 1
-        self._last = now
-        return self._left < 0
 
 
 def page_limit(hello: Hello) -> int:

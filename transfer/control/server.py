@@ -1,6 +1,7 @@
 """The control endpoint: the one control socket of a prefill server, where peers say hello, reserve and cancel.
 
-It owns the ROUTER and turns bytes into messages; transfer/control/session_table.py decides what they mean.
+It owns the ROUTER and turns bytes into messages; transfer/control/session_table.py decides what they mean. The
+connection of a session that has ended is closed a little later, with what its peer has left unread.
 """
 
 import logging
@@ -8,19 +9,21 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from headrace.core.config import TransferConfig
-from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerJoined
+from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerGone, PeerJoined
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Sample, Stats
 from headrace.transfer.control.session_table import Outcome, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer
-from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, PeerMessage
-from headrace.transfer.sockets import zap, zmq_sockets
+from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, PeerMessage, Refuse
+from headrace.transfer.sockets.connections import ENDED, UNREAD
+from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
 log = logging.getLogger(__name__)
 
-UNREAD = 16  # messages of one connection; each may be megabytes
-QUEUED_REPLIES = 8192  # for one connection; a peer that leaves more unread is gone
+UNREAD_MESSAGES = 16  # of one connection; each may be megabytes
+GOODBYE_S = 1.0  # for the last words of a session, before its connection is closed
+GOODBYE_MS = 200  # the same, when the server ends
 
 
 class ControlServer:
@@ -36,59 +39,58 @@ class ControlServer:
         self._book = SessionTable(config, new_session)
         self._received: Codec[PeerMessage] = Codec(PeerMessage)
         self._sent: Codec[ControlMessage] = Codec(ControlMessage)
-        self._gate = zap.gate(context, config, "control_server")
-        self._socket, self.port = zmq_sockets.bind(
+        self._leaving: dict[bytes, float] = {}  # connections whose session has ended, and when to close each, in order
+        self._listener = Listener(
+            config,
             context,
-            config.host,
-            config.control_port,
+            "control",
+            port=config.control_port,
             max_frame=CONTROL_FRAME_BYTES,
-            queue=QUEUED_REPLIES,
-            unread=UNREAD,
-            guard=self._gate.guard if self._gate else None,
+            queue=unread_replies(config),
+            unread=UNREAD_MESSAGES,
         )
+        self.port = self._listener.port
 
     def ready(self, offer: BackendOffer) -> None:
         """Welcome peers from now on; until then a hello is refused with not_ready, and the peer tries again."""
         self._book.ready(offer)
 
     def sockets(self) -> Sequence[Socket]:
-        return (self._socket, *(self._gate.sockets() if self._gate else ()))
+        return self._listener.sockets()
 
     def receive(self, now: float) -> list[PeerEvent]:
-        if self._gate is not None:
-            self._gate.receive(now)
         events: list[PeerEvent] = []
-        for _ in range(zmq_sockets.RECEIVE_BATCH):
-            frames = zmq_sockets.take(self._socket)
-            if frames is None:
-                break
-            events += self._act(self._read(frames, now))
+        for arrival in self._listener.receive(now):
+            events += self._act(self._read(arrival, now), now, arrival)
         return events
 
     def apply(self, command: ControlServerEffect, now: float) -> list[PeerEvent]:
-        return self._act(self._book.tell(command))
+        return self._act(self._book.tell(command), now)
 
     def tick(self, now: float) -> list[PeerEvent]:
         """Read before calling anyone silent: this loop may itself have been the one that slept."""
-        return [*self.receive(now), *self._act(self._book.tick(now))]
+        events = [*self.receive(now), *self._act(self._book.tick(now), now)]
+        for route in [route for route, at in self._leaving.items() if at <= now]:
+            del self._leaving[route]
+            self._listener.drop(route, ENDED, now)
+        return events
 
     def next_deadline(self) -> float | None:
-        return self._book.next_deadline()
+        leaving = next(iter(self._leaving.values()), None)
+        deadlines = (self._book.next_deadline(), self._listener.next_deadline(), leaving)
+        return min((at for at in deadlines if at is not None), default=None)
 
     def close(self) -> None:
         for route, message in self._book.close("the server ends").replies:
-            zmq_sockets.put(self._socket, (route, self._sent.encode(message)))
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=200)  # ms, for the goodbyes
+            self._listener.put(route, self._sent.encode(message))
+        self._listener.close(GOODBYE_MS)
 
     def statistics(self) -> Stats:
         gauges = (Sample("control_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
-        refused = self._gate.counters.snapshot() if self._gate else ()
-        return Stats(samples=(*gauges, *self._book.counters.snapshot(), *refused))
+        return Stats(samples=(*gauges, *self._book.counters.snapshot(), *self._listener.statistics()))
 
-    def _read(self, frames: list[bytes], now: float) -> Outcome:
-        route, *body = frames
+    def _read(self, arrival: Arrival, now: float) -> Outcome:
+        route, body = arrival.route, arrival.body
         if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
             return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
         try:
@@ -97,13 +99,30 @@ class ControlServer:
             return self._book.malformed(route, f"no message of this protocol: {error}", now)
         return self._book.receive(route, message, now)
 
-    def _act(self, outcome: Outcome) -> list[PeerEvent]:
-        """Send the replies. A session whose connection takes no more is ended."""
+    def _act(self, outcome: Outcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
+        """Send the replies, to what has arrived or unasked. A session whose connection takes no more is ended."""
         events = list(outcome.events)
         for event in events:
             if isinstance(event, PeerJoined):
                 log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
         for route, message in outcome.replies:
-            if not zmq_sockets.put(self._socket, (route, self._sent.encode(message))):
+            frame = self._sent.encode(message)
+            if isinstance(message, Refuse) and arrival is not None and not self._book.has_session(route):
+                self._listener.refuse(arrival, frame, now)
+            elif not self._listener.put(route, frame):
                 events += self._book.lose(route, "its connection is closed, or it does not read").events
+                self._listener.drop(route, UNREAD, now)
+        if arrival is not None and self._book.has_session(arrival.route):
+            self._listener.keep(arrival)
+            self._leaving.pop(arrival.route, None)
+        if any(isinstance(event, PeerGone) for event in events):
+            for route in self._listener.kept:
+                if not self._book.has_session(route):
+                    self._leaving.setdefault(route, now + GOODBYE_S)
         return events
+
+
+def unread_replies(config: TransferConfig) -> int:
+    """Messages that may be queued for one connection; a peer that leaves more unread is gone. All its tickets may end
+    at once, each with two answers."""
+    return 2 * config.max_tickets_per_peer + 64

@@ -4,9 +4,9 @@ Pure."""
 from dataclasses import dataclass, field
 
 from headrace.core.messages.peers import TellCancelled, TellFailed, TellFinished
+from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import packed_length, unpack
-from headrace.transfer.control.quotas import Rate
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
@@ -34,7 +34,7 @@ class PeerSession:
     offer: BackendOffer
     welcome: Welcome
     last_heard: float
-    rate: Rate
+    rate: TokenBucket
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     pages: int = 0

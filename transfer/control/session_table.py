@@ -22,10 +22,11 @@ from headrace.core.messages.peers import (
     PeerRenewed,
     PeerReserved,
 )
+from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
-from headrace.transfer.control.quotas import MESSAGES_PER_S, Rate, page_limit
+from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit
 from headrace.transfer.control.session import OpenTicket, PeerSession, failed, last_word, reservation_error
 from headrace.transfer.protocol import checksum, matching, messages
 from headrace.transfer.protocol.matching import BackendOffer
@@ -105,7 +106,7 @@ class SessionTable:
         """A message of this connection could not be read. Its session, if it has one, stands."""
         if (cut := self._cut_off(route, now)) is not None:
             return cut
-        self.counters.add("malformed_frames_total", labels=("control_server",))
+        self.counters.add("malformed_frames_total", labels=("control",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
     def tell(self, effect: ControlServerEffect) -> Outcome:
@@ -117,6 +118,10 @@ class SessionTable:
             return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
         return Outcome([(peer.route, last_word(effect))], [])
+
+    def has_session(self, route: bytes) -> bool:
+        """Whether the connection is that of a peer."""
+        return route in self._by_route
 
     def lose(self, route: bytes, reason: str) -> Outcome:
         """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
@@ -174,7 +179,7 @@ class SessionTable:
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
         choice = matching.choose_backend(self._offer, hello)
         welcome = self._welcome(self._offer, hello, choice.backend)
-        rate = same_route.rate if same_route is not None else Rate(now)
+        rate = same_route.rate if same_route is not None else TokenBucket(now, MESSAGES_PER_S, BURST)
         peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
@@ -273,7 +278,7 @@ class SessionTable:
         return Outcome([], [PeerGone(session=peer.session, reason=reason)])
 
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
-        self.counters.add("refusals_total", labels=("control_server", code))
+        self.counters.add("refusals_total", labels=("control", code))
         return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
 
 

@@ -9,10 +9,11 @@ LAST_RETRY_S = 1.0
 
 class Attachment:
     """The peer's side. attach: what to say first; it is repeated until the stage answers, since the stage may not
-    have heard of the session yet, and after a connection that libzmq has made anew."""
+    have heard of the session yet, and on every new connection."""
 
     def __init__(self, attach: Attach, heartbeat_s: float, timeout_s: float, now: float) -> None:
         self.attached = False
+        self.stale = False  # nothing was heard for so long that the next message wants a new connection
         self._attach = attach
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
@@ -25,10 +26,13 @@ class Attachment:
         """What is due to be said."""
         if self._next > now:
             return None
-        if self.attached and self._heard + self._timeout_s > now:
+        self.stale = self._heard + self._timeout_s <= now
+        if self.attached and not self.stale:
             self._next = now + self._heartbeat_s
             self._pings += 1
             return Ping(number=self._pings)
+        if self.stale:
+            self._heard = now
         self.attached = False
         self._next = self._backoff.next(now)
         return self._attach
@@ -42,6 +46,11 @@ class Attachment:
         elif isinstance(message, Refuse) and self.attached and message.code == "no_session":
             self.attached = False
             self._next = now
+
+    def lost(self, now: float) -> None:
+        """The connection was made anew."""
+        self.attached = False
+        self._next = self._backoff.next(now)
 
     def heard(self, now: float) -> None:
         """A chunk came."""

@@ -14,9 +14,9 @@ connection there is; it is never written again, for the peer may use its pages o
 A peer that splits layers or heads otherwise has several lanes here, one for each of its stages that shares KV with this
 one. A chunk goes out in parts, each lane's own layers and heads on its own connection; it is acknowledged when all are.
 
-The window bounds the bytes in flight of one lane. A part larger than the window goes when nothing else is in
-flight, so a small window slows a peer down but cannot stop it. A cancelled part that was sent counts until the
-peer answers it or its connection ends: a peer that does not read gains nothing by cancelling.
+The window bounds the bytes in flight of one lane, PARTS_IN_FLIGHT their number. A part larger than the window goes when
+nothing else is in flight, so a small window slows a peer down but cannot stop it. A cancelled part that was sent counts
+until the peer answers it or its connection ends: a peer that does not read gains nothing by cancelling.
 """
 
 from collections import deque
@@ -29,6 +29,9 @@ from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends.base import Handle, RemotePages, RemoteWrite
 from headrace.transfer.protocol.layout import overlap
+from headrace.transfer.protocol.messages import Chunk
+
+PARTS_IN_FLIGHT = 1024  # of one lane, however small they are
 
 Key = tuple[str, int, int]  # ticket, generation, chunk
 
@@ -83,6 +86,23 @@ class OutPart:
     def wire_bytes(self) -> int:
         """What counts against the window."""
         return self.payload_bytes + len(self.chunk.row)
+
+    def header(self, digest: int | None) -> Chunk:
+        """What is said of it on its connection. digest: of its row and payload, where there is to be one."""
+        order = self.chunk.order
+        return Chunk(
+            ticket=order.ticket,
+            generation=order.generation,
+            chunk=order.chunk,
+            start=order.start,
+            count=order.count,
+            pages=order.dst_pages,
+            row=order.dst_row,
+            payload_bytes=self.payload_bytes,
+            checksum=digest,
+            total=order.chunk + 1 if order.last else 0,
+            written=self.write is not None,
+        )
 
     @property
     def free(self) -> bool:
@@ -190,16 +210,19 @@ class Outbound:
     def lane_at(self, route: bytes) -> Lane | None:
         return self._by_route.get(route)
 
-    def attach(self, lane: Lane, route: bytes) -> None:
-        """Use this connection from now on; what was in flight on an earlier one is sent again."""
+    def attach(self, lane: Lane, route: bytes) -> list[bytes]:
+        """Use this connection from now on; what was in flight on an earlier one is sent again. Returns the connection
+        that serves no lane any more, if there is one."""
         if lane.route == route:
-            return
+            return []
+        left = [lane.route] if lane.route is not None else []
         self.detach(lane)
         other = self._by_route.get(route)
         if other is not None:  # a connection serves one lane
             self.detach(other)
         lane.route = route
         self._by_route[route] = lane
+        return left
 
     def detach(self, lane: Lane) -> None:
         """The connection is gone: nothing is in flight, and parts not acknowledged are queued again, in order."""
@@ -232,7 +255,7 @@ class Outbound:
 
     def next_part(self, lane: Lane) -> OutPart | None:
         """The next part to put on the lane's connection, now counted as in flight."""
-        if lane.route is None or not lane.queue:
+        if lane.route is None or not lane.queue or len(lane.in_flight) >= PARTS_IN_FLIGHT:
             return None
         part = lane.queue[0]
         if lane.unacked_bytes and lane.unacked_bytes + part.wire_bytes > lane.window_bytes:

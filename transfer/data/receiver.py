@@ -5,15 +5,14 @@
                  └──► Nack ◄───┘ ──► ReceiveFailed, if a request is concerned
 
 It owns one DEALER for each prefill stage that shares KV with this stage; transfer/data/inbound.py decides about
-chunks. Its
-own writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the other side
-writes,
-its control endpoint says when it has ceased for a ticket; SessionClosed is said when it has for a session that ended
-without such a word.
+chunks. Its own writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the
+other side writes, its control endpoint says when it has ceased for a ticket; SessionClosed is sent when it has for a
+session that ended without such a message.
 """
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from typing import assert_never
 
@@ -40,6 +39,7 @@ from headrace.core.types.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
 from headrace.transfer.data.attachment import Attachment
+from headrace.transfer.data.data_line import DataLine
 from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.data.revocation import Revocations
 from headrace.transfer.protocol import checksum, messages, metadata
@@ -53,20 +53,7 @@ log = logging.getLogger(__name__)
 
 ReceiverOrder = OpenSession | CloseSession | PrepareReceive | CancelReceive
 CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
-
-
-class _Line:
-    """A data connection to one prefill stage. source: its geometry, cut to what comes here. backend: how."""
-
-    def __init__(
-        self, session: str, stage: int, source: Geometry, backend: str, socket: Socket, attachment: Attachment
-    ) -> None:
-        self.session = session
-        self.stage = stage
-        self.source = source
-        self.backend = backend
-        self.socket = socket
-        self.attachment = attachment
+QUEUED_ANSWERS = 8192  # for one stage; where one leaves more unread, its connection is made anew
 
 
 class Receiver:
@@ -91,7 +78,7 @@ class Receiver:
         self._keys = zap.own_keys(config)
         self._rows = MetadataRows(metadata_rows)
         self._table = InboundTable(geometry)
-        self._lines: list[_Line] = []
+        self._lines: list[DataLine] = []
         self._exposures = dict(exposures or {})
         self._revocations = Revocations()
         self._counters = Counters()
@@ -124,9 +111,9 @@ class Receiver:
 
     def tick(self, now: float) -> list[StageEvent]:
         for line in self._lines:
-            message = line.attachment.tick(now)
+            message = line.tick(now)
             if message is not None:
-                self._say(line, message)
+                self._say(line, message, now)
         return [SessionClosed(stage=self._stage, session=session) for session in self._revocations.tick(now)]
 
     def next_deadline(self) -> float | None:
@@ -157,10 +144,12 @@ class Receiver:
             source = overlap(whole, self._geometry)
             if source is None:
                 continue
-            socket = zmq_sockets.dial(
+            dial = partial(
+                zmq_sockets.dial,
                 self._context,
                 endpoint,
                 max_frame=self._config.max_frame_bytes,
+                queue=QUEUED_ANSWERS,
                 silence_s=timeout_s,
                 keys=self._keys,
                 server_key=order.server_key,
@@ -174,7 +163,7 @@ class Receiver:
                 nixl=access,
             )
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
-            self._lines.append(_Line(order.session, stage, source, order.backend, socket, attachment))
+            self._lines.append(DataLine(order.session, stage, source, order.backend, dial, attachment))
         return self.tick(now)
 
     def _grant(self, order: OpenSession) -> NixlAccess | None:
@@ -195,7 +184,7 @@ class Receiver:
         over = self._revocations.begin(session, self._exposures[ended[0].backend], writers, now)
         return [SessionClosed(stage=self._stage, session=session) for session in over]
 
-    def _close_lines(self, session: str) -> list[_Line]:
+    def _close_lines(self, session: str) -> list[DataLine]:
         closed = [line for line in self._lines if line.session == session]
         self._lines = [line for line in self._lines if line.session != session]
         for line in closed:
@@ -214,7 +203,7 @@ class Receiver:
             return [self._fetch_failed(order.request, messages.BAD_RESERVATION, problem)]
         return [ReceivePrepared(stage=self._stage, request=order.request)]
 
-    def _receive(self, line: _Line, now: float) -> list[StageEvent]:
+    def _receive(self, line: DataLine, now: float) -> list[StageEvent]:
         events: list[StageEvent] = []
         for _ in range(CHUNKS_PER_PASS):
             frames = zmq_sockets.take_frames(line.socket)
@@ -223,7 +212,7 @@ class Receiver:
             message = self._decode(frames)
             if isinstance(message, Chunk):
                 line.attachment.heard(now)
-                events += self._chunk(line, message, frames[1:])
+                events += self._chunk(line, message, frames[1:], now)
             elif message is not None:
                 line.attachment.receive(message, now)
         return events
@@ -240,23 +229,23 @@ class Receiver:
             return None
         return message
 
-    def _chunk(self, line: _Line, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+    def _chunk(self, line: DataLine, header: Chunk, frames: list[zmq.Frame], now: float) -> list[StageEvent]:
         """Answer a chunk, always: the sender's window counts on it."""
         verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
         if isinstance(verdict, AcceptChunk):
             verdict = self._verify(line, verdict, header, frames)
         match verdict:
             case AcceptChunk():
-                return self._accept(line, verdict, header, frames)
+                return self._accept(line, verdict, header, frames, now)
             case RepeatChunk():
                 self._counters.add("stale_messages_total", labels=("repeated_chunk",))
-                self._ack(line, header)
+                self._ack(line, header, now)
                 return []
             case RejectChunk():
-                return self._reject(line, verdict, header)
+                return self._reject(line, verdict, header, now)
 
     def _verify(
-        self, line: _Line, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]
+        self, line: DataLine, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]
     ) -> AcceptChunk | RejectChunk:
         """Check what can be checked before anything is written here: the checksum, and whose metadata row it is."""
         if header.written and line.backend == ZMQ:
@@ -283,13 +272,15 @@ class Receiver:
                 return RejectChunk(messages.BAD_METADATA, text, accept.inbound)
         return accept
 
-    def _insists(self, line: _Line, header: Chunk) -> bool:
+    def _insists(self, line: DataLine, header: Chunk) -> bool:
         """Whether a chunk has to have a checksum."""
         if line.backend == FAKE:
             return False
         return self._config.checksum_shm if header.written and line.backend == SHM else self._config.checksum
 
-    def _accept(self, line: _Line, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]) -> list[StageEvent]:
+    def _accept(
+        self, line: DataLine, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame], now: float
+    ) -> list[StageEvent]:
         inbound = accept.inbound
         request = inbound.expect.request
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
@@ -298,10 +289,10 @@ class Receiver:
             payload.write_frames(self._store, accept.copies, unpack(header.pages), buffers)
         problem = self._table.written(accept, header, first)
         if problem:
-            return self._reject(line, RejectChunk(messages.BAD_CHUNK, problem, inbound), header)
+            return self._reject(line, RejectChunk(messages.BAD_CHUNK, problem, inbound), header, now)
         self._counters.add("bytes_received_total", header.payload_bytes, (line.backend if header.written else ZMQ,))
         self._counters.add("chunks_received_total")
-        self._ack(line, header)
+        self._ack(line, header, now)
         arrived = ChunkReceived(stage=self._stage, request=request)
         if not inbound.complete or inbound.first is None:
             return [arrived]
@@ -319,13 +310,13 @@ class Receiver:
             self._rows.set(row, frame.buffer)
         return self._rows.read(row).first
 
-    def _reject(self, line: _Line, verdict: RejectChunk, header: Chunk) -> list[StageEvent]:
+    def _reject(self, line: DataLine, verdict: RejectChunk, header: Chunk, now: float) -> list[StageEvent]:
         self._counters.add("chunks_rejected_total", labels=(verdict.code,))
         text = messages.text(verdict.message)
         nack = Nack(
             ticket=header.ticket, generation=header.generation, chunk=header.chunk, code=verdict.code, message=text
         )
-        self._say(line, nack)
+        self._say(line, nack, now)
         if verdict.inbound is None:
             return []
         request = verdict.inbound.expect.request
@@ -340,8 +331,9 @@ class Receiver:
     def _fetch_failed(self, request: int, code: str, message: str) -> ReceiveFailed:
         return ReceiveFailed(stage=self._stage, request=request, code=code, message=message)
 
-    def _ack(self, line: _Line, header: Chunk) -> None:
-        self._say(line, Ack(ticket=header.ticket, generation=header.generation, chunk=header.chunk))
+    def _ack(self, line: DataLine, header: Chunk, now: float) -> None:
+        self._say(line, Ack(ticket=header.ticket, generation=header.generation, chunk=header.chunk), now)
 
-    def _say(self, line: _Line, message: AnswerMessage) -> None:
-        zmq_sockets.put(line.socket, (self._sent.encode(message),))
+    def _say(self, line: DataLine, message: AnswerMessage, now: float) -> None:
+        if not line.put(self._sent.encode(message), now):
+            self._counters.add("connections_closed_total", labels=("receiver", "unread"))

@@ -3,11 +3,11 @@
     SendChunk ──► outbound queue ──window──► [header][metadata row][page]...[page] ──► peer ──Ack──► ChunkAcked
                                └─ copies into the peer's pool ─► [header: written][metadata row] ──┘
 
-It owns the data ROUTER; transfer/data/outbound.py keeps the books. In frames, pages leave without a copy, straight
-from the
-pool, so a page is in use until libzmq has let go of it. Neither that nor the end of a write wakes anybody, therefore
-next_deadline() asks for short re-checks, and only while something waits for one. All writes into peers' pools are begun
-here, so none is begun after CancelSend or DropPeer has been applied (G2).
+It owns the data ROUTER; transfer/data/outbound.py has the queues and windows. In frames, pages leave without a copy,
+straight from the pool, so a page is in use until libzmq has let go of it. Neither that nor the end of a write wakes the
+loop, therefore next_deadline() asks for short re-checks, and only while something waits for one. All writes into peers'
+pools are begun here, so none is begun after CancelSend or DropPeer has been applied (G2). A connection on which a lane
+is not served any more is closed: libzmq then lets go of what it holds for it, whether or not the peer reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import packed_length, unpack
 from headrace.transfer.backends.base import RemotePages, Transport
 from headrace.transfer.data import payload
-from headrace.transfer.data.outbound import Lane, Outbound, OutPart
+from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Lane, Outbound, OutPart
 from headrace.transfer.data.peer_pools import PeerPools
 from headrace.transfer.protocol import checksum, messages, metadata
 from headrace.transfer.protocol.layout import Bytes, SourceStore, copies, pages_for
@@ -34,20 +34,22 @@ from headrace.transfer.protocol.messages import (
     AnswerMessage,
     Attach,
     Attached,
-    Chunk,
     Nack,
     Ping,
     Pong,
     Refuse,
     StageMessage,
 )
-from headrace.transfer.sockets import zap, zmq_sockets
+from headrace.transfer.sockets.connections import ENDED, UNREAD
+from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
 SenderOrder = AdmitPeer | DropPeer | SendChunk | CancelSend | ReleaseRequest
 FIRST_RECHECK_S = 0.001
 LAST_RECHECK_S = 0.02
 WRITE_RECHECK_S = 0.002  # while bytes are on their way, of which the peer is to hear when they have come
+QUEUED_MESSAGES = 4 * PARTS_IN_FLIGHT  # for one connection, whatever its peer has acknowledged; then it is closed
+UNREAD_ANSWERS = 128  # of one connection, of up to 16 KiB each; then TCP holds the peer up
 
 
 class Sender:
@@ -80,30 +82,24 @@ class Sender:
         self._sent: Codec[StageMessage] = Codec(StageMessage)
         self._recheck_s = FIRST_RECHECK_S
         self._recheck_at: float | None = None
-        self._gate = zap.gate(context, config, "data")
-        # No limit on messages: the window bounds what is queued for a peer, in bytes.
-        self._socket, self.port = zmq_sockets.bind(
+        self._listener = Listener(
+            config,
             context,
-            config.host,
-            config.data_port,
+            "data",
+            port=config.data_port,
             max_frame=messages.ANSWER_FRAME_BYTES,
-            queue=0,
-            silence_s=config.peer_timeout_s,
-            guard=self._gate.guard if self._gate else None,
+            queue=QUEUED_MESSAGES,
+            unread=UNREAD_ANSWERS,
         )
+        self.port = self._listener.port
 
     def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket, *(self._gate.sockets() if self._gate else ()))
+        return self._listener.sockets()
 
     def receive(self, now: float) -> list[StageEvent]:
-        if self._gate is not None:
-            self._gate.receive(now)
         events: list[StageEvent] = []
-        for _ in range(zmq_sockets.RECEIVE_BATCH):
-            frames = zmq_sockets.take(self._socket)
-            if frames is None:
-                break
-            events += self._read(frames, now)
+        for arrival in self._listener.receive(now):
+            events += self._read(arrival, now)
         return [*events, *self._settle(now)]
 
     def apply(self, command: SenderOrder, now: float) -> list[StageEvent]:
@@ -111,7 +107,8 @@ class Sender:
             case AdmitPeer():
                 self._outbound.admit(command)
             case DropPeer():
-                self._ways.close(self._outbound.drop(command.session))
+                self._drop(command.session, now)
+                return self._settle(now)
             case SendChunk():
                 return [*self._send(command, now), *self._settle(now)]
             case CancelSend():
@@ -126,15 +123,14 @@ class Sender:
     def tick(self, now: float) -> list[StageEvent]:
         limit = WRITE_RECHECK_S if self._outbound.writing else LAST_RECHECK_S
         self._recheck_s = min(2 * self._recheck_s, limit)
-        return self._settle(now)
+        return self.receive(now)
 
     def next_deadline(self) -> float | None:
-        return self._recheck_at
+        refused = self._listener.next_deadline()
+        return min((at for at in (self._recheck_at, refused) if at is not None), default=None)
 
     def close(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close()
+        self._listener.close()
         self._ways.close(self._outbound.lanes())
 
     def statistics(self) -> Stats:
@@ -142,49 +138,66 @@ class Sender:
             Sample("unacked_bytes", self._outbound.unacked_bytes),
             Sample("queued_chunks", self._outbound.queued_chunks),
         )
-        refused = self._gate.counters.snapshot() if self._gate else ()
-        return Stats(samples=(*gauges, *self._counters.snapshot(), *refused))
+        return Stats(samples=(*gauges, *self._counters.snapshot(), *self._listener.statistics()))
 
     def unanswered(self, now: float) -> Iterator[TransferTrace]:
         """What is on its way."""
         for lane, part in self._outbound.in_flight():
             yield _traced(lane, part, "open", now)
 
-    def _read(self, frames: list[bytes], now: float) -> list[StageEvent]:
-        route, *body = frames
+    def _read(self, arrival: Arrival, now: float) -> list[StageEvent]:
+        body = arrival.body
         try:
             if len(body) != 1 or len(body[0]) > messages.ANSWER_FRAME_BYTES:
                 raise DecodeError(f"one frame of up to {messages.ANSWER_FRAME_BYTES} bytes was expected")
             message = self._received.decode(body[0])
         except DecodeError as error:
             self._counters.add("malformed_frames_total", labels=("data",))
-            return self._refuse(route, messages.BAD_MESSAGE, str(error))
+            return self._refuse(arrival, messages.BAD_MESSAGE, str(error), now)
         if isinstance(message, Attach):
-            return self._attach(route, message, now)
-        lane = self._outbound.lane_at(route)
+            return self._attach(arrival, message, now)
+        lane = self._outbound.lane_at(arrival.route)
         if lane is None:
-            return self._refuse(route, messages.NO_SESSION, "this connection is not attached to a session")
+            return self._refuse(arrival, messages.NO_SESSION, "this connection is not attached to a session", now)
         match message:
             case Ping():
-                self._say(route, Pong(number=message.number))
+                self._say(lane, Pong(number=message.number), now)
                 return []
             case Ack() | Nack():
                 return self._answer(lane, message, now)
 
-    def _attach(self, route: bytes, attach: Attach, now: float) -> list[StageEvent]:
+    def _attach(self, arrival: Arrival, attach: Attach, now: float) -> list[StageEvent]:
         session = self._outbound.session(attach.session)
         if session is None:
-            return self._refuse(route, messages.NO_SESSION, "no session of this name is admitted here")
+            return self._refuse(arrival, messages.NO_SESSION, "no session of this name is admitted here", now)
         if attach.stage != self._stage:
-            return self._refuse(route, messages.WRONG_STAGE, f"stage {self._stage} here, {attach.stage} asked for")
+            text = f"stage {self._stage} here, {attach.stage} asked for"
+            return self._refuse(arrival, messages.WRONG_STAGE, text, now)
         lane = session.lanes.get(attach.peer_stage)
         if lane is None:
             text = f"stage {self._stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
-            return self._refuse(route, messages.WRONG_STAGE, text)
+            return self._refuse(arrival, messages.WRONG_STAGE, text, now)
         self._ways.open(session.session, lane, attach)
-        self._outbound.attach(lane, route)
-        self._say(route, Attached(stage=self._stage))
+        for left in self._outbound.attach(lane, arrival.route):
+            self._listener.drop(left, ENDED, now)
+        self._listener.keep(arrival)
+        self._say(lane, Attached(stage=self._stage), now)
         return self._pump(lane, now)
+
+    def _drop(self, session: str, now: float) -> None:
+        """Let go of all that is kept or queued for a session, without the peer's help."""
+        lanes = self._outbound.drop(session)
+        for lane in lanes:
+            if lane.route is not None:
+                self._listener.drop(lane.route, ENDED, now)
+        self._ways.close(lanes)
+
+    def _lose(self, lane: Lane, now: float) -> None:
+        """Its connection is gone, or has left too much unread to be kept."""
+        route = lane.route
+        self._outbound.detach(lane)
+        if route is not None:
+            self._listener.drop(route, UNREAD, now)
 
     def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
@@ -242,23 +255,23 @@ class Sender:
         while (part := self._outbound.next_part(lane)) is not None:
             part.sent_at = now
             if lane.remote is None:
-                self._send_frames(lane, part)
+                self._send_frames(lane, part, now)
                 continue
             try:
-                self._write(lane, lane.remote, part)
+                self._write(lane, lane.remote, part, now)
             except IndexError as error:
                 self._outbound.answered(lane, part.key)
                 events += self._fail(part.owner.request, messages.BAD_CHUNK, str(error))
         return events
 
-    def _send_frames(self, lane: Lane, part: OutPart) -> None:
+    def _send_frames(self, lane: Lane, part: OutPart, now: float) -> None:
         order = part.chunk.order
         plan = copies(self._geometry, lane.destination, order.start, order.count)
         frames = payload.frames(self._store, plan, unpack(order.pages))
         digest = checksum.of_frames([part.chunk.row, *frames]) if lane.checksum else None
-        self._transmit(lane, part, digest, frames)
+        self._transmit(lane, part, digest, frames, now)
 
-    def _write(self, lane: Lane, remote: RemotePages, part: OutPart) -> None:
+    def _write(self, lane: Lane, remote: RemotePages, part: OutPart, now: float) -> None:
         """Write a part, unless it has been written before, and announce it when it is. Raises IndexError for pages that
         the peer's pool has not."""
         if part.write is None:
@@ -271,30 +284,17 @@ class Sender:
             part.handles.append(part.write)
             self._counters.add("bytes_sent_total", part.payload_bytes, (lane.backend,))
         if part.write.done:
-            self._transmit(lane, part, part.checksum, [])
+            self._transmit(lane, part, part.checksum, [], now)
         else:
             lane.writing.append(part)
 
-    def _transmit(self, lane: Lane, part: OutPart, digest: int | None, frames: list[Bytes]) -> None:
+    def _transmit(self, lane: Lane, part: OutPart, digest: int | None, frames: list[Bytes], now: float) -> None:
         """Put a part on the lane's connection: what it says, and its frames unless the bytes are there already."""
-        chunk, order = part.chunk, part.chunk.order
-        header = Chunk(
-            ticket=order.ticket,
-            generation=order.generation,
-            chunk=order.chunk,
-            start=order.start,
-            count=order.count,
-            pages=order.dst_pages,
-            row=order.dst_row,
-            payload_bytes=part.payload_bytes,
-            checksum=digest,
-            total=order.chunk + 1 if order.last else 0,
-            written=part.write is not None,
-        )
-        row = [chunk.row] if chunk.row else []
-        handles = zmq_sockets.put_tracked(self._socket, [lane.route or b"", self._sent.encode(header), *row], frames)
+        header = self._sent.encode(part.header(digest))
+        row = [part.chunk.row] if part.chunk.row else []
+        handles = self._listener.put_tracked([lane.route or b"", header, *row], frames)
         if handles is None:
-            self._outbound.detach(lane)
+            self._lose(lane, now)
             return
         part.handles.extend(handles)
         self._counters.add("chunks_sent_total")
@@ -304,7 +304,7 @@ class Sender:
     def _settle(self, now: float) -> list[StageEvent]:
         written = self._outbound.written()
         for lane, part in written:
-            self._transmit(lane, part, part.checksum, [])
+            self._transmit(lane, part, part.checksum, [], now)
         acked, quiet = self._outbound.settle()
         if written or acked or quiet or not self._outbound.unsettled:
             self._recheck_s, self._recheck_at = FIRST_RECHECK_S, None
@@ -319,14 +319,20 @@ class Sender:
             *(SendCancelled(stage=self._stage, request=request) for request in quiet),
         ]
 
-    def _refuse(self, route: bytes, code: str, message: str) -> list[StageEvent]:
+    def _refuse(self, arrival: Arrival, code: str, message: str, now: float) -> list[StageEvent]:
         self._counters.add("refusals_total", labels=("data", code))
-        self._say(route, Refuse(code=code, message=messages.text(message)))
+        refusal = Refuse(code=code, message=messages.text(message))
+        lane = self._outbound.lane_at(arrival.route)
+        if lane is not None:
+            self._say(lane, refusal, now)
+        else:
+            self._listener.refuse(arrival, self._sent.encode(refusal), now)
         return []
 
-    def _say(self, route: bytes, message: StageMessage) -> None:
+    def _say(self, lane: Lane, message: StageMessage, now: float) -> None:
         """Best effort: if the connection has closed, the peer asks again on the next one."""
-        zmq_sockets.put(self._socket, (route, self._sent.encode(message)))
+        if not self._listener.put(lane.route or b"", self._sent.encode(message)):
+            self._lose(lane, now)
 
 
 def _traced(lane: Lane, part: OutPart, outcome: Outcome, now: float) -> TransferTrace:

@@ -104,7 +104,7 @@ class AllowList:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder} of public keys; make it, with {PUBLIC_SUFFIX} files in it")
         self._names = {read_public(path): path.stem for path in self._files()}
-        self._stamp = self._look()
+        self._stamp: tuple[tuple[str, int, int], ...] | None = self._look()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -119,7 +119,7 @@ class AllowList:
                 try:
                     self._names[read_public(path)] = path.stem
                 except ConfigError:
-                    continue
+                    self._stamp = None  # read again next time: this process may have had no free descriptor
         return self._names.get(public)
 
     def _files(self) -> list[Path]:

@@ -2,18 +2,18 @@
 
     peer ──handshake──► libzmq ──inproc, ZAP──► ZapAuthenticator: is its public key in the folder? ──► 200 or 400
                           │ no CURVE, another server's key, rubbish                          │
-                          └──monitor events──► ZapAuthenticator ──► a log line, a counter ◄──────────────┘
+                          └──monitor (connections.py)──► ZapAuthenticator ──► a log line, a counter ◄────┘
 
 The gate has no thread: it is read in the loop that owns the socket. Meanwhile libzmq goes on with all other
-connections, and gives up a handshake that nobody has decided in sockets.HANDSHAKE_MS.
+connections, and gives up a handshake that nobody has decided in connections.HANDSHAKE_MS.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from headrace.core.config import TransferConfig
 from headrace.core.runtime.log_throttle import LogThrottle
@@ -62,11 +62,6 @@ class ZapAuthenticator:
         except zmq.ZMQError as error:
             self._requests.close()
             raise ConfigError(f"another socket of this process decides already who may connect ({error})") from error
-        self._events = context.socket(zmq.PAIR)
-        # Without a limit: libzmq's own threads wait where one is reached, and events are small and bring nothing in.
-        self._events.setsockopt(zmq.RCVHWM, 0)
-        self._events.setsockopt(zmq.LINGER, 0)
-        self._guarded: Socket | None = None
 
     def guard(self, socket: Socket) -> None:
         """Before it is bound."""
@@ -74,34 +69,24 @@ class ZapAuthenticator:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, self._part.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while nobody decides
-        endpoint = f"inproc://gate-{id(self)}"
-        socket.monitor(endpoint, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-        self._events.connect(endpoint)
-        self._guarded = socket
 
     def sockets(self) -> tuple[Socket, ...]:
-        return self._requests, self._events
+        return (self._requests,)
 
-    def receive(self, now: float) -> None:
-        """Decide, log and count, in a bounded pass."""
+    def receive(self, failed: Sequence[int], now: float) -> None:
+        """Decide, log and count, in a bounded pass. failed: what libzmq says of handshakes that have failed."""
         for _ in range(RECEIVE_BATCH):
             request = take(self._requests)
             if request is None:
                 break
             self._decide(request, now)
-        for _ in range(RECEIVE_BATCH):
-            event = take(self._events)
-            if event is None:
-                break
-            wrong_key = parse_monitor_message(event)["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+        for error in failed:
+            wrong_key = error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
             reason, text = ("wrong_server_key", WRONG_SERVER_KEY) if wrong_key else ("no_curve", NO_CURVE)
             self._refused(reason, "a connection", text, now)  # of an address that libzmq does not tell
 
     def close(self) -> None:
         """Before the guarded socket."""
-        if self._guarded is not None:
-            self._guarded.disable_monitor()
-        self._events.close()
         self._requests.close()
 
     def _decide(self, request: list[bytes], now: float) -> None:

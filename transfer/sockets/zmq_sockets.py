@@ -15,7 +15,6 @@ Socket = zmq.Socket[bytes]
 
 UNREACHABLE = (zmq.EAGAIN, zmq.EHOSTUNREACH)
 RECEIVE_BATCH = 256  # messages taken in one pass, so that one busy socket does not keep the loop to itself
-HANDSHAKE_MS = 10_000  # from a connection's first byte to the end of its greeting
 
 
 def bind(
@@ -27,22 +26,20 @@ def bind(
     queue: int,
     unread: int = 0,
     silence_s: float = 0.0,
-    guard: Callable[[Socket], None] | None = None,
+    prepare: Callable[[Socket], None] = lambda _socket: None,
 ) -> tuple[Socket, int]:
     """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
     unread: messages taken in from one connection before they are read, 0 for libzmq's limit.
-    silence_s: see _watch. guard: encrypts (transfer/sockets/zap.py). Raises ConfigError when the address is taken or
-    not ours."""
+    silence_s: see _watch. prepare: called before it is bound. Raises ConfigError when the address is taken or not ours.
+    """
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
     socket.setsockopt(zmq.SNDHWM, queue)
     if unread:
         socket.setsockopt(zmq.RCVHWM, unread)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     _limit(socket, max_frame)
     _watch(socket, silence_s)
-    if guard is not None:
-        guard(socket)
+    prepare(socket)
     try:
         return socket, socket.bind_to_random_port(f"tcp://{bracketed(host)}") if port == 0 else _bind(
             socket, host, port
@@ -59,14 +56,22 @@ def dial(
     endpoint: str,
     *,
     max_frame: int,
+    queue: int,
     silence_s: float = 0.0,
     keys: KeyPair | None = None,
     server_key: str = "",
 ) -> Socket:
-    """A DEALER that connects to tcp://host:port, now or as soon as somebody listens there. keys: this side's, for a
-    server with the public key server_key; None connects in the clear."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # bounded by our own requests and pings
+    """A DEALER that connects to tcp://host:port, now or as soon as a server listens there. queue: messages kept for it.
+    keys: this side's, for a server with the public key server_key; None connects in the clear. Raises OSError when no
+    descriptor is free."""
+    try:
+        socket = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from error
+    socket.setsockopt(zmq.SNDHWM, queue)
+    # What may come is bounded by windows and by what was asked. libzmq (4.3.5) aborts the process when a connection
+    # breaks while its queue of unread messages is full and is made anew.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     _limit(socket, max_frame)
     _watch(socket, silence_s)
@@ -138,14 +143,17 @@ def _limit(socket: Socket, max_frame: int) -> None:
 
 
 def _watch(socket: Socket, silence_s: float) -> None:
-    """Have libzmq itself drop a connection whose other end is silent, and with it every frame queued there.
+    """Have the kernel close idle connections whose other machine is gone. Listeners and connections copy the options
+    when they are made.
 
-    Only this frees page memory that was sent without a copy to a stopped process: no call takes frames back from
-    the queue of one connection of a ROUTER. Listeners and connections copy the options when they are made.
+    ZMTP heartbeats would find stopped processes as well, but libzmq (4.3.5, issues 3937 and 4767) aborts the process
+    when one is due on a connection that broke while its queue of unread messages was full: any peer can cause that.
     """
     if silence_s:
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 1000 / 3)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 1000)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(silence_s / 3)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(silence_s / 3)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 def _bind(socket: Socket, host: str, port: int) -> int:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
-from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid
+from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.body import parse_body, read_body
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
@@ -49,7 +49,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
     @router.delete("/v1/prefill/{rid}")
     async def cancel(rid: str) -> Response:
         if not completions.cancel(rid):
-            raise invalid("rid", f"no request {rid!r} is open", code=UNKNOWN_RID, status=404)
+            raise invalid("rid", f"no request {shown(rid)!r} is open", code=UNKNOWN_RID, status=404)
         return json_response({"cancelled": True})
 
     return router
@@ -100,7 +100,7 @@ async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
     """The ticket under which a peer fetches the KV, None if it is dropped. Raises HeadraceError (400)."""
     if body.handoff not in (None, "none", "hold"):
-        raise invalid("handoff", f'handoff is {body.handoff!r}; it has to be "hold", "none" or left out')
+        raise invalid("handoff", f'handoff is {shown(body.handoff)!r}; it has to be "hold", "none" or left out')
     if body.handoff == "none":
         if body.ticket is not None:
             raise invalid("ticket", 'a ticket and handoff "none" contradict each other; send one of them')

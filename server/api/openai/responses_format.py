@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
-from headrace.core.types.errors import ErrorInfo, invalid
+from headrace.core.types.errors import ErrorInfo, invalid, shown
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
 from headrace.server.api.request.schema import ChatMessage, ResponsesBody
@@ -37,7 +37,7 @@ def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
         return [ChatMessage("user", body.input)] if body.input else []
     for index, item in enumerate(body.input):
         if item.type != "message":
-            message = f"input[{index}] is of type {item.type!r}; only messages are supported"
+            message = f"input[{index}] is of type {shown(item.type)!r}; only messages are supported"
             raise invalid(f"input[{index}]", message, code="unsupported")
     return body.input
 

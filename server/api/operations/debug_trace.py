@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_offset
-from headrace.core.types.errors import invalid
+from headrace.core.types.errors import invalid, shown
 from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.trace_report import trace_json
@@ -49,6 +49,6 @@ def _seconds(http: Request) -> float:
     except ValueError:
         seconds = math.nan
     if not SHORTEST_S <= seconds <= LONGEST_S:
-        message = f"seconds must be a number from {SHORTEST_S:g} to {LONGEST_S:g}, found {text!r}"
+        message = f"seconds must be a number from {SHORTEST_S:g} to {LONGEST_S:g}, found {shown(text)!r}"
         raise invalid("seconds", message)
     return seconds

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
 from headrace.server.api.request.body import parse_body, read_body
-from headrace.server.api.request.prompts import check_model, encode, encode_chat
+from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import ChatMessage
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
@@ -45,6 +45,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig) -> APIRouter:
     async def detokenize(http: Request) -> Response:
         body = parse_body(await read_body(http, config.max_body_bytes), DetokenizeBody)
         check_model(model, body.model)
+        check_ids(body.tokens, "tokens", model.vocab_size)
         return json_response({"prompt": await model.tokens.decode(body.tokens)})
 
     return router

@@ -1,5 +1,6 @@
 """Reading and decoding request bodies. Every error names the field."""
 
+import asyncio
 import difflib
 import re
 from typing import TypeVar
@@ -8,12 +9,16 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
+from headrace.server.api.request.structure import Limit, excess, limits, suspected
 
 B = TypeVar("B", bound=msgspec.Struct)
-_AT = re.compile(r"(.*) - at `\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
+SILENCE_S = 30.0  # of a client in the middle of its body
+NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
+# How msgspec's complaints begin and end. Names of unknown fields are the client's: of any length and with any content.
+_AT = " - at `$"
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
 _QUOTED = re.compile(r"`([a-z | ]+)`")
 _WORDS = {
     "str": "a string",
@@ -26,24 +31,39 @@ _WORDS = {
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises HeadraceError: 413 for one over the limit, without reading it if it declares its size; 499
-    if the client disconnects."""
+    """The whole body. Raises HeadraceError: 413 for one over the limit (without reading it if it declares its size) or
+    with too many parts, 408 for one that stalls, 499 if the client disconnects."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(f"the body has {declared} bytes", limit)
     body = bytearray()
+    loop = asyncio.get_running_loop()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise _too_large("the body is larger", limit)
+        async with asyncio.timeout(SILENCE_S) as deadline:
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise _too_large("the body is larger", limit)
+                deadline.reschedule(loop.time() + SILENCE_S)
     except ClientDisconnect as error:
         raise HeadraceError(ErrorInfo(code="cancelled", message="the client disconnected", status=499)) from error
-    return bytes(body)
+    except TimeoutError as error:
+        message = f"nothing more of the body has come for {SILENCE_S:g} s"
+        raise HeadraceError(ErrorInfo(code="body_timeout", message=message, status=408)) from error
+    whole = bytes(body)
+    bounds = suspected(whole, limits(limit))
+    if bounds and (over := await asyncio.to_thread(excess, whole, bounds)) is not None:
+        raise _too_many(over)
+    return whole
 
 
 def _too_large(what: str, limit: int) -> HeadraceError:
     message = f"{what}, and the limit is {limit} bytes (--max-body-bytes)"
+    return HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
+
+
+def _too_many(limit: Limit) -> HeadraceError:
+    message = f"the body has more than {limit.most} {limit.what}, which is the limit; send less in one request"
     return HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
 
 
@@ -59,19 +79,31 @@ def parse_body(body: bytes, kind: type[B]) -> B:
 
 
 def _explained(text: str, kind: type[msgspec.Struct]) -> HeadraceError:
-    """The error for a message of msgspec: with the path of the field, and the nearest name for an unknown field."""
-    match = _AT.match(text)
-    complaint, path = (match[1], match[2]) if match else (text, "")
-    if unknown := _UNKNOWN.match(complaint):
-        near = difflib.get_close_matches(unknown[1], [field.encode_name for field in msgspec.structs.fields(kind)], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return invalid(_joined(path, unknown[1]), f"unknown field {unknown[1]}{hint}", code="unknown_field")
-    if missing := _MISSING.match(complaint):
-        field = _joined(path, missing[1])
+    """A msgspec complaint as one of ours: with the field as a path, and the nearest name for an unknown one."""
+    complaint, at, end = text.rpartition(_AT)
+    path = end.removeprefix(".").removesuffix("`")
+    if not at or not text.endswith("`"):
+        complaint, path = text, ""
+    if (unknown := _named(_UNKNOWN, complaint)) is not None:
+        name = shown(unknown)
+        hint = f"; did you mean {near}?" if (near := _nearest_field(unknown, kind)) else ""
+        return invalid(_joined(path, name), f"unknown field {name}{hint}", code="unknown_field")
+    if (missing := _named(_MISSING, complaint)) is not None:
+        field = _joined(path, missing)
         return invalid(field, f"{field} is required", code="missing_field")
     complaint = _QUOTED.sub(_plain_types, complaint)
     complaint = complaint[:1].lower() + complaint[1:]
     return invalid(path or "body", f"{path or 'body'}: {complaint}", code="invalid_type")
+
+
+def _named(beginning: str, complaint: str) -> str | None:
+    """The name that ends a complaint that begins so."""
+    return complaint.removeprefix(beginning).rpartition("`")[0] if complaint.startswith(beginning) else None
+
+
+def _nearest_field(name: str, kind: type[msgspec.Struct]) -> str:
+    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+    return next(iter(difflib.get_close_matches(name, fields, n=1) if len(name) <= NEAR_CHARS else ()), "")
 
 
 def _plain_types(match: re.Match[str]) -> str:

@@ -1,11 +1,12 @@
 """Prompts of request bodies as token ids, checked against the model's limits."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, invalid
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.schema import ChatMessage, PrefillBody
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.tokenizer.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
@@ -15,7 +16,7 @@ Prompt = str | list[int]  # a text, or token ids
 def check_model(model: ServedModel, name: str | None) -> None:
     """Raises HeadraceError (404) if the body names another model than the one served."""
     if name is not None and name not in model.names:
-        message = f"model {name!r} is not served here; this is {model.name!r}"
+        message = f"model {shown(name)!r} is not served here; this is {model.name!r}"
         raise HeadraceError(ErrorInfo(code="model_not_found", message=message, status=404, field="model"))
 
 
@@ -26,16 +27,14 @@ def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Pr
         return [prompt]
     if not prompt:
         raise invalid("prompt", "prompt is empty", code="empty_prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(prompt) not in (len(ids), len(texts), len(lists)):
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
         raise invalid("prompt", "prompt mixes texts, token ids and lists; send one kind", code="invalid_type")
-    if ids:
-        return [ids]
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
     if len(prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} fit in one request")
-    return [*texts, *lists]
+    return cast(list[Prompt], prompt)
 
 
 async def encode_all(
@@ -52,7 +51,7 @@ async def encode(model: ServedModel, prompt: Prompt, field: str) -> tuple[int, .
     the vocabulary."""
     if not prompt:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    ids = await model.tokens.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = await model.tokens.encode(prompt, field) if isinstance(prompt, str) else prompt
     return _checked(model, ids, field)
 
 
@@ -66,7 +65,7 @@ async def encode_chat(
     plain = [_plain(message, f"{field}[{index}]") for index, message in enumerate(messages)]
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
-    return _checked(model, await model.tokens.encode_chat(plain), field)
+    return _checked(model, await model.tokens.encode_chat(plain, field), field)
 
 
 async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
@@ -94,13 +93,17 @@ def _checked(model: ServedModel, ids: Sequence[int], field: str) -> tuple[int, .
         raise invalid(field, f"{field} is empty", code="empty_prompt")
     limit, vocab = model.max_model_len, model.vocab_size
     if limit and len(ids) >= limit:
-        message = f"{field} has {len(ids)} tokens; with one generated token the limit is {limit} (--max-model-len)"
-        raise invalid(field, message, code=TOO_LONG)
-    if min(ids) < 0 or max(ids) >= vocab:
+        raise too_long(field, f"{len(ids)} tokens", limit)
+    check_ids(ids, field, vocab)
+    return tuple(ids)
+
+
+def check_ids(ids: Sequence[int], field: str, vocab: int) -> None:
+    """Raises HeadraceError (400) for the first id that is outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab):
         index, token = next((index, token) for index, token in enumerate(ids) if not 0 <= token < vocab)
         message = f"{field}[{index}] is token id {token}, outside the vocabulary of {vocab}"
         raise invalid(f"{field}[{index}]", message, code="invalid_token")
-    return tuple(ids)
 
 
 def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
@@ -110,7 +113,9 @@ def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
         for number, part in enumerate(content):
             if part.type not in TEXT_PARTS or part.text is None:
                 field = f"{place}.content[{number}]"
-                raise invalid(field, f"{field} is of type {part.type!r}; only text is supported", code="unsupported")
+                raise invalid(
+                    field, f"{field} is of type {shown(part.type)!r}; only text is supported", code="unsupported"
+                )
         content = "".join(part.text or "" for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content or "", **named}

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -160,12 +161,12 @@ def _prompts(body: GenerateBody) -> tuple[list[Prompt], bool]:
         prompts: list[Prompt] = list(body.text)
     else:
         ids = body.input_ids or []
-        lists = [item for item in ids if isinstance(item, list)]
-        if not lists:
-            return [[item for item in ids if isinstance(item, int)]], False
-        if len(lists) != len(ids):
+        kinds = set(map(type, ids))
+        if len(kinds) > 1:
             raise invalid("input_ids", "input_ids mixes token ids and lists; send one kind", code="invalid_type")
-        prompts = list(lists)
+        if kinds != {list}:
+            return [cast(list[int], ids)], False
+        prompts = cast(list[Prompt], ids)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         field = "input_ids" if body.text is None else "text"
         raise invalid(field, f"{field} has {len(prompts)} prompts; 1 to {MAX_PROMPTS} fit in one request")

@@ -1,10 +1,13 @@
 """Child processes end when their parent dies."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+
+from headrace.core.runtime.process import MAX_HTTP_CONNECTIONS, MAX_SESSIONLESS
 
 CHILD = """
 import os, sys, time
@@ -65,3 +68,31 @@ def test_a_child_ends_when_its_parent_died_before_prctl() -> None:
         assert made.stdout is not None
         assert made.stdout.read() == "", "it went on without a parent"
     assert ended(child)
+
+
+LIMITS = """
+import resource
+from headrace.core.runtime.process import max_http_connections, max_sessionless, raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, HARD))
+raise_descriptor_limit()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(soft, hard, max_sessionless(), max_http_connections())
+"""
+
+
+def limits(hard: int) -> list[int]:
+    """Of a process with this hard limit: soft and hard limit, connections without a session at each socket, HTTP's."""
+    code = LIMITS.replace("HARD", str(hard))
+    return [int(word) for word in subprocess.check_output([sys.executable, "-c", code], text=True).split()]
+
+
+def test_the_descriptor_limit_is_raised_as_far_as_it_goes() -> None:
+    assert limits(1024) == [1024, 1024, 192, 384]
+    assert limits(256) == [256, 256, 32, 64]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard, sessionless, http = limits(hard)
+    assert soft == hard
+    assert sessionless <= MAX_SESSIONLESS
+    assert http <= MAX_HTTP_CONNECTIONS
+    assert 4 * sessionless < hard, "the sockets of others leave some to the process"
+    assert 2 * http < hard

@@ -1,11 +1,21 @@
 """Stages that fail or fall silent, and the engine that comes up again."""
 
+import pytest
 from msgspec.structs import replace
 
 from headrace.core.messages.frontend import EngineState, RequestFailed, StageDown
 from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import AdmitPeer, BeginEpoch, Forward, OpenSession, Order, ReleaseRequest
-from headrace.core.messages.peers import AskCancel, PeerCancelled, TellCancelled, TellFailed
+from headrace.core.messages.orders import (
+    AdmitPeer,
+    BeginEpoch,
+    DropPeer,
+    Forward,
+    OpenSession,
+    Order,
+    ReleaseRequest,
+    SendChunk,
+)
+from headrace.core.messages.peers import AskCancel, EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageReady
 from headrace.core.types.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
@@ -149,19 +159,82 @@ def test_all_stages_have_to_come_up_again() -> None:
     assert bench.error().code == "not_ready"
 
 
-def test_a_stage_that_does_not_answer_a_cancel_is_failed() -> None:
-    bench = Bench(stages=2)
+def cancelled(**changes: object) -> Bench:
+    """The peer has taken back a ticket whose bytes are on the way."""
+    bench = Bench(**changes)  # type: ignore[arg-type]
     bench.join()
     bench.submit("a", route=SendTo("t"))
     bench.reserve()
     bench.compute(1)
     bench.do(PeerCancelled(session="s", ticket="t", generation=1, reason=""))
+    return bench
+
+
+def test_a_stage_that_does_not_answer_a_cancel_is_failed() -> None:
+    bench = cancelled(stages=2)
     bench.quiet(1, 0)
-    effects = bench.wait(121)
+    effects = bench.wait(11)
+    assert only(effects, EndPeer).session == "s", "the peer may be what the stage waits for"
+    bench.do(PeerGone(session="s", reason=""))
+    assert none(bench.wait(119), EngineState)
+    effects = bench.wait(2)
     state = only(effects, EngineState)
     assert "stage 1" in state.reason
-    assert none(effects, TellCancelled), "it is not certain that no byte follows"
-    assert only(effects, TellFailed).error.stage == 1
+    assert none(bench.seen, TellCancelled), "it is not certain that no byte follows"
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("stage_timeout_s", [5, 120])
+def test_a_peer_that_does_not_read_ends_its_own_session_and_no_engine(stage_timeout_s: float) -> None:
+    """The stage is quiet once it has closed the peer's connections, however long the peer held them up."""
+    bench = cancelled(stage_timeout_s=stage_timeout_s)
+    bench.join("other")
+    effects = bench.wait(11)
+    assert only(effects, EndPeer).reason == "the decode peer acknowledged nothing for 10 s"
+    effects += bench.do(PeerGone(session="s", reason=""))
+    assert only(effects, DropPeer).session == "s"
+    effects += bench.wait(stage_timeout_s - 1)
+    effects += bench.quiet(1)
+    only(effects, ReleaseRequest)
+    assert none(effects, StageDown)
+    assert none(bench.seen, TellCancelled), "it has been told that its session is over"
+    bench.assert_empty()
+    bench.submit("b", 10, route=SendTo("u"), cache_salt="b")
+    bench.reserve("u", session="other")
+    bench.compute(1)
+    bench.ack(bench.last(SendChunk))
+    assert bench.finished("b")
+
+
+def test_a_cancelled_send_may_wait_while_the_peer_takes_in_what_was_sent_before() -> None:
+    bench = cancelled()
+    bench.submit("b", 10, route=SendTo("u"), cache_salt="b")
+    bench.reserve("u")
+    bench.compute(1)
+    bench.wait(8)
+    bench.ack(bench.last(SendChunk))
+    assert none(bench.wait(9), EndPeer)
+    only(bench.wait(2), EndPeer)
+
+
+def test_stages_of_which_the_peer_acknowledges_everything_do_not_excuse_the_others() -> None:
+    bench = cancelled(stages=2)
+    bench.quiet(1, 0)
+    bench.submit("b", 10, route=SendTo("u"), cache_salt="b")
+    bench.reserve("u")
+    bench.compute(1)
+    bench.wait(8)
+    bench.ack(bench.last(SendChunk), 0)
+    only(bench.wait(3), EndPeer)
+
+
+def test_a_peer_that_says_goodbye_leaves_a_waiting_stage_its_own_time() -> None:
+    bench = cancelled()
+    bench.wait(9)
+    bench.do(PeerGone(session="s", reason="goodbye"))
+    effects = bench.wait(119)
+    assert none(effects, StageDown)
+    only(bench.quiet(1), ReleaseRequest)
     bench.assert_empty()
 
 

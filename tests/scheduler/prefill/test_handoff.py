@@ -2,7 +2,7 @@
 
 from headrace.core.messages.frontend import Abort, Progress, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, SendChunk
-from headrace.core.messages.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.peers import EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.stage_events import SendFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Discard, SendTo
@@ -159,12 +159,49 @@ def test_the_peer_is_silent_only_from_when_the_stage_reaches_the_send() -> None:
     assert bench.ended() == 0
     bench.wait(2)
     assert (bench.error().code, bench.error().status) == ("peer_gone", 502)
+    only(bench.seen, EndPeer)
     assert none(bench.seen, TellFailed)
     cancel = bench.one(CancelSend)
     bench.done(forwards[1], 1)
     assert not bench.scheduler.idle
-    assert only(bench.quiet(cancel.request), TellFailed).error.code == "peer_gone"
+    bench.do(PeerGone(session="s", reason=""))
+    assert none(bench.quiet(cancel.request), TellFailed), "its session has ended, and with it all its tickets"
     bench.assert_empty()
+
+
+def test_a_peer_that_acknowledges_nothing_is_gone_with_all_its_requests_and_no_others() -> None:
+    bench = started(8)
+    bench.join("other")
+    for ticket, session in (("u", "s"), ("v", "other")):
+        bench.submit(ticket, 8, route=SendTo(ticket), cache_salt=ticket)
+        bench.reserve(ticket, 8, session=session)
+    bench.wait(1)
+    bench.compute(1, 2, 3)
+    mine = bench.last(SendChunk)
+    bench.wait(9)
+    bench.ack(mine)
+    effects = bench.wait(2)
+    assert only(effects, EndPeer).session == "s"
+    effects += bench.do(PeerGone(session="s", reason=""))
+    assert {failed.rid: failed.error.code for failed in effects if isinstance(failed, RequestFailed)} == {
+        "a": "peer_gone",
+        "u": "peer_gone",
+    }
+    assert bench.finished("v")
+
+
+def test_acknowledgements_to_one_stage_do_not_excuse_what_another_waits_for() -> None:
+    bench = started(8, bench=Bench(stages=2))
+    bench.compute(1)
+    bench.submit("b", 8, route=SendTo("u"), cache_salt="b")
+    bench.reserve("u", 8)
+    bench.compute(2)
+    first, second = bench.all(SendChunk)
+    bench.ack(first, 0)
+    bench.wait(8)
+    bench.ack(second, 0)
+    bench.wait(3)
+    assert bench.error("a").code == "peer_gone"
 
 
 def test_an_ack_of_any_request_shows_that_the_peer_is_alive() -> None:

@@ -23,7 +23,9 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": [[1], [-1]]}, 400, "prompt[1][0]", "-1, outside the vocabulary"),
     ({"prompt": [10**30]}, 400, "prompt[0]", "outside the vocabulary"),
     ({"prompt": [5] * LENGTH}, 400, "prompt", f"{LENGTH} tokens; with one generated token the limit is {LENGTH}"),
-    ({"prompt": "z" * 999}, 400, "prompt", f"999 tokens; with one generated token the limit is {LENGTH}"),
+    ({"prompt": "z" * 300}, 400, "prompt", f"300 tokens; with one generated token the limit is {LENGTH}"),
+    ({"prompt": "z" * 999}, 400, "prompt", "999 bytes, which are at least 167 tokens; with one generated token the"),
+    ({"prompt": ["x", "é" * 999]}, 400, "prompt[1]", "1998 bytes, which are at least 333 tokens"),
     ({"prompt": ["x"] * 257}, 400, "prompt", "257 prompts; at most 256"),
     ({"prompt": "x", "model": "gpt-4"}, 404, "model", "'gpt-4' is not served here; this is 'tiny'"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "expected a number"),
@@ -65,6 +67,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "got a whole number"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", "only text"),
     ({"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages", "nobody cannot speak"),
+    ({"messages": [{"role": "user", "content": "z" * 999}]}, 400, "messages", "bytes, which are at least"),
     ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     ({"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ({"messages": CHAT, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
@@ -87,10 +90,21 @@ PREFILL_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "ticket": "t", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
     ({"prompt": "x", "ticket": "t", "model": "no"}, 404, "model", "not served"),
 ]
+RESPONSES_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"input": "z" * 999}, 400, "input", "bytes, which are at least"),
+    ({"input": [{"type": "t" * 999}]}, 400, "input[0]", "(999 characters)"),
+]
+TOKENIZER_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"tokens": [1, -1]}, 400, "tokens[1]", "-1, outside the vocabulary"),
+    ({"tokens": [1 << 40]}, 400, "tokens[0]", "outside the vocabulary"),
+    ({"tokens": [1], "model": "m" * 999}, 404, "model", "(999 characters)"),
+]
 ROUTES = [
     ("/v1/completions", "colocated", COMPLETION_MISTAKES),
     ("/v1/chat/completions", "colocated", CHAT_MISTAKES),
     ("/v1/prefill", "prefill", PREFILL_MISTAKES),
+    ("/v1/responses", "colocated", RESPONSES_MISTAKES),
+    ("/detokenize", "colocated", TOKENIZER_MISTAKES),
 ]
 
 
@@ -146,7 +160,7 @@ async def test_defaults_spelled_out_and_unknown_extras_do_no_harm(tokenizer: Tok
         b"\xff",
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
-        b"[" * 100_000,
+        b"[" * 10_000,
     ],
     ids=lambda content: repr(content[:20]),
 )

@@ -1,5 +1,6 @@
 """`headrace keys`, and missing or malformed key files."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -112,3 +113,20 @@ def test_the_folder_of_allowed_keys_is_reread(tmp_path: Path) -> None:
         AllowList(folder)
     (folder / "renamed.key").unlink()
     assert allowed.name_of(key) is None
+
+
+def test_a_file_that_could_not_be_read_is_read_again_though_it_looks_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "allowed"
+    folder.mkdir()
+    allowed = AllowList(folder)
+    public, _ = write_pair(tmp_path, "decode-0")
+    text = public.read_text()
+    file = folder / "decode-0.key"
+    file.write_text("x" * len(text))
+    os.utime(file, ns=(1, 1))
+    assert allowed.name_of(read_public(public)) is None
+    file.write_text(text)
+    os.utime(file, ns=(1, 1))
+    assert allowed.name_of(read_public(public)) == "decode-0"
+    file.unlink()
+    assert allowed.name_of(read_public(public)) is None

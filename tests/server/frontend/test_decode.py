@@ -96,6 +96,28 @@ def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Su
 
 
 @in_loop
+async def test_a_server_is_found_after_whatever_went_wrong(tokenizer: Tokenizer) -> None:
+    class Odd(Prefills):
+        errors: tuple[Exception, ...] = (
+            httpx.InvalidURL("no URL"),
+            OSError(24, "Too many open files"),
+            ValueError("?"),
+        )
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if self.errors:
+                error, *rest = self.errors
+                self.errors = tuple(rest)
+                raise error
+            return await super().handle_async_request(request)
+
+    link = FakeLink(fetched(tokenizer))
+    async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Odd()) as service:
+        await link.wait_for(AddPrefill)
+        assert service.prefill_servers()[0].dialled is not None
+
+
+@in_loop
 async def test_a_prompt_is_computed_there_and_continued_here(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(fetched(tokenizer)), Prefills()
     async with (

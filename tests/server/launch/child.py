@@ -7,9 +7,10 @@ import msgspec
 
 
 class Script(msgspec.Struct, frozen=True):
-    """status: to exit with at once; None: wait until killed."""
+    """status: to exit with at once; None: wait until killed. more: further configuration."""
 
     status: int | None = None
+    more: str = ""
 
 
 def main() -> int:

@@ -1,17 +1,21 @@
-"""Limits of the HTTP parser, tested over raw sockets."""
+"""Limits of the HTTP parser and on connections, tested over raw sockets."""
 
+import asyncio
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from headrace.server.launch.free_port import free_port
-from headrace.server.launch.http_protocol import HEAD_BYTES, HttpProtocol
+from headrace.server.launch.http_protocol import HEAD_BYTES, HttpConnections, HttpProtocol, HttpServer, LoopErrors
+from tests.scarcity import no_descriptors
 
 KEPT = b"POST / HTTP/1.1\r\nhost: here\r\n"
 START = KEPT + b"connection: close\r\n"
@@ -30,18 +34,38 @@ async def length_of_body(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    port = free_port()
-    config = uvicorn.Config(length_of_body, port=port, http=HttpProtocol, log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
+def listening(connections: HttpConnections) -> HttpServer:
+    """A server of length_of_body at a free port, which is to be run."""
+    http = partial(HttpProtocol, connections)
+    config = uvicorn.Config(
+        length_of_body,
+        port=free_port(),
+        http=http,  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        lifespan="off",
+    )
+    return HttpServer(config)
+
+
+@contextmanager
+def serving(connections: HttpConnections) -> Iterator[int]:
+    server = listening(connections)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield port
-    server.should_exit = True
-    thread.join()
+    try:
+        yield server.config.port
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(HttpConnections(100)) as port:
+        yield port
 
 
 def answer(port: int, *parts: bytes, endless: bytes = b"") -> bytes:
@@ -95,3 +119,112 @@ def test_requests_of_one_connection_are_counted_separately(port: int) -> None:
             while not came.endswith(b"\r\n\r\n%d" % len(body)):
                 came += connection.recv(1 << 16)
             assert came.startswith(b"HTTP/1.1 200")
+
+
+LIMIT = 8
+
+
+@pytest.fixture
+def crowded() -> Iterator[int]:
+    """The port of a server that takes few connections."""
+    with serving(HttpConnections(LIMIT)) as port:
+        yield port
+
+
+def dial(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def came(connection: socket.socket) -> bytes:
+    """All that comes until the end of the connection."""
+    parts = []
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def ask(connection: socket.socket) -> None:
+    """One request on a connection that stays open."""
+    connection.sendall(KEPT + b"content-length: 1\r\n\r\nx")
+    came = b""
+    while not came.endswith(b"\r\n\r\n1"):
+        part = connection.recv(1 << 16)
+        assert part, "it was closed"
+        came += part
+
+
+def test_idle_connections_keep_nobody_out(crowded: int) -> None:
+    with ExitStack() as stack:
+        idle = [stack.enter_context(dial(crowded)) for _ in range(4 * LIMIT)]
+        assert answer(crowded, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2")
+        for connection in idle[: 3 * LIMIT + 1]:
+            assert came(connection) == b"", "the oldest ones are closed"
+        ask(idle[-1])
+
+
+def test_half_a_head_is_idle_and_half_a_body_is_not(crowded: int) -> None:
+    with ExitStack() as stack:
+        busy = stack.enter_context(dial(crowded))
+        busy.sendall(START + b"content-length: 6\r\nexpect: 100-continue\r\n\r\n")
+        assert busy.recv(100).startswith(b"HTTP/1.1 100"), "its head has come"
+        slow = [stack.enter_context(dial(crowded)) for _ in range(2 * LIMIT)]
+        for connection in slow:
+            with suppress(ConnectionError):
+                connection.sendall(START)
+        assert came(slow[0]) == b""
+        busy.sendall(b"abcdef")
+        assert came(busy).endswith(b"\r\n\r\n6")
+
+
+def test_an_answered_connection_is_idle_again(crowded: int) -> None:
+    with ExitStack() as stack:
+        kept = []
+        for _ in range(3 * LIMIT):
+            connection = stack.enter_context(dial(crowded))
+            ask(connection)
+            kept.append(connection)
+        assert came(kept[0]) == b""
+        ask(kept[-1])
+
+
+def test_where_all_connections_are_busy_a_new_one_is_told(crowded: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(LIMIT):
+            busy = stack.enter_context(dial(crowded))
+            busy.sendall(START + b"content-length: 6\r\nexpect: 100-continue\r\n\r\n")
+            assert busy.recv(100).startswith(b"HTTP/1.1 100")
+        with dial(crowded) as refused:
+            assert came(refused).startswith(b"HTTP/1.1 503")
+        busy.sendall(b"abcdef")
+        assert came(busy).endswith(b"\r\n\r\n6")
+        assert answer(crowded, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "one has ended"
+
+
+def test_a_lack_of_descriptors_is_said_once_and_passes(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        errors = LoopErrors()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(errors)
+        server = listening(HttpConnections(LIMIT))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        with dial(server.config.port) as connection:
+            with no_descriptors():
+                while not any(sample.value for sample in errors.statistics()):
+                    await asyncio.sleep(0.01)
+            connection.sendall(START + b"content-length: 2\r\n\r\nhi")
+            connection.setblocking(False)
+            came = b""
+            while part := await loop.sock_recv(connection, 1000):
+                came += part
+        assert came.endswith(b"\r\n\r\n2")
+        server.should_exit = True
+        await serving
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(main(), 30))
+    assert [record.getMessage() for record in caplog.records] == [
+        "socket.accept() out of system resource: [Errno 24] Too many open files"
+    ]

@@ -18,6 +18,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.engine.order_connection import OrderConnection, dial_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
+from headrace.transfer.sockets.connections import Connections
 
 GEOMETRY = Geometry("float32", 1, 1, 2, 16)
 EVENTS: Codec[AnyStageEvent] = Codec(AnyStageEvent)
@@ -36,7 +37,8 @@ class Ends:
             self.router = FrameRouter(f"{folder}/stages")
         else:
             self._endpoint = "inproc://stages"
-            self.router = ZmqRouter(order_socket(context, self._endpoint))
+            connections = Connections(context, "stages", 64)
+            self.router = ZmqRouter(order_socket(context, self._endpoint, connections.watch), connections)
 
     def stage(self, stage: int, epoch: int) -> OrderConnection:
         made = dial_scheduler(self._context, self._endpoint, stage_identity(stage, epoch))

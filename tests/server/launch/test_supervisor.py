@@ -1,17 +1,20 @@
 """The supervisor with real child processes that exit."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace.core.messages.frontend import StageDown
 from headrace.server.launch import supervisor as module
-from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Child, Supervisor
+from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Child, StartFailed, Supervisor
+from tests.scarcity import no_descriptors
 from tests.server.launch.child import Script
 
 NAME = "tests.server.launch.child"
@@ -124,3 +127,67 @@ async def test_an_exit_of_the_scheduler_ends_the_server_at_once(monkeypatch: pyt
     started = time.monotonic()
     await site.supervisor.end()
     assert time.monotonic() - started < module.END_TIMEOUT_S, "stages that were not told to exit are killed at once"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_stages_that_cannot_be_started_now_are_started_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    often = 2 * MAX_RESTARTS
+
+    async def main() -> None:
+        site = Site(lambda epoch: [None, None], served=True)
+        await site.start()
+        with no_descriptors():
+            site.supervisor.stage_down(StageDown(stage=0, message="silent", epoch=0, served=True))
+            await until(lambda: len(site.lost) >= often)
+        assert {stage for stage, _ in site.lost} == {0}
+        assert all("cannot be started: [Errno 24] Too many open files; trying" in message for _, message in site.lost)
+        await until(lambda: len(children()) == 3)
+        assert not site.supervisor.fatal.done()
+        assert site.starts == list(range(len(site.lost) + 2)), "each start has an epoch of its own"
+        site.supervisor.fatal.set_result(0)
+        await site.supervisor.end()
+
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert len([record for record in caplog.records if "cannot be started" in record.getMessage()]) == 1, "said once"
+
+
+@timed
+async def test_a_watch_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(epoch: int) -> list[int | None]:
+        if epoch:
+            raise ZeroDivisionError
+        return [7]
+
+    site = Site(plan)
+    await site.start()
+    assert await site.supervisor.fatal == 1
+    await site.supervisor.end()
+
+
+@timed
+async def test_what_was_started_does_not_stay_behind_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfit = Child(NAME, Script(), threads=1, environment={"LONG": "x" * (4 << 20)})  # more than a system takes
+    supervisor = Supervisor(child(), lambda epoch: [child(), unfit], 60.0)
+    with pytest.raises(StartFailed, match="too long"):
+        await supervisor.start()
+    assert children() == []
+
+
+@timed
+async def test_a_child_that_ends_before_it_has_read_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Child("json", Script(1, "x" * (8 << 20)), threads=1)  # "python -m json" reads nothing
+    await gone.start()
+    assert await gone.wait() != 0

@@ -23,7 +23,8 @@ from headrace.core.stats import Stats
 from headrace.core.types.geometry import Geometry
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
-from headrace.server.stage_group.join_endpoint import JoinEndpoint
+from headrace.server.stage_group.join_endpoint import REPLY_BURST, JoinEndpoint
+from headrace.transfer.sockets.connections import Connections
 from tests.server.stage_group.test_registry import join, make_registry
 
 Socket = zmq.Socket[bytes]
@@ -40,11 +41,13 @@ class Bench:
 
     def __init__(self, context: "zmq.Context[Socket]", start_timeout_s: float = 60.0) -> None:
         self.context = context
-        socket = order_socket(context, "tcp://127.0.0.1:*", SILENCE_S)
+        connections = Connections(context, "stages", 64)
+        socket = order_socket(context, "tcp://127.0.0.1:*", connections.watch, SILENCE_S)
         self.endpoint = f"tcp://127.0.0.1:{bound_port(socket)}"
         self.poller = socket
         endpoint = JoinEndpoint(socket, make_registry(key="k"), start_timeout_s)
-        self.channel = StageChannel(ZmqRouter(socket), 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
+        router = ZmqRouter(socket, connections)
+        self.channel = StageChannel(router, 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
         self.sockets: list[Socket] = []
 
     def dial(self, identity: bytes | None = None) -> Socket:
@@ -165,6 +168,26 @@ def test_a_member_whose_process_exits_is_reported_at_a_heartbeat(bench: Bench) -
     while not replies or not isinstance(replies[-1], GroupEnded):
         replies.append(REPLIES.decode(members[0].recv()))
     assert replies[-1].message == "stage 1 failed: gone"
+
+
+def test_a_process_that_joins_without_end_is_answered_a_few_times(bench: Bench) -> None:
+    loud = bench.dial()
+    sent = 5 * int(REPLY_BURST)
+    for _ in range(sent):
+        loud.send(JOINS.encode(join(0, key="wrong")))
+    refused = 0.0
+    while refused < sent:
+        bench.receive()
+        refused = sum(each.value for each in bench.channel.statistics().samples if each.name == "refusals_total")
+    answers = 0
+    while loud.poll(200):
+        assert isinstance(REPLIES.decode(loud.recv()), JoinRefused)
+        answers += 1
+    assert answers == REPLY_BURST
+    assert isinstance(bench.join(bench.dial(), join(0, key="k"))[0], JoinPending)
+    assert isinstance(bench.join(loud, join(0, key="wrong"), now=1.0)[0], JoinRefused), (
+        "a second later it may ask again"
+    )
 
 
 def test_a_stage_that_takes_too_long_to_load_fails(context: "zmq.Context[Socket]") -> None:

@@ -12,7 +12,8 @@ from headrace.core.config import KvEventsConfig
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from headrace.core.types.errors import ConfigError
 from headrace.server.launch.free_port import free_port
-from headrace.server.telemetry.kv_event_publisher import KvEventPublisher, publisher_endpoint
+from headrace.server.telemetry.kv_event_publisher import MAX_TOPICS, KvEventPublisher, publisher_endpoint
+from headrace.server.telemetry.kv_replay import RETRY_S, SILENCE_S
 
 Socket = zmq.Socket[bytes]
 
@@ -97,9 +98,11 @@ def answers(socket: Socket, publisher: KvEventPublisher) -> list[tuple[int, byte
     raise AssertionError(f"no end of the replay after {len(found)} batches")
 
 
-def dealer(context: "zmq.Context[Socket]", config: KvEventsConfig) -> Socket:
+def dealer(context: "zmq.Context[Socket]", config: KvEventsConfig, **options: int) -> Socket:
     asking = context.socket(zmq.DEALER)
     asking.linger = 0
+    for name, setting in options.items():
+        setattr(asking, name, setting)
     asking.connect(publisher_endpoint(config.host, config.replay_port))
     return asking
 
@@ -222,6 +225,53 @@ def test_subscribers_that_send_garbage_or_do_not_read_affect_no_other(context: "
             publisher.tick(0.0)
     assert counted(publisher)("malformed_frames_total", "kv_events_replay") == 4
     assert [number for number, _ in replay(good, publisher, 200)] == list(range(200, 300))
+    publisher.close()
+
+
+def test_a_subscriber_that_reads_nothing_of_its_replay_is_cut_off_and_others_are_served(
+    context: "zmq.Context[Socket]",
+) -> None:
+    publisher, config = make(context, buffer=4000)
+    filler = tuple(range(2**63, 2**63 + 2000))  # 18 kB a batch: all of them are far more than kernels take in
+    for _ in range(4000):
+        publisher.apply(BlockRemoved(block_hashes=filler), 0.0)
+        publisher.tick(0.0)
+    deaf = dealer(context, config, rcvhwm=1, rcvbuf=4096)
+    deaf.send_multipart([b"", bytes(8)])
+    assert publisher.sockets()[0].poll(5000)
+    publisher.receive(0.0)
+    sent = counted(publisher)
+    before = -1.0
+    while counted(publisher)("kv_event_batches_replayed_total") != before:
+        before = counted(publisher)("kv_event_batches_replayed_total")
+        for _ in range(10):
+            publisher.tick(0.0)
+        deaf.poll(20)
+    assert before < 4000
+    assert publisher.next_deadline() == RETRY_S, "it is tried again, without haste"
+    assert len(replay(dealer(context, config), publisher, 0)) == 4000
+    for now in (SILENCE_S - 0.1, SILENCE_S + 0.1):
+        assert sent("connections_closed_total", "kv_events_replay", "unread") == 0
+        publisher.tick(now)
+    assert counted(publisher)("connections_closed_total", "kv_events_replay", "unread") == 1
+    assert publisher.next_deadline() is None
+    publisher.close()
+
+
+def test_a_subscriber_to_ever_more_topics_is_cut_off(context: "zmq.Context[Socket]") -> None:
+    publisher, config = make(context)
+    sub = subscribed(context, publisher, config)
+    greedy = context.socket(zmq.SUB)
+    greedy.linger, greedy.reconnect_ivl = 0, -1
+    greedy.connect(publisher_endpoint(config.host, config.port))
+    for number in range(10 * MAX_TOPICS):
+        greedy.subscribe(f"topic {number}")
+    while counted(publisher)("connections_closed_total", "kv_events", "refused") == 0:
+        publish(publisher, 1)
+        publisher.receive(0.0)
+    publish(publisher, 2)
+    while msgspec.msgpack.decode(sub.recv_multipart()[2])[1][0]["block_hashes"] != [2]:
+        pass
     publisher.close()
 
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import threading
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
 
-from headrace.core.types.errors import HeadraceError
+from headrace.core.types.errors import TOO_LONG, HeadraceError
 from headrace.server.config.load import load
-from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
-from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, Tokenizer, load_tokenizer
+from headrace.server.tokenizer.async_tokenizer import LONG, AsyncTokenizer
+from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, SHORT_TEXT_BYTES, Tokenizer, load_tokenizer
 
 
 def test_stop_ids_are_the_tokens_that_contain_the_string(tokenizer: Tokenizer) -> None:
@@ -75,3 +78,85 @@ def test_a_stub_has_a_tokenizer_of_bytes() -> None:
     assert [made.piece(token) for token in (97, 256, 257)] == ["a", "<end>", " w257"]
     assert made.piece_bytes(0xC3) == b"\xc3"
     assert made.decode(made.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "
+
+
+class Steps(threading.Thread):
+    """Counts the steps that it gets to take beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.001):
+            self.taken += 1
+
+    def __enter__(self) -> "Steps":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded_or_decoded(tokenizer: Tokenizer) -> None:
+    text = "hello world " * 50_000
+    with Steps() as steps:
+        before = steps.taken
+        ids = tokenizer.encode(text)
+        between = steps.taken
+        assert tokenizer.decode_long(ids) == text
+        after = steps.taken
+    assert between - before > 10, "a thread that waits for the GIL all the time takes one at the end"
+    assert after - between > 10
+
+
+def refused(tokenizer: Tokenizer, text: str, limit: int) -> str:
+    with pytest.raises(HeadraceError) as caught:
+        tokenizer.encode(text, limit, "text[3]")
+    info = caught.value.info
+    assert (info.status, info.code, info.field) == (400, TOO_LONG, "text[3]")
+    return info.message
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:
+    longest = len("Ġworld")
+    limit = 100
+    assert len(tokenizer.encode(" world" * (limit - 1), limit)) == limit - 1
+    assert f"{limit} tokens; with one generated token the limit is {limit}" in refused(tokenizer, "z" * limit, limit)
+    text = "z" * longest * limit
+    assert f"{len(text)} bytes, which are at least {limit} tokens" in refused(tokenizer, text, limit)
+    tokenizer.encode("warm up", limit)
+    backend, tokenizer._backend = tokenizer._backend, RustTokenizer(models.BPE())  # it would find no token
+    try:
+        assert refused(tokenizer, text, limit)
+        assert tokenizer.encode(text[:-longest], limit) == []
+    finally:
+        tokenizer._backend = backend
+
+
+def test_no_text_is_tokenized_that_is_far_too_long_where_there_is_no_bound() -> None:
+    backend = RustTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode(" " * SHORT_TEXT_BYTES, 10) == []
+    assert f"no text of more than {SHORT_TEXT_BYTES} is" in refused(tokenizer, " " * (SHORT_TEXT_BYTES + 1), 10)
+    assert f"no text of more than {16 << 17} is" in refused(tokenizer, " " * (3 << 20), 1 << 17)
+    assert tokenizer.encode(" " * (3 << 20)) == [], "without a limit there is none"
+
+
+def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        service = AsyncTokenizer(tokenizer)
+        try:
+            long = [asyncio.create_task(service.encode("hello world " * LONG)) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert await service.encode("hello") == tokenizer.encode("hello")
+            assert not long[-1].done()
+            await asyncio.gather(*long)
+        finally:
+            service.close()
+
+    asyncio.run(main())

@@ -32,6 +32,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.runtime import process
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
@@ -47,6 +48,7 @@ from headrace.transfer.protocol.messages import (
     Refuse,
     Welcome,
 )
+from tests.scarcity import no_descriptors
 from tests.transfer.control.test_sessions import FIRST, OFFER, hello
 from tests.transfer.harness import CLOCK, Loop, value, zmq_context
 
@@ -203,11 +205,42 @@ def test_a_prefill_server_that_falls_silent_is_down_and_dialled_again(both: Both
     assert both.loop.wait_for(both.control_server, PeerGone).session == session  # replaced by the same instance
 
 
+def test_without_descriptors_a_control_endpoint_is_dialled_later(context: Any) -> None:
+    control_server, control_client = ControlServer(CONFIG, context), ControlClient(CONFIG, context)
+    loop = Loop(control_server, control_client)
+    control_server.ready(OFFER)
+    control_client.ready(hello())
+    with no_descriptors():
+        loop.apply(control_client, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{control_server.port}"))
+    loop.wait_for(control_client, PrefillUp)
+    loop.close()
+
+
+def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MAX_SESSIONLESS", 8)
+    both = Both(context)
+    session = both.up.session
+    crowd = []
+    for _ in range(40):
+        crowd.append(sockets.create_connection(("127.0.0.1", both.control_server.port), timeout=10))
+        both.loop.turn()
+    both.loop.until(
+        lambda: value(both.control_server.statistics(), "connections_closed_total", ("control", "shed")) >= 32
+    )
+    assert Stranger(context, both).ask(PEER.encode(hello(instance="e" * 32))).session != session
+    assert both.reserve().session == session
+    assert not both.loop.of(both.control_server, PeerGone)
+    assert value(both.control_server.statistics(), "connections", ("control",)) <= 8 + 2
+    both.loop.close()
+    for connection in crowd:
+        connection.close()
+
+
 def test_a_server_that_is_not_ready_is_asked_again_and_reported_once(context: Any) -> None:
     both = Both(context, ready=False)
-    both.loop.until(
-        lambda: value(both.control_server.statistics(), "refusals_total", ("control_server", "not_ready")) >= 3
-    )
+    both.loop.until(lambda: value(both.control_server.statistics(), "refusals_total", ("control", "not_ready")) >= 3)
     assert len(both.loop.of(both.control_client, PrefillDown)) == 1
     both.control_server.ready(OFFER)
     assert both.up
@@ -301,11 +334,11 @@ def test_oversized_frames_are_refused_and_far_larger_ones_cut_off(both: Both) ->
     stranger = Stranger(both.context, both)
     answer = stranger.ask(b"x" * (CONTROL_FRAME_BYTES + 1))
     assert isinstance(answer, Refuse)
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control_server",)) == 1
+    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
     cut_off = Stranger(both.context, both)
     cut_off.socket.send(b"x" * (4 * CONTROL_FRAME_BYTES))
     assert both.reserve("still here").session == session
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control_server",)) == 1
+    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
 
 
 def test_a_session_survives_its_own_bad_frame(both: Both) -> None:

@@ -15,11 +15,12 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer
 from headrace.core.messages.peers import PeerGone, PeerReserved, PrefillDown, PrefillUp, TellCancelled, TicketFailed
 from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import MAX_LABELS, Counters
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.control.connection import ControlConnection
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, Rate, page_limit
+from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, page_limit
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.data.sender import Sender
@@ -71,7 +72,7 @@ def test_saying_hello_again_and_again_counts_as_talking() -> None:
 
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=50))
 def test_a_peer_below_the_rate_is_never_cut_off(pauses: list[float]) -> None:
-    rate, now = Rate(0.0), 0.0
+    rate, now = TokenBucket(0.0, MESSAGES_PER_S, BURST), 0.0
     for pause in pauses:
         now += pause
         messages = int(0.999 * pause * MESSAGES_PER_S)  # differences of times are rounded

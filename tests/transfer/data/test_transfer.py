@@ -270,6 +270,9 @@ def test_a_peer_that_does_not_read_holds_up_nobody_else(context: Any) -> None:
     pair.close()
 
 
+BIG = Geometry("float32", layers=8, kv_heads=8, head_dim=64, page_size=64)  # 2 MiB a page
+ROOMY = TransferConfig(peer_timeout_s=0.6, window_bytes=1 << 30)
+
 STOPPED_PEER = """
 import os, signal, sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
@@ -281,12 +284,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def test_the_pages_of_a_stopped_process_come_back_within_the_timeout(context: Any) -> None:
-    """Frames that libzmq holds for it pin their pages; its heartbeat drops the connection, and then SendCancelled
-    comes."""
-    big = Geometry("float32", layers=8, kv_heads=8, head_dim=64, page_size=64)  # 2 MiB a page
-    config = TransferConfig(peer_timeout_s=0.6, window_bytes=1 << 30)
-    pair = Pair(context, big, big, config=config, dialled=False)
+def test_the_pages_of_a_stopped_process_come_back_when_its_session_ends(context: Any) -> None:
+    """Frames that libzmq holds for it pin their pages, until the control endpoint misses its pings."""
+    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
     attach = ANSWERS.encode(Attach(session=pair.session, stage=0, checksum="xxh3_64"))
     endpoint = f"tcp://127.0.0.1:{pair.sender.port}"
     process = subprocess.Popen([sys.executable, "-c", STOPPED_PEER, endpoint, attach.hex()])
@@ -295,6 +295,7 @@ def test_the_pages_of_a_stopped_process_come_back_within_the_timeout(context: An
         pair.loop.until(lambda: value(pair.sender.statistics(), "chunks_sent_total") == 1)
         pair.loop.apply(pair.sender, CancelSend(seq=1, request=1))
         assert not pair.loop.of(pair.sender, SendCancelled)  # far more than the kernel takes in
+        pair.loop.apply(pair.sender, DropPeer(seq=2, session=pair.session))
         pair.loop.wait_for(pair.sender, SendCancelled)
     finally:
         process.kill()

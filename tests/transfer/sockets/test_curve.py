@@ -67,7 +67,7 @@ class Knocking:
         self.loop.apply(self.control_client, ConnectPrefill(name="p", endpoint=endpoint, server_key=server_key))
 
     def refused(self, reason: str) -> float:
-        return value(self.control_server.statistics(), "handshakes_refused_total", ("control_server", reason))
+        return value(self.control_server.statistics(), "handshakes_refused_total", ("control", reason))
 
 
 @pytest.fixture
