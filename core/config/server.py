@@ -35,7 +35,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_API_KEY",
         ),
     ] = ()
-    insecure: Annotated[bool, Flag("insecure", SECURITY, "allow a bind beyond loopback without API keys")] = False
+    insecure: Annotated[bool, Flag("insecure", SECURITY, "allow binds beyond loopback without keys of any kind")] = (
+        False
+    )
+    trusted_network: Annotated[
+        bool,
+        Flag(
+            "trusted-network",
+            SECURITY,
+            "allow control, data and KV event ports beyond loopback without CURVE keys; HTTP still needs an API key",
+        ),
+    ] = False
     prefill: Annotated[
         tuple[str, ...],
         Flag("prefill", HANDOFF, "URL of a prefill server (role decode; give it once per server)"),

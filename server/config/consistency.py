@@ -62,17 +62,28 @@ def _check_binds(config: Config) -> None:
     for key in server.api_keys:
         if not key.isascii() or any(character.isspace() for character in key):
             raise ConfigError("an API key has to be ASCII without spaces; write another one with --api-key")
-    if server.api_keys or server.insecure:
+    if server.insecure:
         return
-    hosts = [("--host", server.host), ("--transfer-host", config.transfer.host)]
-    if config.kv_events.port:
-        hosts.append(("--kv-events-host", config.kv_events.host))
-    for flag, host in hosts:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"{flag} {host} is reachable from other machines and no API key is set: add --api-key KEY "
-                f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"
-            )
+    if not server.api_keys and not is_loopback(server.host):
+        raise ConfigError(
+            f"--host {server.host} is reachable from other machines and no API key is set: add --api-key KEY "
+            f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"
+        )
+    if server.trusted_network:
+        return
+    transfer, events = config.transfer, config.kv_events
+    otherwise = "bind to 127.0.0.1, or add --trusted-network if only machines that you trust reach the port"
+    if not is_loopback(transfer.host) and not transfer.curve_key:
+        raise ConfigError(
+            f"--transfer-host {transfer.host} is reachable from other machines, and an API key protects neither the "
+            "control endpoint nor the data ports: add --curve-key and --curve-allowed (headrace keys FOLDER), "
+            f"{otherwise}"
+        )
+    if events.port and not is_loopback(events.host):
+        raise ConfigError(
+            f"--kv-events-host {events.host} is reachable from other machines, and every client that connects reads "
+            f"the token ids of all prompts: {otherwise}"
+        )
 
 
 def _check_ports(config: Config) -> None:

@@ -38,6 +38,7 @@ from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
 
 
 def serve(config: Config) -> int:
@@ -50,6 +51,7 @@ def serve(config: Config) -> int:
     raise_descriptor_limit()
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         return asyncio.run(_serve(config, Path(folder)))

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+from headrace.core.types.geometry import ceil_div
 
 # Of a UTF-8 text, by Unicode's normal forms and case folding: mathematical letters of four bytes become ASCII.
 UNICODE_SHRINKAGE = 4
@@ -15,9 +17,24 @@ _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 Part = Mapping[str, Any]  # of a tokenizer's JSON
 
 
-def most_bytes_per_token(tokenizer: str, byte_characters: Iterable[str]) -> int | None:
-    """The most bytes of a text that one token can stand for. None where there is no such number: parts of a text are
-    dropped (runs of spaces, say), or unknown characters become one token however many there are.
+class TokenBound(NamedTuple):
+    """Lower bound of the number of tokens of a text, by its length."""
+
+    longest: int
+    """Most bytes of a text that one token stands for."""
+    dropped: bytes = b""
+    """Bytes that may become no token at all."""
+
+    def least_tokens(self, text: str) -> int:
+        """Number of tokens that the text has at least."""
+        plain = text.isascii() and not self.dropped
+        size = len(text) if plain else len(text.encode().translate(None, self.dropped))
+        return ceil_div(size, self.longest)
+
+
+def length_bound(tokenizer: str, byte_characters: Mapping[str, int]) -> TokenBound | None:
+    """The bound for a tokenizer; None if there is none, such as where runs of spaces are dropped, or any number of
+    unknown characters becomes one token.
 
     tokenizer: as the tokenizers library writes it (JSON). byte_characters: how byte-level BPE writes the 256 bytes.
     """
@@ -29,15 +46,18 @@ def most_bytes_per_token(tokenizer: str, byte_characters: Iterable[str]) -> int 
     if shrinkage is None or not _keeps_all(splitter):
         return None
     vocab: Mapping[str, int] = model["vocab"]
-    length: Callable[[str], int]
-    if _is_byte_level(splitter) and all(character in vocab for character in byte_characters):
-        length = len  # a character for each byte
+    length: Callable[[str], int] = len  # a character for each byte
+    dropped = b""
+    if _is_byte_level(splitter):
+        dropped = bytes(byte for character, byte in byte_characters.items() if character not in vocab)
+        if dropped and given.get("normalizer") is not None:
+            return None  # it may make them of others
     elif model.get("byte_fallback") and all(byte in vocab for byte in _BYTES):
         length = _utf8_length
     else:
         return None
     longest = max(map(length, vocab))
-    return shrinkage * max([longest, *(_utf8_length(token["content"]) for token in added)])
+    return TokenBound(shrinkage * max([longest, *(_utf8_length(token["content"]) for token in added)]), dropped)
 
 
 def _utf8_length(text: str) -> int:

@@ -15,7 +15,7 @@ from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.store import load_record
-from headrace.server.tokenizer.token_length import most_bytes_per_token
+from headrace.server.tokenizer.token_length import TokenBound, length_bound
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only
 # Longer texts are refused without being tokenized, which takes a second and 100 MB for each MB of them.
@@ -109,15 +109,15 @@ class Tokenizer:
     def _check_length(self, text: str, limit: int, field: str) -> None:
         """Refuse what certainly has too many tokens, and what takes too long to find out."""
         size = len(text) if text.isascii() else len(text.encode())
-        if self._most_bytes is not None and (least := -(-size // self._most_bytes)) >= limit:
+        if self._bound is not None and (least := self._bound.least_tokens(text)) >= limit:
             raise too_long(field, f"{size} bytes, which are at least {least} tokens", limit)
         longest = max(SHORT_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * limit)
         if size > longest:
             raise too_long(field, f"{size} bytes, and no text of more than {longest} is tokenized", limit)
 
     @cached_property
-    def _most_bytes(self) -> int | None:
-        return most_bytes_per_token(self._backend.to_str(), _BYTES)
+    def _bound(self) -> TokenBound | None:
+        return length_bound(self._backend.to_str(), _BYTES)
 
     @cached_property
     def _pieces(self) -> list[str]:

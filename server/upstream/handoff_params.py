@@ -6,7 +6,8 @@ several. Bootstrap room R is the name "room:R".
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeVar
+from contextlib import suppress
+from typing import Annotated, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,6 +19,10 @@ BOOTSTRAP_PORT = 8998  # default of SGLang and Mooncake
 MAX_TICKET_CHARS = 256
 MAX_NAME_CHARS = 240  # leaves room for the number
 MAX_ROOM = (1 << 64) - 1
+
+# Longer numbers would be read in a time that grows with the square of their length.
+TokenId = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+MAX_ADDRESS_CHARS = 512
 
 T = TypeVar("T")
 
@@ -45,7 +50,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
     """The ticket of a single prompt."""
     tickets: list[str] | None = None
     """One ticket for each prompt and choice."""
-    prompt_token_ids: list[int | list[int]] | None = None
+    prompt_token_ids: list[TokenId | list[TokenId]] | None = None
     """Token ids that the prefill server computed; a list of lists for several prompts."""
 
 
@@ -254,11 +259,11 @@ def _bootstrap_address(params: TransferParams) -> PrefillAddress:
     if text is None:
         message = "kv_transfer_params.remote_host and remote_port are missing, and so is remote_bootstrap_addr"
         raise invalid("kv_transfer_params.remote_host", message, code="missing_field")
-    try:
-        parts = urlsplit(text if "//" in text else f"//{text}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
+    host = port = None
+    with suppress(ValueError):
+        if len(text) <= MAX_ADDRESS_CHARS:  # urlsplit() remembers what it was given last
+            parts = urlsplit(text if "//" in text else f"//{text}")
+            host, port = parts.hostname, parts.port
     if not host:
         raise invalid(field, f"{field} is {shown(text)!r}; it has to be like http://HOST:PORT")
     return PrefillAddress(

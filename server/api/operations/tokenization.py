@@ -10,6 +10,7 @@ from headrace.server.api.request.prompts import check_ids, check_model, encode, 
 from headrace.server.api.request.schema import ChatMessage
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.upstream.handoff_params import TokenId
 
 
 class TokenizeBody(msgspec.Struct):
@@ -23,7 +24,7 @@ class TokenizeBody(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct):
     """Body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

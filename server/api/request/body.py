@@ -14,6 +14,7 @@ from headrace.server.api.request.structure import Limit, excess, limits, suspect
 
 B = TypeVar("B", bound=msgspec.Struct)
 SILENCE_S = 30.0  # of a client in the middle of its body
+SMALL = 1 << 16  # bytes of a body that is looked at in the event loop
 NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
 # How msgspec's complaints begin and end. Names of unknown fields are the client's: of any length and with any content.
 _AT = " - at `$"
@@ -51,10 +52,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         message = f"nothing more of the body has come for {SILENCE_S:g} s"
         raise HeadraceError(ErrorInfo(code="body_timeout", message=message, status=408)) from error
     whole = bytes(body)
-    bounds = suspected(whole, limits(limit))
-    if bounds and (over := await asyncio.to_thread(excess, whole, bounds)) is not None:
+    bounds = limits(limit)
+    over = _excess(whole, bounds) if len(whole) <= SMALL else await asyncio.to_thread(_excess, whole, bounds)
+    if over is not None:
         raise _too_many(over)
     return whole
+
+
+def _excess(body: bytes, bounds: tuple[Limit, ...]) -> Limit | None:
+    return excess(body, doubtful) if (doubtful := suspected(body, bounds)) else None
 
 
 def _too_large(what: str, limit: int) -> HeadraceError:

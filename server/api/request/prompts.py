@@ -1,5 +1,6 @@
 """Prompts of request bodies as token ids, checked against the model's limits."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
+MANY_IDS = 1 << 10
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
 Prompt = str | list[int]  # a text, or token ids
 
@@ -51,8 +53,11 @@ async def encode(model: ServedModel, prompt: Prompt, field: str) -> tuple[int, .
     the vocabulary."""
     if not prompt:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    ids = await model.tokens.encode(prompt, field) if isinstance(prompt, str) else prompt
-    return _checked(model, ids, field)
+    if isinstance(prompt, str):
+        return _checked(model, await model.tokens.encode(prompt, field), field)
+    if len(prompt) > MANY_IDS:
+        await asyncio.sleep(0)  # one request may have many such prompts, and others are waiting
+    return _checked(model, prompt, field)
 
 
 async def encode_chat(

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.config import ServerConfig
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.completion_request import request_sources
@@ -35,12 +36,15 @@ class _Ticket(msgspec.Struct):
     ticket: str | None = None
 
 
+NULL = msgspec.Raw(b"null")
+
+
 class _Prompts(msgspec.Struct):
     """The fields of all routes that say how many prompts and choices there are."""
 
-    prompt: Any = None
-    text: Any = None
-    input_ids: Any = None
+    prompt: msgspec.Raw = NULL
+    text: msgspec.Raw = NULL
+    input_ids: msgspec.Raw = NULL
     n: Any = None
     sampling_params: Any = None
 
@@ -59,11 +63,17 @@ def _tickets(raw: bytes) -> list[str]:
     return found
 
 
+def _list(value: msgspec.Raw) -> list[Any]:
+    """The items of a list; empty for anything else. A text, which is one prompt, may be too long to decode it here."""
+    with suppress(*NO_MESSAGE):
+        return msgspec.json.decode(value, type=list[Any]) if memoryview(value)[:1].tobytes() == b"[" else []
+    return []
+
+
 def _shape(raw: bytes) -> BatchShape:
     """Raises HeadraceError (400) for a body that is not a JSON object."""
     body = parse_body(raw, _Prompts)
-    given = next((value for value in (body.prompt, body.text, body.input_ids) if value is not None), None)
-    several = isinstance(given, list) and not all(isinstance(item, int) for item in given)
+    items = _list(next((value for value in (body.prompt, body.text, body.input_ids) if value != NULL), NULL))
+    several = not set(map(type, items)) <= {int}
     n = body.sampling_params.get("n") if isinstance(body.sampling_params, dict) else body.n
-    prompts = len(given) if several and isinstance(given, list) else 1
-    return BatchShape(prompts, n if isinstance(n, int) and n > 0 else 1)
+    return BatchShape(len(items) if several else 1, n if isinstance(n, int) and n > 0 else 1)

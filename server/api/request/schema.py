@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.upstream.handoff_params import HandoffParams, TransferParams
+from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
 class Part(msgspec.Struct):
@@ -35,7 +35,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     """Strings that end the text and are not part of it."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     """Tokens that end the text and are not part of it."""
     ignore_eos: bool | None = None
     """Continue after EOS."""
@@ -57,7 +57,7 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
 
     prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
     logprobs: int | None = None
     """Number of alternatives for the first token; None for no logprobs."""
@@ -104,7 +104,7 @@ class OpenAIBody(SamplingBody, kw_only=True):
 class CompletionBody(OpenAIBody, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -153,7 +153,7 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
     frequency_penalty: float | None = None
@@ -168,7 +168,7 @@ class GenerateBody(HandoffParams, kw_only=True):
     """Body of POST /generate. Exactly one of text and input_ids is given."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: GenerateSampling | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None

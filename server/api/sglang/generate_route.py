@@ -29,6 +29,7 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.handoff_params import prompt_ids
 
 MAX_NEW_TOKENS = 128  # SGLang's default
+MAX_RID_CHARS = 128
 _SGLANG_NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -76,6 +77,8 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         given = prompt_ids(body, len(prompts)) or prompts
         tokens = await encode_all(model, given, field, indexed=is_batch)
         rid = body.rid if isinstance(body.rid, str) else f"gen-{secrets.token_hex(16)}"
+        if not rid.isprintable() or len(rid) > MAX_RID_CHARS:
+            raise invalid("rid", f"rid has {len(rid)} characters; at most {MAX_RID_CHARS} printable ones are allowed")
         base = GenerationRequest(
             rid=f"{rid}-{secrets.token_hex(4)}", prompt=(), sampling=sampling, **request_fields(fields)
         )

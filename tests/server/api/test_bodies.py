@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from headrace.server.api.request import body as bodies
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
 from headrace.server.api.request.structure import Limit, excess, limits, outside_strings, suspected
+from headrace.server.launch.serve import MAX_INT_DIGITS
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running
 
@@ -172,3 +174,29 @@ async def test_a_body_that_does_not_go_on_is_given_up(tokenizer: Tokenizer, monk
     async with running(FakeLink(), tokenizer) as service, client(service) as http:
         response = await http.post("/v1/completions", content=parts())
     assert (response.status_code, json_of(response)["error"]["code"]) == (408, "body_timeout")
+
+
+@pytest.fixture
+def few_digits() -> Iterator[None]:
+    """As in a server."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/prefill", "/generate", "/v1/chat/completions"])
+@pytest.mark.usefixtures("few_digits")
+@in_loop
+async def test_numbers_without_end_are_refused(path: str, tokenizer: Tokenizer) -> None:
+    number = b"9" * 4000
+    bodies = [
+        b'{"prompt":[%s],"prompt_token_ids":[%s],"input_ids":[%s],"messages":[],"bootstrap_room":1}' % ((number,) * 3),
+        b'{"prompt":"x","text":"x","messages":[],"bootstrap_room":[%s]}' % number,
+        b'{"prompt":"x","text":"x","messages":[],"seed":%s,"sampling_params":{"sampling_seed":%s}}' % (number, number),
+    ]
+    async with running(FakeLink(), tokenizer, role="prefill") as service, client(service) as http:
+        for body in bodies:
+            response = await http.post(path, content=body)
+            assert response.status_code == 400, response.text
+            assert len(response.text) < 1000

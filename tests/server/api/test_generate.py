@@ -158,6 +158,8 @@ async def test_a_stream_repeats_the_text(tokenizer: Tokenizer) -> None:
         ({"text": ["x", "y"], "extra_key": ["s", "t" * 257]}, "extra_key"),
         ({"text": "x", "cache_salt": "s" * 257}, "cache_salt"),
         ({"text": "x", "extra_key": 7}, "extra_key"),
+        ({"text": "x", "rid": "r" * 129}, "rid"),
+        ({"text": "x", "rid": "two\nlines"}, "rid"),
     ],
 )
 @in_loop

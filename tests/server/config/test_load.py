@@ -100,6 +100,7 @@ def test_the_scheduler_slice_gets_copies_of_shared_fields() -> None:
 
 
 EXTERNAL = ["--stages", "external", "--dtype", "float32"]
+CURVE = ["--curve-key", "k", "--curve-allowed", "d"]
 MISTAKES = [
     (["--page-size", "17"], "--page-size 16 or --page-size 32"),
     (["--page-size", "0"], "at least|from 1"),
@@ -112,6 +113,10 @@ MISTAKES = [
     (["--host", "::"], "--insecure"),
     (["--host", "example"], "--insecure"),
     (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
+    (["--transfer-host", "0.0.0.0", "--api-key", "k"], "an API key protects neither the control endpoint nor the data ports"),
+    (["--host", "0.0.0.0", "--trusted-network"], "--api-key"),
+    (["--kv-events-port", "5557", "--kv-events-host", "::", "--api-key", "k"], "reads the token ids of all prompts"),
+    (["--role", "prefill", *CURVE, "--kv-events-port", "5557", "--kv-events-host", "::"], "--kv-events-host ::"),
     (["--role", "decode"], "--prefill http://HOST:PORT"),
     (["--prefill", "http://127.0.0.1:8001"], "--role decode"),
     (["--allow-prefill", "10.0.0.5"], "--role decode"),
@@ -178,8 +183,29 @@ def test_mistakes_in_files_name_the_key_and_the_file(tmp_path: Path, text: str, 
         configure("--config", write(tmp_path, text))
 
 
-@pytest.mark.parametrize("flags", [["--host", "localhost"], ["--host", "::1"], ["--host", "0.0.0.0", "--insecure"]])
-def test_binds_that_are_allowed(flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--host", "localhost"],
+        ["--host", "::1"],
+        ["--host", "0.0.0.0", "--insecure"],
+        ["--host", "0.0.0.0", "--api-key", "k"],
+        ["--host", "0.0.0.0", "--insecure", "--transfer-host", "::", "--kv-events-port", "1", "--kv-events-host", "::"],
+        [
+            "--host",
+            "::1",
+            "--trusted-network",
+            "--transfer-host",
+            "::",
+            "--kv-events-port",
+            "1",
+            "--kv-events-host",
+            "::",
+        ],
+        ["--host", "::1", "--role", "prefill", *CURVE, "--transfer-host", "::"],
+    ],
+)
+def test_binds_that_are_fine(flags: list[str]) -> None:
     assert configure(*flags).server.host == flags[1]
 
 

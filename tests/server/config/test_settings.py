@@ -81,6 +81,7 @@ FLAGS = """\
 --transfer-backends NAME,NAME,... = shm,zmq
 --transfer-host TEXT = 127.0.0.1
 --transfer-timeout SECONDS [0.001..] = 10.0
+--trusted-network/--no-trusted-network SWITCH = False
 --window-bytes BYTES [65536..] = 67108864
 """
 

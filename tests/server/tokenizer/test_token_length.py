@@ -1,5 +1,6 @@
 """The bound on how few tokens a text has: certain where it is given, and not given where it would not be."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from headrace.server.tokenizer.token_length import most_bytes_per_token
+from headrace.server.tokenizer.token_length import TokenBound
+from headrace.server.tokenizer.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ("ab", "Ġa", "ĠĠ", "ĠĠĠĠ", "ÃĤ")
@@ -36,6 +38,11 @@ def byte_level(**parts: Any) -> RustTokenizer:
     return made
 
 
+def of_ascii_only(**parts: Any) -> RustTokenizer:
+    vocab = {character: index for index, character in enumerate(filter(str.isascii, ALPHABET))}
+    return byte_level(model=models.BPE(vocab=vocab, merges=[]), **parts)
+
+
 def with_fallback(**parts: Any) -> RustTokenizer:
     """As models that came with SentencePiece have it."""
     vocab = {name: index for index, name in enumerate(["<unk>", *FALLBACK, "▁", "a", "b", "日", "本"])}
@@ -48,8 +55,15 @@ def with_fallback(**parts: Any) -> RustTokenizer:
     return made
 
 
-def bound(tokenizer: RustTokenizer) -> int | None:
-    return most_bytes_per_token(tokenizer.to_str(), ALPHABET)
+def test_bytes_that_are_dropped_do_not_count() -> None:
+    found = bound(of_ascii_only())
+    assert found is not None
+    assert found.least_tokens("é" * 1000) == 0
+    assert found.least_tokens("é" * 1000 + "a" * 6) == 2
+
+
+def bound(tokenizer: RustTokenizer) -> TokenBound | None:
+    return Tokenizer(tokenizer)._bound
 
 
 CERTAIN: dict[str, tuple[RustTokenizer, int]] = {
@@ -63,6 +77,7 @@ CERTAIN: dict[str, tuple[RustTokenizer, int]] = {
         ),
         5,
     ),
+    "byte level of ASCII": (of_ascii_only(), 5),
     "fallback": (with_fallback(), 12),
     "fallback, Metaspace": (with_fallback(normalizer=None, pre_tokenizer=pre_tokenizers.Metaspace()), 12),
     "fallback, NFKC and lower case": (
@@ -85,20 +100,20 @@ TEXTS = st.lists(
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     tokenizer, most = CERTAIN[name]
-    assert bound(tokenizer) == most
+    found = bound(tokenizer)
+    assert found is not None
+    assert found.longest == most
     text = text.encode(errors="ignore").decode()
-    assert len(tokenizer.encode(text, add_special_tokens=False)) >= -(-len(text.encode()) // most)
+    least = found.least_tokens(text)
+    assert len(tokenizer.encode(text, add_special_tokens=False)) >= least
+    if not found.dropped:
+        assert least == math.ceil(len(text.encode()) / most)
 
 
 def with_strip(**sides: bool) -> RustTokenizer:
     made = byte_level()
     made.add_special_tokens([AddedToken("<next>", special=True, **sides)])
     return made
-
-
-def of_ascii_only() -> RustTokenizer:
-    vocab = {character: index for index, character in enumerate(filter(str.isascii, ALPHABET))}
-    return byte_level(model=models.BPE(vocab=vocab, merges=[]))
 
 
 def with_some_fallback() -> RustTokenizer:
@@ -119,7 +134,7 @@ UNCERTAIN: dict[str, tuple[RustTokenizer, str]] = {
     "spaces become one": (byte_level(normalizer=normalizers.Replace(Regex(" +"), " ")), " " * 1000),
     "a word is deleted": (byte_level(normalizer=normalizers.Replace("a", "")), "a" * 1000),
     "accents are stripped": (byte_level(normalizer=normalizers.StripAccents()), "\u0301" * 1000),
-    "unknown bytes are dropped": (of_ascii_only(), "é" * 1000),
+    "unknown bytes are dropped": (of_ascii_only(normalizer=normalizers.NFC()), "é" * 1000),
     "unknown characters become one token": (with_some_fallback(), "é" * 1000),
     "a long word becomes one token": (
         RustTokenizer(models.WordPiece(vocab={"[UNK]": 0}, unk_token="[UNK]")),

@@ -147,7 +147,7 @@ def test_what_a_prefill_server_cannot_use_is_named(fields: dict[str, Any], field
                 {"kv_transfer_params": {**MOONCAKE, "remote_bootstrap_addr": wrong}},
                 "kv_transfer_params.remote_bootstrap_addr",
             )
-            for wrong in ("", "http://", "http://p:x", "http://p:99999", "http://[p")
+            for wrong in ("", "http://", "http://p:x", "http://p:99999", "http://[p", "http://" + "p" * 1000)
         ],
     ],
 )
