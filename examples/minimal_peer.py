@@ -268,8 +268,7 @@ class Peer:
         return ("bad_chunk", f"gap or overlap in {spans}") if len(spans) == stage.total and not joined else ("", "")
 
     def _row(self, row, ends=False):
-        """The first token of a metadata row, -1 if it is none of this ticket. ends: without KV it has to end the
-        request."""
+        """The first token of a metadata row, -1 if it is not of this ticket. ends: it has to end the request."""
         version, _, finish, top, name, generation, token, prompt, cached, _ = ROW.unpack_from(row.ljust(256, b"\0"))
         good = (len(row), version, generation) == (256, 1, self.ticket[1]) and ends <= finish <= 2 and top <= 20
         good = good and name == (xxh3 or short_xxh3)(self.ticket[0].encode())

@@ -34,6 +34,7 @@ class RepeatedWarningFilter(logging.Filter):
         self._quiet = LogThrottle(every_s)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
         return record.levelno != logging.WARNING or self._quiet.due(record.getMessage(), record.created)
 
 

@@ -35,6 +35,7 @@ class BootstrapNames:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Translate the body of a completions request; pass everything else through."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
             return await self._app(scope, receive, send)
         body, rest = await _read(receive)

@@ -95,10 +95,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._open = open_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection; close the longest idle one if there are too many."""
         super().connection_made(transport)
         self._open.add(self, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop counting the connection."""
         self._open.remove(self)
         super().connection_lost(exc)
 
@@ -120,6 +122,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._received = self._body = 0
 
     def on_headers_complete(self) -> None:
+        """A request has begun: the connection is not idle."""
         super().on_headers_complete()
         self._open.busy(self)
 
@@ -129,6 +132,7 @@ class HttpProtocol(HttpToolsProtocol):
         return super().on_body(body)
 
     def on_response_complete(self) -> None:
+        """The connection is idle again."""
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:  # else the next one has begun
             self._open.idle(self)
@@ -146,6 +150,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the caller."""
         yield
 
 
@@ -159,6 +164,7 @@ class LoopErrors:
         self._counters.add("accept_failures_total", 0, ("http",))
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an exception of the event loop."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in SHORTAGES:
             loop.default_exception_handler(context)
@@ -168,4 +174,5 @@ class LoopErrors:
             log.warning("%s: %s", context["message"], error)
 
     def statistics(self) -> tuple[Sample, ...]:
+        """Counters and gauges for /metrics."""
         return self._counters.snapshot()

@@ -204,6 +204,7 @@ class ZmqRouter:
         """Nothing to do: libzmq queues messages."""
 
     def statistics(self) -> tuple[Sample, ...]:
+        """Counters and gauges for /metrics."""
         return self._connections.statistics()
 
     def close(self) -> None:

@@ -79,12 +79,15 @@ class ControlClient:
             line.link.outdate()
 
     def sockets(self) -> Sequence[Socket]:
+        """Sockets to poll for reading."""
         return [line.socket for line in self._lines.values() if line.socket is not None]
 
     def receive(self, now: float) -> list[PeerEvent]:
+        """Take in what has come, in a bounded pass."""
         return [event for line in list(self._lines.values()) for event in self._receive(line, now)]
 
     def apply(self, command: ControlClientEffect, now: float) -> list[PeerEvent]:
+        """Carry out an effect of the scheduler."""
         match command:
             case ConnectPrefill():
                 return self._dial(command, now)
@@ -105,6 +108,7 @@ class ControlClient:
         return events
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called next."""
         deadlines = (line.link.next_deadline() for line in self._lines.values())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -114,6 +118,7 @@ class ControlClient:
             self._hang_up(name, 0.0)
 
     def statistics(self) -> Stats:
+        """Counters and gauges for /metrics."""
         up = sum(line.link.state == "up" for line in self._lines.values())
         return Stats(samples=(Sample("prefill_servers_up", up), *self._counters.snapshot()))
 

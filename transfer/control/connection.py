@@ -101,6 +101,7 @@ class ControlConnection:
 
     @property
     def session(self) -> str | None:
+        """Secret of the open session; None without one."""
         return self.welcome.session if self.welcome and not self._outdated else None
 
     def outdate(self) -> None:

@@ -56,15 +56,18 @@ class ControlServer:
         self._book.ready(offer)
 
     def sockets(self) -> Sequence[Socket]:
+        """Sockets to poll for reading."""
         return self._listener.sockets()
 
     def receive(self, now: float) -> list[PeerEvent]:
+        """Take in what has come, in a bounded pass."""
         events: list[PeerEvent] = []
         for arrival in self._listener.receive(now):
             events += self._act(self._read(arrival, now), now, arrival)
         return events
 
     def apply(self, command: ControlServerEffect, now: float) -> list[PeerEvent]:
+        """Carry out an effect of the scheduler."""
         return self._act(self._book.tell(command), now)
 
     def tick(self, now: float) -> list[PeerEvent]:
@@ -76,16 +79,19 @@ class ControlServer:
         return events
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called next."""
         leaving = next(iter(self._leaving.values()), None)
         deadlines = (self._book.next_deadline(), self._listener.next_deadline(), leaving)
         return min((at for at in deadlines if at is not None), default=None)
 
     def close(self) -> None:
+        """Close all sockets."""
         for route, message in self._book.close("the server ends").replies:
             self._listener.put(route, self._sent.encode(message))
         self._listener.close(GOODBYE_MS)
 
     def statistics(self) -> Stats:
+        """Counters and gauges for /metrics."""
         gauges = (Sample("control_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
         return Stats(samples=(*gauges, *self._book.counters.snapshot(), *self._listener.statistics()))
 

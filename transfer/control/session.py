@@ -41,6 +41,7 @@ class PeerSession:
 
     @property
     def session(self) -> str:
+        """Secret of the session."""
         return self.welcome.session
 
     def end(self, ticket: str, generation: int) -> None:

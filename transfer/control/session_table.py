@@ -70,10 +70,12 @@ class SessionTable:
 
     @property
     def peers(self) -> int:
+        """Number of open sessions."""
         return len(self._by_session)
 
     @property
     def open_tickets(self) -> int:
+        """Number of tickets that peers have reserved and that have not ended."""
         return sum(len(peer.tickets) for peer in self._by_session.values())
 
     def ready(self, offer: BackendOffer) -> None:
@@ -138,6 +140,7 @@ class SessionTable:
         return _join([ended, *(self._drop(peer, reason) for peer in silent)])
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called next."""
         return min((self._deadline(peer) for peer in self._by_session.values()), default=None)
 
     def close(self, reason: str) -> Outcome:

@@ -38,6 +38,7 @@ class Attachment:
         return self._attach
 
     def receive(self, message: Attached | Refuse | Pong, now: float) -> None:
+        """Handle the stage's answer."""
         self._heard = now
         if isinstance(message, Attached):
             self.attached = True
@@ -57,4 +58,5 @@ class Attachment:
         self._heard = now
 
     def next_deadline(self) -> float:
+        """When tick() has to be called next."""
         return self._next

@@ -75,10 +75,12 @@ class OutPart:
 
     @property
     def owner(self) -> OutgoingSends:
+        """The sends of its request."""
         return self.chunk.owner
 
     @property
     def key(self) -> Key:
+        """Ticket, generation and chunk number, as in its acknowledgement."""
         order = self.chunk.order
         return order.ticket, order.generation, order.chunk
 
@@ -164,10 +166,12 @@ class Outbound:
 
     @property
     def unacked_bytes(self) -> int:
+        """Payload sent and not acknowledged, over all peers."""
         return sum(lane.unacked_bytes for lane in self.lanes())
 
     @property
     def queued_chunks(self) -> int:
+        """Chunks that wait for a window or a connection."""
         return sum(len(lane.queue) for lane in self.lanes())
 
     @property
@@ -181,6 +185,7 @@ class Outbound:
         return any(lane.writing for lane in self._by_route.values())
 
     def admit(self, order: AdmitPeer) -> None:
+        """Let the peer of a session attach."""
         if order.session in self._sessions:
             return
         lanes = {}
@@ -205,9 +210,11 @@ class Outbound:
         return [lane for session in self._sessions.values() for lane in session.lanes.values()]
 
     def session(self, session: str) -> OutSession | None:
+        """The session of this name; None if there is none."""
         return self._sessions.get(session)
 
     def lane_at(self, route: bytes) -> Lane | None:
+        """The lane that is attached on a connection; None if there is none."""
         return self._by_route.get(route)
 
     def attach(self, lane: Lane, route: bytes) -> list[bytes]:

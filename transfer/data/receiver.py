@@ -90,12 +90,15 @@ class Receiver:
         self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
 
     def sockets(self) -> list[Socket]:
+        """Sockets to poll for reading."""
         return [line.socket for line in self._lines]
 
     def receive(self, now: float) -> list[StageEvent]:
+        """Take in what has come, in a bounded pass."""
         return [event for line in self._lines for event in self._receive(line, now)]
 
     def apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
+        """Carry out an order of the scheduler."""
         match command:
             case OpenSession():
                 return self._dial(command, now)
@@ -110,6 +113,7 @@ class Receiver:
                 assert_never(command)
 
     def tick(self, now: float) -> list[StageEvent]:
+        """Do what is due by now."""
         for line in self._lines:
             message = line.tick(now)
             if message is not None:
@@ -117,16 +121,19 @@ class Receiver:
         return [SessionClosed(stage=self._stage, session=session) for session in self._revocations.tick(now)]
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called next."""
         attachments = (line.attachment.next_deadline() for line in self._lines)
         retry = self._revocations.next_deadline()
         return min([*attachments, *([] if retry is None else [retry])], default=None)
 
     def close(self) -> None:
+        """Close all sockets."""
         for line in self._lines:
             line.socket.close()
         self._lines.clear()
 
     def statistics(self) -> Stats:
+        """Counters and gauges for /metrics."""
         attached = sum(line.attachment.attached for line in self._lines)
         gauges = (
             Sample("data_connections", attached),

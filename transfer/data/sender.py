@@ -94,15 +94,18 @@ class Sender:
         self.port = self._listener.port
 
     def sockets(self) -> tuple[Socket, ...]:
+        """Sockets to poll for reading."""
         return self._listener.sockets()
 
     def receive(self, now: float) -> list[StageEvent]:
+        """Take in what has come, in a bounded pass."""
         events: list[StageEvent] = []
         for arrival in self._listener.receive(now):
             events += self._read(arrival, now)
         return [*events, *self._settle(now)]
 
     def apply(self, command: SenderOrder, now: float) -> list[StageEvent]:
+        """Carry out an order of the scheduler."""
         match command:
             case AdmitPeer():
                 self._outbound.admit(command)
@@ -121,19 +124,23 @@ class Sender:
         return []
 
     def tick(self, now: float) -> list[StageEvent]:
+        """Do what is due by now."""
         limit = WRITE_RECHECK_S if self._outbound.writing else LAST_RECHECK_S
         self._recheck_s = min(2 * self._recheck_s, limit)
         return self.receive(now)
 
     def next_deadline(self) -> float | None:
+        """When tick() has to be called next."""
         refused = self._listener.next_deadline()
         return min((at for at in (self._recheck_at, refused) if at is not None), default=None)
 
     def close(self) -> None:
+        """Close all sockets."""
         self._listener.close()
         self._ways.close(self._outbound.lanes())
 
     def statistics(self) -> Stats:
+        """Counters and gauges for /metrics."""
         gauges = (
             Sample("unacked_bytes", self._outbound.unacked_bytes),
             Sample("queued_chunks", self._outbound.queued_chunks),

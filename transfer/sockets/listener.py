@@ -79,6 +79,7 @@ class Listener:
             raise
 
     def sockets(self) -> tuple[Socket, ...]:
+        """Sockets to poll for reading."""
         return (self.socket, *self._connections.sockets(), *(self._gate.sockets() if self._gate else ()))
 
     def receive(self, now: float) -> Iterator[Arrival]:

@@ -71,6 +71,7 @@ class ZapAuthenticator:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while nobody decides
 
     def sockets(self) -> tuple[Socket, ...]:
+        """Sockets to poll for reading."""
         return (self._requests,)
 
     def receive(self, failed: Sequence[int], now: float) -> None:

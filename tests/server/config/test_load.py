@@ -113,7 +113,10 @@ MISTAKES = [
     (["--host", "::"], "--insecure"),
     (["--host", "example"], "--insecure"),
     (["--transfer-host", "10.0.0.1"], "--transfer-host 10.0.0.1"),
-    (["--transfer-host", "0.0.0.0", "--api-key", "k"], "an API key protects neither the control endpoint nor the data ports"),
+    (
+        ["--transfer-host", "0.0.0.0", "--api-key", "k"],
+        "an API key protects neither the control endpoint nor the data ports",
+    ),
     (["--host", "0.0.0.0", "--trusted-network"], "--api-key"),
     (["--kv-events-port", "5557", "--kv-events-host", "::", "--api-key", "k"], "reads the token ids of all prompts"),
     (["--role", "prefill", *CURVE, "--kv-events-port", "5557", "--kv-events-host", "::"], "--kv-events-host ::"),
