@@ -97,7 +97,7 @@ def test_a_peer_that_pings_and_never_reads_loses_its_session_and_nobody_else_los
 def join(version: str = "0") -> bytes:
     """Of a stage that does not belong here."""
     fields = {"rank": 7, "world_size": 1, "incarnation": "x" * 16, "version": version, "host": "h", "key": "sesame"}
-    return msgspec.msgpack.encode({"type": "Join", **fields})
+    return msgspec.msgpack.encode({"type": "JoinRequest", **fields})
 
 
 def hello(target: Target) -> bytes:
