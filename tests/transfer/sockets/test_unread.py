@@ -377,7 +377,8 @@ if sys.argv[1] == "data":
     listener = Listener(config, context, "data", port=0, max_frame=1 << 14, queue=100, unread=100)
     socket, port = listener.socket, listener.port
 else:
-    socket = order_socket(context, "tcp://127.0.0.1:*", Connections(context, "stages").watch, 0.6)
+    connections = Connections(context, "stages")
+    socket = order_socket(context, "tcp://127.0.0.1:*", connections.watch, 0.6)
     port = bound_port(socket)
 print(port, flush=True)
 if socket.poll(5000):  # libzmq shows what it has taken in when it takes in no more
