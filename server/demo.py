@@ -117,16 +117,24 @@ async def _demo(console: Console, config: Config, servers: list[LocalServer]) ->
         handed = conversations()
         console.print("[bold]2.[/] four prompts to the decode server, which gets their KV from the other one")
         await _run_all(console, decode.url, handed)
+        _stop_if_cancelled(task)
         failures = await _checksum_failures(decode.url)
     console.print("[bold]3.[/] the same prompts on one colocated server")
     colocated = start("colocated", cores)
     async with _running(console, {"colocated": colocated}):
         alone = conversations()
         await _run_all(console, colocated.url, alone)
+        _stop_if_cancelled(task)
     equal = _compare(console, handed, alone)
     note = "" if equal == len(handed) or exact else ", which is no failure in 16 bits"
     console.print(f"checksum failures: {failures}; texts equal: {equal} of {len(handed)}{note}")
     return 0 if failures == 0 and (equal == len(handed) or not exact) else FAILED
+
+
+def _stop_if_cancelled(task: asyncio.Task[Any]) -> None:
+    """Raises CancelledError if the task was cancelled in a library that did not pass it on."""
+    if task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _flags(model: ModelConfig, threads: int) -> tuple[str, ...]:
