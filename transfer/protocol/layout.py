@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.geometry import KV, Component, Geometry, ceil_div, pages_spanned
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -122,7 +122,7 @@ class SourceStore(PageStore, Protocol):
 
 def pages_for(page_size: int, start: int, count: int) -> int:
     """Pages that positions [start, start + count) touch."""
-    return (start + count - 1) // page_size - start // page_size + 1 if count else 0
+    return pages_spanned(start, start + count, page_size) if count else 0
 
 
 def whole_pages(source: Geometry, destination: Geometry, start: int, count: int) -> range:
@@ -135,7 +135,8 @@ def whole_pages(source: Geometry, destination: Geometry, start: int, count: int)
         return range(0)
     size = source.page_size
     first = start // size
-    return range(-(-start // size) - first, max(-(-start // size), (start + count) // size) - first)
+    begin = ceil_div(start, size)
+    return range(begin - first, max(begin, (start + count) // size) - first)
 
 
 def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:
