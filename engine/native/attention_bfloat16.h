@@ -1,0 +1,328 @@
+/* Causal attention over the paged pool in bfloat16: flash attention (arXiv 2205.14135) with queries side by side.
+ *
+ * Rows are queries: the `group` query heads of one KV head, token by token. A panel has LANES rows, and each row a lane
+ * of a vector for all that belongs to it: scores, powers, sum and output. Nothing is ever added up across lanes, and
+ * tiles of keys begin at multiples of TILE. So a row's result depends on its request alone, to the bit: not on the
+ * chunk, the batch or the lane that it is computed in.
+ *
+ * Both products of attention have the same form,
+ *
+ *     scores[key][lane]  = sum over pairs d of  key[key][d] (one pair, broadcast) . queries[d][lane]
+ *     outputs[d][lane]  += sum over pairs j of  values[j][d] (one pair, broadcast) . powers[j][lane]
+ *
+ * with a dot product of pairs, two bfloat16 into a float32. STEP broadcasts times the vectors of a panel are 16 sums,
+ * enough to hide the latency of the instruction (6 cycles at two in a cycle). A pair along the width is 32 neighbouring
+ * bits of a key, which is therefore read in place, in the page. Values are interleaved by twos, tile by tile.
+ *
+ * Scores never leave the registers as float32. Their powers are taken relative to `top`, a score that the row has seen:
+ * at first that of position 0, which all rows see. A top that is too low does no harm until the powers overflow, so
+ * there is no running maximum: only for rows whose sum has passed LIMIT is the top raised, and the tile done again.
+ *
+ * Included once for the instructions and once for their emulation, which define ATTEND and
+ *     dot(sum, a, b)          sum + the dot products of pairs
+ *     fused(a, b, c)          a * b + c with one rounding
+ *     rounded_down(x), scaled(p, exponent), any(which)
+ *     narrowed(low, high)     pairs of bfloat16, rounded to nearest even
+ */
+
+#include "attention.h"
+
+#define VECTORS 2              /* of queries in a panel */
+#define LANES (WIDE * VECTORS) /* rows of a panel */
+#define STEP 8                 /* keys, or elements of an output, that are multiplied with a panel at a time */
+#define TILE 128               /* keys whose values are interleaved at a time; 16 KiB at width 64 */
+#define LIMIT 0x1p60f          /* sums above it raise the top */
+#define HIDDEN -1e30f          /* a score whose power is 0 */
+#define ONES 0x3f803f80u       /* a pair of 1.0 */
+
+/* 2 to the power of x with a relative error of 2^-13.7 at most; bfloat16 rounds by 2^-9. A minimax polynomial of degree
+ * 3 on [0, 1), times a power of two. */
+INLINE vec exp2_approx(vec x)
+{
+    const vec whole = rounded_down(x), f = x - whole;
+    vec p = fused(f, splat(7.802448878e-02f), splat(2.260675754e-01f));
+    p = fused(p, f, splat(6.958331794e-01f));
+    p = fused(p, f, splat(9.999252769e-01f));
+    return scaled(p, whole);
+}
+
+/* Working memory of one thread. */
+struct scratch {
+    uint32_t *queries;  /* [panels, width / 2, LANES]: pairs along the width */
+    float *outputs;     /* [panels, width, LANES] */
+    float *tops, *sums; /* [panels, LANES]: score that powers are relative to, and sum of the powers */
+    int32_t *ends;      /* [panels, LANES]: one past the last position that the row attends to */
+    uint32_t *values;   /* [TILE / 2, width]: pairs of positions; zeros behind the last */
+    uint32_t *powers;   /* [TILE / 2, LANES]: pairs of positions */
+    uint32_t *copies;   /* [TILE, width / 2]: keys that do not lie STEP by STEP in pages */
+    const uint32_t *keys[TILE / STEP]; /* the first of STEP keys each, in a page or in copies */
+};
+
+/* sums[i * n + v] += sum over k < depth of a[i * row + k * step] . b[k * LANES + WIDE * v ...], for i < m and v < n.
+ * The arrays have a constant size: with n in it they would stay in memory. */
+INLINE void multiply(const int n, const int m, vec sums[16], const uint32_t *a, int64_t row, int64_t step,
+                     const uint32_t *b, int64_t depth)
+{
+    for (int64_t k = 0; k < depth; k++) {
+        pairs lanes[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < n; v++)
+            lanes[v] = *(const pairs *)(b + k * LANES + v * WIDE);
+#pragma GCC unroll 16
+        for (int i = 0; i < m; i++) {
+            const pairs pair = (pairs){} + a[i * row + k * step];
+#pragma GCC unroll 4
+            for (int v = 0; v < n; v++)
+                sums[i * n + v] = dot(sums[i * n + v], pair, lanes[v]);
+        }
+    }
+}
+
+/* Stores the powers of STEP keys' scores, the first key being at `position`, and adds them to the sums. What is added
+ * are the rounded powers, which values are multiplied by: an error that they share cancels out. */
+INLINE void store_powers(const int n, const int masked, const vec scores[16], uint32_t *powers, vec scale,
+                         const vec *tops, vec *sums, int32_t position, const ivec *ends)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < STEP; i += 2)
+#pragma GCC unroll 4
+        for (int v = 0; v < n; v++) {
+            vec low = fused(scores[i * n + v], scale, -tops[v]), high = fused(scores[(i + 1) * n + v], scale, -tops[v]);
+            if (masked) {
+                low = blend(ends[v] > position + i, low, splat(HIDDEN));
+                high = blend(ends[v] > position + i + 1, high, splat(HIDDEN));
+            }
+            const pairs both = narrowed(exp2_approx(low), exp2_approx(high));
+            sums[v] = dot(sums[v], both, (pairs){} + ONES);
+            *(pairs *)(powers + i / 2 * LANES + v * WIDE) = both;
+        }
+}
+
+/* Raises the tops of the rows of one vector that are in `which` to their largest score among the tile's first `count`
+ * keys, and scales down what they have summed. The other rows stay as they are. */
+static __attribute__((noinline, cold)) void raise_tops(struct scratch *own, ivec which, int64_t lane,
+                                                       const uint32_t *queries, float *outputs, int64_t width,
+                                                       int64_t from, int64_t count, float scale)
+{
+    const ivec ends = *(ivec *)(own->ends + lane);
+    vec *top = (vec *)(own->tops + lane), *sum = (vec *)(own->sums + lane), before = *top;
+    for (int64_t j = 0; j < count; j += STEP) {
+        vec scores[16] = {};
+        multiply(1, STEP, scores, own->keys[j / STEP], width / 2, 1, queries, width / 2);
+        for (int i = 0; i < STEP; i++) {
+            const vec score = scores[i] * scale;
+            *top = blend((score > *top) & (ends > (int32_t)(from + j + i)) & which, score, *top);
+        }
+    }
+    const vec keep = blend(*top == before, splat(1), exp2_approx(before - *top));
+    *sum *= keep;
+    for (int64_t d = 0; d < width; d++)
+        *(vec *)(outputs + d * LANES) *= keep;
+}
+
+/* Attention of n vectors of a panel to the tile's first `count` keys. masked: some row does not attend to all. */
+INLINE void attend_tile(const int n, const int masked, struct scratch *own, int64_t panel, int64_t width, int64_t from,
+                        int64_t count, float scale)
+{
+    const uint32_t *queries = own->queries + panel * (width / 2) * LANES;
+    float *outputs = own->outputs + panel * width * LANES;
+    vec tops[VECTORS], sums[VECTORS];
+    ivec ends[VECTORS];
+    for (;;) {
+#pragma GCC unroll 4
+        for (int v = 0; v < n; v++) {
+            tops[v] = *(vec *)(own->tops + panel * LANES + v * WIDE);
+            sums[v] = *(vec *)(own->sums + panel * LANES + v * WIDE);
+            ends[v] = *(ivec *)(own->ends + panel * LANES + v * WIDE);
+        }
+        for (int64_t j = 0; j < count; j += STEP) {
+            vec scores[16] = {};
+            multiply(n, STEP, scores, own->keys[j / STEP], width / 2, 1, queries, width / 2);
+            store_powers(n, masked, scores, own->powers + j / 2 * LANES, splat(scale), tops, sums, (int32_t)(from + j),
+                         ends);
+        }
+        int again = 0;
+#pragma GCC unroll 4
+        for (int v = 0; v < n; v++)
+            again |= any(sums[v] > LIMIT);
+        if (__builtin_expect(!again, 1))
+            break;
+        for (int v = 0; v < n; v++)
+            raise_tops(own, sums[v] > LIMIT, panel * LANES + v * WIDE, queries + v * WIDE, outputs + v * WIDE, width,
+                       from, count, scale);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < n; v++)
+        *(vec *)(own->sums + panel * LANES + v * WIDE) = sums[v];
+    for (int64_t d = 0; d < width; d += STEP) {
+        vec o[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < STEP * n; i++)
+            o[i] = *(vec *)(outputs + (d + i / n) * LANES + i % n * WIDE);
+        multiply(n, STEP, o, own->values + d, 1, width, own->powers, (count + 1) / 2);
+#pragma GCC unroll 16
+        for (int i = 0; i < STEP * n; i++)
+            *(vec *)(outputs + (d + i / n) * LANES + i % n * WIDE) = o[i];
+    }
+}
+
+/* Not inlined: four copies of the loops are enough. */
+static __attribute__((noinline)) void attend_panel(int64_t n, int masked, struct scratch *own, int64_t panel,
+                                                   int64_t width, int64_t from, int64_t count, float scale)
+{
+    if (n == 2 && !masked)
+        attend_tile(2, 0, own, panel, width, from, count, scale);
+    else if (n == 2)
+        attend_tile(2, 1, own, panel, width, from, count, scale);
+    else if (!masked)
+        attend_tile(1, 0, own, panel, width, from, count, scale);
+    else
+        attend_tile(1, 1, own, panel, width, from, count, scale);
+}
+
+/* Finds the keys of positions [from, from + count) and interleaves their values. Keys are read STEP by STEP, so the last
+ * may be of slots that are not written yet; no row attends to those. */
+static void prepare_tile(const struct pass *pass, const struct span *span, int64_t layer, int64_t head, int64_t from,
+                         int64_t count, struct scratch *own)
+{
+    const bfloat16 *pool = pass->pool, *values[TILE + 1];
+    const int64_t width = pass->width, in_place = pass->page_size % STEP == 0;
+    for (int64_t j = 0, run; j < count; j += run) {
+        run = run_length(pass, from + j, count - j);
+        const bfloat16 *keys = pool + key_index(pass, span, layer, head, from + j);
+        for (int64_t i = 0; i < run; i++)
+            values[j + i] = keys + to_value(pass) + i * width;
+        for (int64_t i = 0; i < run && in_place; i += STEP)
+            own->keys[(j + i) / STEP] = (const uint32_t *)(keys + i * width);
+        if (!in_place)
+            memcpy(own->copies + j * (width / 2), keys, run * width * sizeof(bfloat16));
+    }
+    if (!in_place) {
+        memset(own->copies + count * (width / 2), 0, (TILE - count) * width * sizeof(bfloat16));
+        for (int64_t j = 0; j < count; j += STEP)
+            own->keys[j / STEP] = own->copies + j * (width / 2);
+    }
+    values[count] = NULL;
+    for (int64_t j = 0; j < count; j += 2)
+        interleave_rows(own->values + j / 2 * width, values[j], values[j + 1], width);
+}
+
+/* Lays queries side by side; lanes without a query repeat the last one. query: of the item's first token and head. */
+static void pack_queries(const struct pass *pass, int64_t rows, const bfloat16 *query, int64_t query_stride,
+                         struct scratch *own)
+{
+    const int64_t width = pass->width, group = pass->group;
+    for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
+        uint32_t *to = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
+        for (int64_t d = 0; d < width; d += 32) {
+            pairs r[WIDE];
+            for (int i = 0; i < WIDE; i++) {
+                const int64_t row = v * WIDE + i < rows ? v * WIDE + i : rows - 1;
+                r[i] = load_row(query + row / group * query_stride + row % group * width, d, width);
+            }
+            transpose(r);
+            for (int i = 0; i < WIDE && d + 2 * i < width; i++)
+                *(pairs *)(to + (d / 2 + i) * LANES) = r[i];
+        }
+    }
+}
+
+/* Divides outputs by their sums and stores them row by row. output: of the item's first token and head. */
+static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *output, const struct scratch *own)
+{
+    const int64_t width = pass->width, group = pass->group, stride = pass->kv_heads * group * width;
+    for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
+        const float *from = own->outputs + v / VECTORS * width * LANES + v % VECTORS * WIDE;
+        const vec share = 1.0f / *(vec *)(own->sums + v * WIDE);
+        for (int64_t d = 0; d < width; d += 32) {
+            const int64_t here = width - d < 32 ? width - d : 32;
+            pairs r[WIDE] = {};
+            for (int64_t i = 0; i < here / 2; i++) {
+                const float *part = from + (d + 2 * i) * LANES;
+                r[i] = narrowed(*(const vec *)part * share, *(const vec *)(part + LANES) * share);
+            }
+            transpose(r);
+            for (int64_t i = 0; i < WIDE && v * WIDE + i < rows; i++) {
+                const int64_t row = v * WIDE + i;
+                memcpy(output + row / group * stride + row % group * width + d, &r[i], here * sizeof(bfloat16));
+            }
+        }
+    }
+}
+
+/* Attention of one work item. query, output: of its first token and head. */
+static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const bfloat16 *query,
+                        int64_t query_stride, bfloat16 *output, float scale, struct scratch *own)
+{
+    const struct span *span = &pass->spans[item->span];
+    const int64_t width = pass->width, rows = item->count * pass->group;
+    const int64_t vectors = (rows + WIDE - 1) / WIDE, panels = (vectors + VECTORS - 1) / VECTORS;
+    const int64_t first = span->start + item->first, end = first + item->count;
+
+    memset(own->outputs, 0, panels * width * LANES * sizeof(float));
+    memset(own->sums, 0, panels * LANES * sizeof(float));
+    for (int64_t r = 0; r < panels * LANES; r++)
+        own->ends[r] = (int32_t)(first + (r < rows ? r : rows - 1) / pass->group + 1);
+    pack_queries(pass, rows, query, query_stride, own);
+    for (int64_t from = 0; from < end; from += TILE) {
+        const int64_t count = end - from < TILE ? end - from : TILE;
+        prepare_tile(pass, span, layer, item->head, from, count, own);
+        for (int64_t v = 0; v < vectors && from == 0; v++) {
+            const uint32_t *queries = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
+            vec top[16] = {};
+            multiply(1, 1, top, own->keys[0], width / 2, 1, queries, width / 2);
+            *(vec *)(own->tops + v * WIDE) = top[0] * scale;
+        }
+        for (int64_t panel = 0; panel < panels; panel++) {
+            const int32_t *ends = own->ends + panel * LANES;
+            const int64_t seen = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
+            const int64_t n = vectors - panel * VECTORS < VECTORS ? vectors - panel * VECTORS : VECTORS;
+            const int masked = from + (seen + STEP - 1) / STEP * STEP > ends[0];
+            if (seen > 0)
+                attend_panel(n, masked, own, panel, width, from, seen, scale);
+        }
+    }
+    unpack_outputs(pass, rows, output, own);
+}
+
+/* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
+ * have been written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens,
+ * heads, width], dense; both and the pool in bfloat16, width a multiple of STEP. scale: of the scores, times log2(e).
+ * Returns -1 when memory ran out, else 0. */
+int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_t query_stride, bfloat16 *output,
+           float scale)
+{
+    const int64_t width = pass->width, panels = (pass->most_tokens * pass->group + LANES - 1) / LANES;
+    const int64_t lanes = panels * LANES, copied = pass->page_size % STEP ? TILE * (width / 2) : 0;
+    const int64_t words = lanes * (width / 2 + width + 3) + TILE / 2 * (width + LANES) + copied;
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *memory = aligned_alloc(64, (words * sizeof(float) + 63) / 64 * 64);
+        struct scratch own;
+        if (memory) {
+            own.outputs = memory;
+            own.tops = own.outputs + lanes * width;
+            own.sums = own.tops + lanes;
+            own.ends = (int32_t *)(own.sums + lanes);
+            own.queries = (uint32_t *)(own.ends + lanes);
+            own.values = own.queries + lanes * (width / 2);
+            own.powers = own.values + TILE / 2 * width;
+            own.copies = own.powers + TILE / 2 * LANES;
+        } else {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pass->item_count; i++)
+            if (memory) {
+                const struct item *item = &pass->items[i];
+                const int64_t token = pass->spans[item->span].row + item->first;
+                const int64_t head = item->head * pass->group * width;
+                attend_item(pass, item, layer, query + token * query_stride + head, query_stride,
+                            output + token * pass->kv_heads * pass->group * width + head, scale, &own);
+            }
+        free(memory);
+    }
+    return failed ? -1 : 0;
+}
