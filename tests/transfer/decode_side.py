@@ -64,9 +64,9 @@ class DecodeSide(Side):
         self.control_client = ControlClient(world.config, context)
         agents = world.backend == NIXL
         self.shared = world.agents.share(self.store) if agents else world.pools.share(geometry, self.store)
-        exposures = {world.backend: self.shared}
+        pools = {world.backend: self.shared}
         self.receiver = Receiver(
-            world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures=exposures
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, registered_pools=pools
         )
         self.ports = [self.control_client, self.receiver]
         self.control_client.ready(

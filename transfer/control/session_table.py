@@ -188,9 +188,8 @@ class SessionTable:
         joined = PeerJoined(
             session=peer.session,
             name=hello.name,
-            geometry=hello.geometries[0],
-            window_bytes=welcome.window_bytes,
             geometries=hello.geometries,
+            window_bytes=welcome.window_bytes,
             backend=choice.backend,
             backend_reason=choice.reason,
             memory=hello.memory,

@@ -103,13 +103,13 @@ def test_a_pool_in_use_by_no_session_has_no_agent_to_reach(big: Handoff) -> None
     """What was granted to an ended session opens nothing, even to somebody who kept it."""
     from headrace.transfer.backends.nixl import LOOPBACK, NixlTransport
 
-    kept = big.exposure.grant("k" * 32)
-    assert big.exposure.revoke("k" * 32, 0)
+    kept = big.registered.grant("k" * 32)
+    assert big.registered.revoke("k" * 32, 0)
     source = random_store(BIG, 4)
-    reach = NixlTransport(memoryview(source.data.reshape(-1)), LOOPBACK)
+    transport = NixlTransport(memoryview(source.data.reshape(-1)), LOOPBACK)
     big.target.data[:] = POISON
     try:
-        pages = reach.open("k" * 32, 0, BIG, PoolMemory(nixl=big.exposure.memory), kept)
+        pages = transport.open("k" * 32, 0, BIG, PoolMemory(nixl=big.registered.memory), kept)
         pages.write(0, 0, BIG.page_size, source.data[0])
         write = pages.flush()
         end = time.monotonic() + 5
@@ -122,7 +122,7 @@ def test_a_pool_in_use_by_no_session_has_no_agent_to_reach(big: Handoff) -> None
     except OSError:
         pass  # it is noticed here where the connection is made at once
     assert (big.target.data == POISON).all()
-    reach.close()
+    transport.close()
 
 
 def test_what_a_flood_leaves_behind(big: Handoff) -> None:

@@ -29,8 +29,9 @@ class SlowWrite:
 
 
 class SlowPool(RemotePages):
-    """A pool of this process that is written into as if over a network: bytes land when the test says so. A Reach, an
-    Exposure and RemotePages."""
+    """A pool of this process that is written into as if over a network: bytes land when the test says so.
+
+    It is the Transport, the RegisteredPool and the RemotePages of its backend."""
 
     def __init__(self) -> None:
         self.store: ArrayPageStore | None = None
@@ -88,8 +89,8 @@ def pair(slow: SlowPool) -> Iterator[Pair]:
 
 
 def made_with(context: Any, slow: SlowPool) -> Pair:
-    ways: dict[str, Any] = {"reaches": {NIXL: slow}, "exposures": {NIXL: slow}, "memory": MEMORY}
-    pair = Pair(context, GEOMETRY, GEOMETRY, backend=NIXL, **ways)
+    pools: dict[str, Any] = {"transports": {NIXL: slow}, "registered_pools": {NIXL: slow}, "memory": MEMORY}
+    pair = Pair(context, GEOMETRY, GEOMETRY, backend=NIXL, **pools)
     slow.store = pair.target
     return pair
 
