@@ -1,6 +1,6 @@
 """CURVE key files: those of zmq.auth and czmq, as `headrace keys` writes them. Reads files, and nothing else.
 
-NAME.key has the public key and may be given to every peer, NAME.key_secret has both. Keys are Z85 text of 40 characters.
+NAME.key has the public key and may be given to every peer, NAME.key_secret has both. Keys are Z85, 40 characters.
 """
 
 import re

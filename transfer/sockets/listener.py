@@ -131,7 +131,7 @@ class Listener:
         return zmq_sockets.put_tracked(self.socket, frames, payload)
 
     def refuse(self, arrival: Arrival, frame: bytes, now: float) -> None:
-        """Send a refusal to a connection without a session. One that was refused too often is ignored and closed instead.
+        """Send a refusal to a connection without a session; ignore and close one that was refused too often.
 
         The message may have waited until its own connection was closed and another one has got its descriptor. That
         one must not be closed, so there is a delay: a message on it shows that its route is another.

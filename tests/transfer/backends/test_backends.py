@@ -142,7 +142,7 @@ def test_a_peer_whose_pool_is_another_one_begins_a_new_session_before_it_asks_fo
     assert down.session == welcome.session
     again = link.tick(0.1)
     assert again.sends == [said[1]]
-    assert again.redial
+    assert again.reconnect
 
 
 DRAFT = Component("draft", "float32", layers=2, kv_heads=3, head_dim=2)
