@@ -33,7 +33,7 @@ CONFIG = TransferConfig(peer_timeout_s=1.0, window_bytes=1 << 20)
 
 @contextmanager
 def zmq_context() -> Iterator[Any]:
-    """A context whose end does not wait for messages that nobody will read."""
+    """A context whose end does not wait for messages that are still queued."""
     context: Any = zmq.Context()
     try:
         yield context

@@ -144,7 +144,7 @@ class Handoff:
         self.loop.until(lambda: self.written() > 0.02, 20.0)
 
     def written(self) -> float:
-        """The share of pages that somebody has begun to write."""
+        """The share of pages whose write has begun."""
         return float((self.target.data.reshape(PAGES, -1)[:, ::4096] != POISON).any(axis=1).mean())
 
     def stays_poisoned(self, seconds: float = 0.5) -> bool:

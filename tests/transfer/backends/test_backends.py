@@ -211,7 +211,7 @@ def test_writing_through_is_the_same_as_frames_and_their_checksum(data: st.DataO
 
 
 def test_a_pool_splits_over_stages_of_which_each_is_shared_on_its_own() -> None:
-    """One stage of the peer elsewhere, and nobody can be sure to reach all of it."""
+    """One stage of the peer elsewhere, so not all of it can be written."""
     half = replace(GEOMETRY, layers=2)
     geometries = (half, replace(half, layer_start=2))
     for hosts in product((HERE, ELSEWHERE), repeat=2):

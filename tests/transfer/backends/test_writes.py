@@ -110,7 +110,7 @@ def test_a_chunk_is_announced_when_its_bytes_have_come_without_anybody_else_havi
     for _ in range(5):
         pair.loop.turn()
     assert not pair.loop.of(pair.receiver, KvReceived)
-    assert pair.sender.next_deadline() is not None, "nobody wakes the sender when they have"
+    assert pair.sender.next_deadline() is not None, "nothing wakes the sender when they have"
     slow.land()
     assert pair.loop.wait_for(pair.receiver, KvReceived).first == FIRST
     pair.loop.wait_for(pair.sender, ChunkAcked)
