@@ -35,7 +35,7 @@ class ControlServer:
     Attributes:
         port: TCP port that it listens on.
 
-    Raises ConfigError when it cannot bind.
+    Raises ConfigError when it cannot bind, or a CURVE key cannot be used.
     """
 
     def __init__(

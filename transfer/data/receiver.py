@@ -65,6 +65,8 @@ class Receiver:
         store: the stage's pool.
         metadata_rows: number of metadata rows, which bounds the row numbers in PrepareReceive.
         registered_pools: the pool as prefill stages may write into it, by backend name.
+
+    Raises ConfigError when the CURVE key file cannot be used.
     """
 
     def __init__(

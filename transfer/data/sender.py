@@ -66,7 +66,7 @@ class Sender:
     Attributes:
         port: TCP port at which peers attach.
 
-    Raises ConfigError when it cannot bind.
+    Raises ConfigError when it cannot bind, or a CURVE key cannot be used.
     """
 
     def __init__(
