@@ -76,7 +76,7 @@ def send(job: Job) -> None:
 
         transports[NIXL] = NixlTransport(memory, LOOPBACK)
     context: Context = zmq.Context()
-    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, reaches=transports)
+    sender = Sender(config, stage=0, geometry=GEOMETRY, store=store, context=context, transports=transports)
     peers = {SESSION: job.memory} if job.stalled is None else {STALLED: job.stalled, SESSION: job.memory}
     for session, pool in peers.items():
         admit = AdmitPeer(

@@ -181,7 +181,7 @@ class Transfer:
             geometry=GEOMETRY,
             store=store,
             context=self._context,
-            exposures=registered,
+            registered_pools=registered,
         )
         order = OpenSession(
             seq=0,

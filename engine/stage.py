@@ -104,7 +104,7 @@ def _data_sockets(
         store=runner.pool,
         context=context,
         transfers=recorder.transfers,
-        reaches=memory.transports,
+        transports=memory.transports,
     )
     receiver = Receiver(
         config.transfer,
@@ -112,7 +112,7 @@ def _data_sockets(
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
-        exposures=memory.registered_pools,
+        registered_pools=memory.registered_pools,
     )
     return sender, receiver
 

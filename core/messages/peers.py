@@ -23,14 +23,11 @@ class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     name: str
     """What it calls itself, for logs."""
 
-    geometry: Geometry
-    """Of its first stage's pool."""
+    geometries: tuple[Geometry, ...]
+    """Of the pools of its stages, in stage order: one or more, all of one page size."""
 
     window_bytes: int
     """Payload that may be unacknowledged on each data connection."""
-
-    geometries: tuple[Geometry, ...] = ()
-    """Of the pools of all its stages; empty if there is one."""
 
     backend: str = ZMQ
     """How bytes are moved."""

@@ -38,7 +38,7 @@ def invalid(field: str, message: str, *, code: str = "invalid_value", status: in
 
 
 def shown(text: str, chars: int = 100) -> str:
-    """What somebody else has sent, to be repeated in a message: cut, and then with its length."""
+    """A client's or peer's text as error messages repeat it: cut to so many characters, with its length if it was."""
     return text if len(text) <= chars else f"{text[:chars]}... ({len(text)} characters)"
 
 

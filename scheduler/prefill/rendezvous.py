@@ -22,8 +22,7 @@ from headrace.core.types.errors import (
     TICKET_IN_USE,
     ErrorInfo,
 )
-from headrace.core.types.geometry import pages_spanned
-from headrace.core.types.packed import packed_length, prompt_hash, unpack
+from headrace.core.types.packed import prompt_hash, unpack
 from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
@@ -172,13 +171,12 @@ class Rendezvous:
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         """The request has its peer: it may be started, or sent if it was computed before."""
         state = self._state
-        page_size = state.peers[event.session].hello.geometry.page_size
         request.outgoing = OutgoingTransfer(
             session=event.session,
             ticket=event.ticket,
             generation=event.generation,
             dst_pages=unpack(event.pages),
-            dst_page_size=page_size,
+            dst_page_size=state.peers[event.session].hello.geometries[0].page_size,
             dst_row=event.row,
             cached_tokens=event.cached_tokens,
             sent=event.cached_tokens,
@@ -188,7 +186,7 @@ class Rendezvous:
         state.deadlines.clear(Timer.BOOTSTRAP, request.arrival)
         state.deadlines.clear(Timer.LEASE, request.arrival)
         state.held.remove(request)
-        problem = _mismatch(request, event, page_size)
+        problem = _mismatch(request, event)
         if problem:
             self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
             return
@@ -206,7 +204,7 @@ class Rendezvous:
             AdmitPeer(
                 seq=out.next_seq(),
                 session=hello.session,
-                geometries=hello.geometries or (hello.geometry,),
+                geometries=hello.geometries,
                 window_bytes=hello.window_bytes,
                 backend=hello.backend,
                 memory=hello.memory,
@@ -242,15 +240,10 @@ class Rendezvous:
         )
 
 
-def _mismatch(request: Request, event: PeerReserved, page_size: int) -> str:
-    """How a reservation does not fit the request; "" when it does. page_size: of the peer's pool."""
+def _mismatch(request: Request, event: PeerReserved) -> str:
+    """How a reservation does not fit the prompt; "" when it does. The control server has checked the rest of it."""
     if event.prompt_tokens != request.prompt_tokens:
         return f"the peer reserved for {event.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
-    if not 0 <= event.cached_tokens < event.prompt_tokens:
-        return f"the peer says it has {event.cached_tokens} of {event.prompt_tokens} tokens"
     if event.prompt_hash and event.prompt_hash != (here := prompt_hash(request.submit.prompt)):
         return f"the peer has another prompt: the hash of its token ids is {event.prompt_hash}, here it is {here}"
-    pages, needed = packed_length(event.pages), pages_spanned(event.cached_tokens, event.prompt_tokens, page_size)
-    if pages != needed:
-        return f"the peer reserved {pages} pages of {page_size} tokens; {needed} are needed"
     return ""

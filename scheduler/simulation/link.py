@@ -73,7 +73,7 @@ class SimulatedLink:
             PeerJoined(
                 session=session,
                 name="decode",
-                geometry=_geometry(decode),
+                geometries=(_geometry(decode),) * decode.stages,
                 window_bytes=WINDOW,
                 backend=self._backend,
             ),

@@ -15,6 +15,7 @@ from headrace.transfer.protocol import checksum, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import make_hello
 from headrace.transfer.protocol.messages import (
+    NO_SESSION,
     Ack,
     AnswerMessage,
     Attach,
@@ -27,6 +28,7 @@ from headrace.transfer.protocol.messages import (
     PeerMessage,
     Ping,
     Pong,
+    Refuse,
     Reserve,
     StageMessage,
     Welcome,
@@ -58,11 +60,7 @@ class Peer:
         welcome = self.hear()
         assert isinstance(welcome, Welcome), welcome
         self._stages = welcome.stages
-        self._data = [self._dial(context, stage.data_port) for stage in welcome.stages]
-        for rank, socket in enumerate(self._data):
-            attach = Attach(session=welcome.session, stage=rank, checksum="xxh3_64")
-            socket.send(self._to_stage.encode(attach))
-            assert self._take(socket)[0] == Attached(stage=rank)
+        self._data = [self._attached(context, welcome.session, rank) for rank in range(len(welcome.stages))]
 
     def say(self, message: PeerMessage) -> None:
         self._control_server.send(self._to_control_server.encode(message))
@@ -130,6 +128,19 @@ class Peer:
         assert socket.poll(PATIENCE_MS), "the stage is silent"
         header, *frames = socket.recv_multipart()
         return self._from_stage.decode(header), frames
+
+    def _attached(self, context: Any, session: str, rank: int) -> Any:
+        """A data connection to a stage. A stage may hear of a session later than its peer does."""
+        attach = Attach(session=session, stage=rank, checksum="xxh3_64")
+        while True:
+            socket = self._dial(context, self._stages[rank].data_port)
+            socket.send(self._to_stage.encode(attach))
+            answer = self._take(socket)[0]
+            if answer == Attached(stage=rank):
+                return socket
+            assert isinstance(answer, Refuse)
+            assert answer.code == NO_SESSION, answer
+            socket.close(linger=0)
 
     @staticmethod
     def _dial(context: Any, port: int) -> Any:

@@ -115,7 +115,8 @@ class Bench:
     # Peers, as a prefill server sees them.
 
     def join(self, session: str = "s", page_size: int = PAGE) -> list[Effect]:
-        return self.do(PeerJoined(session=session, name="peer", geometry=geometry(page_size), window_bytes=1 << 20))
+        pools = (geometry(page_size),)
+        return self.do(PeerJoined(session=session, name="peer", geometries=pools, window_bytes=1 << 20))
 
     def reserve(
         self,
@@ -126,10 +127,9 @@ class Bench:
         generation: int = 1,
         cached: int = 0,
         page_size: int = PAGE,
-        pages: int | None = None,
         wait: bool = True,
     ) -> list[Effect]:
-        count = -(-tokens // page_size) - cached // page_size if pages is None else pages
+        count = -(-tokens // page_size) - cached // page_size
         return self.do(
             PeerReserved(
                 session=session,

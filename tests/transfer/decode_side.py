@@ -48,7 +48,7 @@ class Incoming:
 
 
 class DecodeSide(Side):
-    """A control client, a stage's receiver, and a pool whose returned pages stay poisoned or are somebody else's."""
+    """A control client, a stage's receiver, and a pool whose returned pages stay poisoned or are another request's."""
 
     def __init__(self, world: "World", geometry: Geometry, endpoint: str) -> None:
         super().__init__(world)
@@ -64,9 +64,9 @@ class DecodeSide(Side):
         self.control_client = ControlClient(world.config, context)
         agents = world.backend == NIXL
         self.shared = world.agents.share(self.store) if agents else world.pools.share(geometry, self.store)
-        exposures = {world.backend: self.shared}
+        pools = {world.backend: self.shared}
         self.receiver = Receiver(
-            world.config, stage=0, geometry=geometry, store=self.store, context=context, exposures=exposures
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, registered_pools=pools
         )
         self.ports = [self.control_client, self.receiver]
         self.control_client.ready(
@@ -147,7 +147,7 @@ class DecodeSide(Side):
         self.finish(one)
 
     def cancel(self, one: Incoming, why: str) -> None:
-        """Ask for quiet, and again when nothing answers: a network that loses messages may have lost it."""
+        """Ask to cancel, and again when nothing answers: a network that loses messages may have lost it."""
         self.give_up(one, why)
         one.cancelling, one.deadline = True, self.world.network.now + PATIENCE_S
         ask = AskCancel(session=one.session, ticket=one.ticket, generation=one.generation, reason=why)
@@ -166,7 +166,7 @@ class DecodeSide(Side):
         self.free += one.pages
 
     def finish(self, one: Incoming) -> None:
-        """Nobody writes for it any more, on neither side."""
+        """Nothing writes for it any more, on either side."""
         if self.open.pop(one.serial, None) is not None:
             self.ended.append(one)
             if self.direct and one.end != "arrived":
@@ -179,7 +179,7 @@ class DecodeSide(Side):
                 self.cancel(one, "timeout")
 
     def check(self) -> None:
-        """G2: nobody has written to a page that nobody waits for."""
+        """G2: no page was written that no request waits for."""
         for data in self.store.tensors.values():
             assert (data[self.free] == POISON).all(), "a page was written after it was given back (G2)"
 

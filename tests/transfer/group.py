@@ -54,7 +54,7 @@ class Group:
         for i, target in enumerate(self.targets):
             scramble(target, 50 + i)
         self.senders = [
-            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, reaches={SHM: ShmTransport()})
+            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, transports={SHM: ShmTransport()})
             for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
         ]
         self.receivers = [
@@ -64,7 +64,7 @@ class Group:
                 geometry=geometry,
                 store=store,
                 context=context,
-                exposures={SHM: self.pools[i]} if self.pools else {},
+                registered_pools={SHM: self.pools[i]} if self.pools else {},
             )
             for i, (geometry, store) in enumerate(zip(destinations, self.targets, strict=True))
         ]

@@ -33,7 +33,7 @@ CONFIG = TransferConfig(peer_timeout_s=1.0, window_bytes=1 << 20)
 
 @contextmanager
 def zmq_context() -> Iterator[Any]:
-    """A context whose end does not wait for messages that nobody will read."""
+    """A context whose end does not wait for messages that are still queued."""
     context: Any = zmq.Context()
     try:
         yield context
@@ -129,8 +129,8 @@ class Pair:
         receiver_context: Any = None,
         server_key: str = "",
         backend: str = ZMQ,
-        reaches: Mapping[str, Transport] | None = None,
-        exposures: Mapping[str, RegisteredPool] | None = None,
+        transports: Mapping[str, Transport] | None = None,
+        registered_pools: Mapping[str, RegisteredPool] | None = None,
         memory: PoolMemory | None = None,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
@@ -147,7 +147,7 @@ class Pair:
             geometry=source,
             store=self.store,
             context=context,
-            reaches=reaches or {SHM: ShmTransport(), FAKE: FakeTransport()},
+            transports=transports or {SHM: ShmTransport(), FAKE: FakeTransport()},
         )
         self.server_key = server_key
         self.receiver = Receiver(
@@ -156,7 +156,7 @@ class Pair:
             geometry=destination,
             store=self.target,
             context=receiver_context or context,
-            exposures=exposures or ({SHM: self.shared} if self.shared is not None else {}),
+            registered_pools=registered_pools or ({SHM: self.shared} if self.shared is not None else {}),
         )
         self.loop = Loop(self.sender, self.receiver)
         if admitted:

@@ -40,14 +40,14 @@ class MemoryAgents:
         self.stores: dict[str, ArrayPageStore] = {}
         self.revoked: set[str] = set()
 
-    def share(self, store: ArrayPageStore) -> "AgentExposure":
+    def share(self, store: ArrayPageStore) -> "AgentRegisteredPool":
         name = f"pool-{len(self.stores)}"
         self.stores[name] = store
-        return AgentExposure(self, name, len(store.data))
+        return AgentRegisteredPool(self, name, len(store.data))
 
 
-class AgentExposure:
-    """The Exposure of a pool."""
+class AgentRegisteredPool:
+    """The RegisteredPool of a pool."""
 
     def __init__(self, agents: MemoryAgents, name: str, pages: int) -> None:
         self._agents = agents
@@ -63,8 +63,8 @@ class AgentExposure:
         return True
 
 
-class AgentReach:
-    """The Reach of one process."""
+class AgentTransport:
+    """The Transport of one process."""
 
     def __init__(self, agents: MemoryAgents) -> None:
         self._agents = agents

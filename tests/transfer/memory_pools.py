@@ -1,8 +1,8 @@
 """Pools that others write into, in memory and under a virtual clock: a backend whose writes take their time.
 
 A write lands piece by piece, whatever its process does meanwhile, as that of a network card would. Until it is over the
-source has to stay what it was. The rights to write are as in transfer/backends/shm.py: whoever has one first decides,
-and a process that is killed loses its own.
+source has to stay what it was. The rights to write are as in transfer/backends/shm.py: the side that has one first
+decides, and a process that is killed loses its own.
 """
 
 import random
@@ -73,7 +73,7 @@ class MemoryPools:
         self.network = network
         self.longest_s = random.Random(seed).choice((0.0, 0.0, 0.3))
         self.stores: dict[str, ArrayPageStore] = {}
-        self.rights: dict[tuple[str, int], object] = {}  # a MemoryReach, or the pool's owner
+        self.rights: dict[tuple[str, int], object] = {}  # a MemoryTransport, or the pool's owner
 
     def share(self, geometry: Geometry, store: ArrayPageStore) -> "SharedStore":
         name = f"pool-{len(self.stores)}"
@@ -82,7 +82,7 @@ class MemoryPools:
 
 
 class SharedStore:
-    """The Exposure of a pool."""
+    """The RegisteredPool of a pool."""
 
     def __init__(self, pools: MemoryPools, name: str, pages: int) -> None:
         self._pools = pools
@@ -96,8 +96,8 @@ class SharedStore:
         return self._pools.rights.setdefault((session, stage), self) is self
 
 
-class MemoryReach:
-    """The Reach of one process."""
+class MemoryTransport:
+    """The Transport of one process."""
 
     def __init__(self, pools: MemoryPools) -> None:
         self._pools = pools
@@ -128,8 +128,8 @@ class MemoryReach:
 class Right(RemotePages):
     """MemoryPages with the right that close() gives up."""
 
-    def __init__(self, reach: MemoryReach, session: str, stage: int, pages: MemoryPages) -> None:
-        self._reach, self._session, self._stage, self._pages = reach, session, stage, pages
+    def __init__(self, transport: MemoryTransport, session: str, stage: int, pages: MemoryPages) -> None:
+        self._transport, self._session, self._stage, self._pages = transport, session, stage, pages
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         self._pages.write(page, first_slot, count, data, box)
@@ -139,4 +139,4 @@ class Right(RemotePages):
 
     def close(self) -> None:
         self._pages.close()
-        self._reach.give_up(self._session, self._stage)
+        self._transport.give_up(self._session, self._stage)

@@ -55,7 +55,7 @@ class Connection:
 
 
 class Network:
-    """Who listens where, what is under way, and what time it is."""
+    """A simulated network: bound sockets, messages under way, and the time."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
@@ -174,7 +174,7 @@ class Socket:
         self.network.connect()
 
     def monitor(self, address: str, events: int) -> None:
-        """Nobody is told of anything."""
+        """Reports no events."""
 
     def disable_monitor(self) -> None: ...
 

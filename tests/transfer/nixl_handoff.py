@@ -39,14 +39,14 @@ class Handoff:
         self.source, self.destination = source, destination
         self.store = random_store(source, pages, seed=1)  # the twin of what the other process has
         self.target = random_store(destination, pages, seed=2)
-        self.exposure = NixlRegisteredPool(destination, pages, memoryview(self.target.memory), LOOPBACK)
+        self.registered = NixlRegisteredPool(destination, pages, memoryview(self.target.memory), LOOPBACK)
         self.receiver = Receiver(
             config,
             stage=0,
             geometry=destination,
             store=self.target,
             context=context,
-            exposures={NIXL: self.exposure},
+            registered_pools={NIXL: self.registered},
         )
         self.loop = Loop(self.receiver)
         self.stage = Process("stage", Setup(source, pages, config), self.loop)
@@ -54,7 +54,7 @@ class Handoff:
 
     def join(self, session: str) -> None:
         """Begin a session with the decode stage that is here."""
-        self.admit(session, self.destination, self.exposure.memory)
+        self.admit(session, self.destination, self.registered.memory)
         self.loop.apply(self.receiver, self.dial(session))
 
     def admit(self, session: str, geometry: Geometry, memory: NixlMemory) -> None:
@@ -144,7 +144,7 @@ class Handoff:
         self.loop.until(lambda: self.written() > 0.02, 20.0)
 
     def written(self) -> float:
-        """The share of pages that somebody has begun to write."""
+        """The share of pages whose write has begun."""
         return float((self.target.data.reshape(PAGES, -1)[:, ::4096] != POISON).any(axis=1).mean())
 
     def stays_poisoned(self, seconds: float = 0.5) -> bool:
@@ -158,4 +158,4 @@ class Handoff:
         for process in self.processes:
             process.close()
         self.loop.close()
-        self.exposure.close()
+        self.registered.close()

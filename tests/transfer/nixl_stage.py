@@ -145,12 +145,12 @@ def main(kind: str, setup: Setup) -> None:
     port: Any
     hello: dict[str, Any] = {}
     if kind == "stage":
-        port = Sender(setup.config, **common, reaches={NIXL: NixlTransport(memory, LOOPBACK)})
+        port = Sender(setup.config, **common, transports={NIXL: NixlTransport(memory, LOOPBACK)})
         hello = {"port": port.port}
     else:
-        exposure = NixlRegisteredPool(setup.geometry, setup.pages, memory, LOOPBACK)
-        port = Receiver(setup.config, **common, exposures={NIXL: exposure})
-        hello = {"memory": msgspec.to_builtins(exposure.memory)}
+        registered = NixlRegisteredPool(setup.geometry, setup.pages, memory, LOOPBACK)
+        port = Receiver(setup.config, **common, registered_pools={NIXL: registered})
+        hello = {"memory": msgspec.to_builtins(registered.memory)}
     print(json.dumps(hello), file=said, flush=True)
     serve(port, lambda event: print(msgspec.json.encode(event).decode(), file=said, flush=True))
 

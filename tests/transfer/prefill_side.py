@@ -29,8 +29,8 @@ from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
 from tests.transfer.harness import random_store
-from tests.transfer.memory_agents import VERSION, AgentReach
-from tests.transfer.memory_pools import HOST, MemoryReach
+from tests.transfer.memory_agents import VERSION, AgentTransport
+from tests.transfer.memory_pools import HOST, MemoryTransport
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, poison, slots_of
 
@@ -60,10 +60,10 @@ class PrefillSide(Side):
         self.open: dict[int, Outgoing] = {}
         self.serials = 0
         context: Any = Context(world.network)
-        self.reach = AgentReach(world.agents) if world.backend == NIXL else MemoryReach(world.pools)
-        reaches = {world.backend: self.reach}
+        self.transport = AgentTransport(world.agents) if world.backend == NIXL else MemoryTransport(world.pools)
+        transports = {world.backend: self.transport}
         self.sender = Sender(
-            world.config, stage=0, geometry=geometry, store=self.store, context=context, reaches=reaches
+            world.config, stage=0, geometry=geometry, store=self.store, context=context, transports=transports
         )
         self.control_server = ControlServer(world.config, context, new_session=world.new_id)
         ports = (self.sender.port,)
@@ -109,7 +109,7 @@ class PrefillSide(Side):
             case SendCancelled(request=request) if request in self.open:
                 one = self.open[request]
                 assert not self.world.network.flying(one.reserved.ticket, one.reserved.generation), "not quiet (G2)"
-                pages = self.reach.opened.get(one.reserved.session)
+                pages = self.transport.opened.get(one.reserved.session)
                 if pages is not None and not pages.closed:
                     assert not any(pages.busy.get(page) for page in unpack(one.reserved.pages)), "still writes (G2)"
                 if one.error is None:
@@ -120,14 +120,14 @@ class PrefillSide(Side):
     def admit(self, joined: PeerJoined) -> None:
         assert joined.backend == self.world.backend
         order = AdmitPeer(
-            seq=0, session=joined.session, geometries=joined.geometries or (joined.geometry,),
+            seq=0, session=joined.session, geometries=joined.geometries,
             window_bytes=joined.window_bytes, backend=joined.backend, memory=joined.memory,
         )  # fmt: skip
         self.apply(self.sender, order)
 
     def kill(self) -> None:
         super().kill()
-        self.reach.kill()
+        self.transport.kill()
 
     def reserve(self, reserved: PeerReserved) -> None:
         tokens, cached = reserved.prompt_tokens, reserved.cached_tokens

@@ -1,4 +1,4 @@
-"""The decode side's end of one control connection: when to say hello, ping, give up and try again. Pure.
+"""State machine of one control connection at the decode side: hello, heartbeats, session, retries. Pure.
 
     ┌───────────── back-off ─────────────┐
     ▼                                    │ Refuse, silence, Goodbye, unfit Welcome
@@ -39,7 +39,7 @@ from headrace.transfer.protocol.messages import (
     Welcome,
 )
 
-FIRST_RETRY_S = 0.05
+FIRST_RETRY_S = 0.05  # from then on twice as long each time
 LAST_RETRY_S = 2.0
 BAD_GATEWAY = 502
 CHECK_KEYS = (
@@ -52,22 +52,35 @@ CHECK_CONTROL = (
 )
 
 
-MayDial = Callable[[str, int], bool]  # host, port
+MayConnect = Callable[[str, int], bool]  # host, port
 
 
 class Step(NamedTuple):
-    """What to send on the connection, what to report, and whether the connection is to be made anew first."""
+    """What to do after a message or a deadline."""
 
     sends: list[PeerMessage]
+    """Messages to send on the connection."""
     events: list[PeerEvent]
-    redial: bool = False
+    """For the scheduler."""
+    reconnect: bool = False
+    """Whether the messages go on a new connection."""
 
 
 class ControlConnection:
-    """One prefill server as the decode side sees it. host: of its control endpoint, where stages are dialled that name
-    no other. server_key: its public key, "" where the connection is in the clear. may_dial: whether its stages may be
-    dialled at a host that is not the control endpoint's. renewals: held tickets that every ping of the session renews,
-    as many as it can name.
+    """The control connection to one prefill server.
+
+    Args:
+        name: of the prefill server, in events.
+        host: of its control endpoint, and of stages for which its Welcome names no other.
+        hello: returns the Hello to send; None while there is none.
+        counters: of stale and refused messages.
+        server_key: CURVE public key of the prefill server; "" for connections in the clear.
+        may_connect: whether its stages may be at this host and port, where its Welcome names a host.
+
+    Attributes:
+        state: "down" without a connection, "greeting" until the answer to the Hello, then "up".
+        welcome: of the open session; None without one.
+        renewals: held tickets that every ping renews, as many as it can name.
     """
 
     def __init__(
@@ -79,7 +92,7 @@ class ControlConnection:
         counters: Counters,
         *,
         server_key: str = "",
-        may_dial: MayDial = lambda host, port: True,
+        may_connect: MayConnect = lambda host, port: True,
     ) -> None:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
@@ -87,7 +100,7 @@ class ControlConnection:
         self.renewals: set[str] = set()
         self._host = host
         self._server_key = server_key
-        self._may_dial = may_dial
+        self._may_connect = may_connect
         self._hello = hello
         self._config = config
         self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
@@ -95,8 +108,8 @@ class ControlConnection:
         self._heard = 0.0
         self._next_ping = 0.0
         self._pings = 0
-        self._reason: str | None = None  # the last one reported; repeated ones are not
-        self._outdated = False  # our hello is no longer what we are
+        self._reason: str | None = None  # last reported; a repeated one is not reported
+        self._outdated = False  # our hello has changed since this session began
         self._counters = counters
 
     @property
@@ -105,11 +118,11 @@ class ControlConnection:
         return self.welcome.session if self.welcome and not self._outdated else None
 
     def outdate(self) -> None:
-        """Our hello has changed: the session is over at once, and the next tick, which is due, begins anew."""
+        """End the session because our Hello has changed. The next tick, which is due at once, connects again."""
         self._outdated = self.state != "down"
 
     def receive(self, message: ControlMessage, now: float) -> Step:
-        """Handle what the control endpoint said."""
+        """Handle a message of the control endpoint."""
         self._heard = now
         match message:
             case Welcome():
@@ -127,7 +140,7 @@ class ControlConnection:
                 return Step([], self._ticket_event(self.welcome.session, message))
 
     def tick(self, now: float) -> Step:
-        """Try again, ping, or notice the silence, whichever is due."""
+        """Connect again, ping, or give up after silence, whichever is due."""
         if self._outdated:
             return self._down("this server's stages have started again", now, wait_s=0.0)
         if self.state == "up" and self.welcome is not None:
@@ -143,11 +156,11 @@ class ControlConnection:
         hello = self._hello()
         if self.state == "down" and self._next_try <= now and hello is not None:
             self.state, self._heard = "greeting", now
-            return Step([hello], [], redial=True)
+            return Step([hello], [], reconnect=True)
         return Step([], [])
 
     def next_deadline(self) -> float | None:
-        """None while there is no hello to say."""
+        """When tick() has to be called next; None while there is no Hello to send."""
         if self._outdated:
             return 0.0
         if self.state == "up" and self.welcome is not None:
@@ -157,11 +170,11 @@ class ControlConnection:
         return self._next_try if self._hello() is not None else None
 
     def unread(self, now: float) -> Step:
-        """The connection takes no more: the control endpoint has left too much of it unread."""
+        """End the session: the control endpoint has left too many messages unread."""
         return self._down("it does not read what it is told", now)
 
-    def hang_up(self, now: float) -> Step:
-        """Leave for good."""
+    def close(self, now: float) -> Step:
+        """End the session with a Goodbye."""
         step = self._down("hung up here", now)
         return Step([Goodbye(reason="hung up")], step.events)
 
@@ -173,7 +186,7 @@ class ControlConnection:
         if unfit is not None:
             return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S, unfit=True)
         for stage in welcome.stages:
-            if stage.data_host and not self._may_dial(stage.data_host, stage.data_port):
+            if stage.data_host and not self._may_connect(stage.data_host, stage.data_port):
                 where = f"{stage.data_host}:{stage.data_port}"
                 reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
                 return self._down(reason, now, wait_s=LAST_RETRY_S, unfit=True)

@@ -1,7 +1,7 @@
 """The control endpoint: the one control socket of a prefill server, where peers say hello, reserve and cancel.
 
-It owns the ROUTER and turns bytes into messages; transfer/control/session_table.py decides what they mean. The
-connection of a session that has ended is closed a little later, with what its peer has left unread.
+It owns the ROUTER and decodes messages; session_table.py decides about them. The connection of a session that has ended
+is closed GOODBYE_S later, with what its peer has left unread.
 """
 
 import logging
@@ -21,13 +21,22 @@ from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
 log = logging.getLogger(__name__)
 
-UNREAD_MESSAGES = 16  # of one connection; each may be megabytes
-GOODBYE_S = 1.0  # for the last words of a session, before its connection is closed
+UNREAD_MESSAGES = 16  # per connection; each may be megabytes
+GOODBYE_S = 1.0  # from the end of a session until its connection is closed, for messages still queued
 GOODBYE_MS = 200  # the same, when the server ends
 
 
 class ControlServer:
-    """A Port of PeerEvents and ControlServerEffects. port: where it listens. Raises ConfigError when it cannot bind."""
+    """The control endpoint of a prefill server. An EventSource[PeerEvent, ControlServerEffect].
+
+    Args:
+        new_session: makes session secrets that cannot be guessed.
+
+    Attributes:
+        port: TCP port that it listens on.
+
+    Raises ConfigError when it cannot bind, or a CURVE key cannot be used.
+    """
 
     def __init__(
         self,
@@ -36,10 +45,10 @@ class ControlServer:
         *,
         new_session: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
-        self._book = SessionTable(config, new_session)
+        self._sessions = SessionTable(config, new_session)
         self._received: Codec[PeerMessage] = Codec(PeerMessage)
         self._sent: Codec[ControlMessage] = Codec(ControlMessage)
-        self._leaving: dict[bytes, float] = {}  # connections whose session has ended, and when to close each, in order
+        self._leaving: dict[bytes, float] = {}  # routes whose session has ended, and when to close each, in order
         self._listener = Listener(
             config,
             context,
@@ -53,7 +62,7 @@ class ControlServer:
 
     def ready(self, offer: BackendOffer) -> None:
         """Welcome peers from now on; until then a hello is refused with not_ready, and the peer tries again."""
-        self._book.ready(offer)
+        self._sessions.ready(offer)
 
     def sockets(self) -> Sequence[Socket]:
         """Sockets to poll for reading."""
@@ -68,11 +77,11 @@ class ControlServer:
 
     def apply(self, command: ControlServerEffect, now: float) -> list[PeerEvent]:
         """Carry out an effect of the scheduler."""
-        return self._act(self._book.tell(command), now)
+        return self._act(self._sessions.tell(command), now)
 
     def tick(self, now: float) -> list[PeerEvent]:
-        """Read before calling anyone silent: this loop may itself have been the one that slept."""
-        events = [*self.receive(now), *self._act(self._book.tick(now), now)]
+        """Do what is due by now. Messages are read before timeouts count: this loop itself may have been delayed."""
+        events = [*self.receive(now), *self._act(self._sessions.tick(now), now)]
         for route in [route for route, at in self._leaving.items() if at <= now]:
             del self._leaving[route]
             self._listener.drop(route, ENDED, now)
@@ -81,54 +90,59 @@ class ControlServer:
     def next_deadline(self) -> float | None:
         """When tick() has to be called next."""
         leaving = next(iter(self._leaving.values()), None)
-        deadlines = (self._book.next_deadline(), self._listener.next_deadline(), leaving)
+        deadlines = (self._sessions.next_deadline(), self._listener.next_deadline(), leaving)
         return min((at for at in deadlines if at is not None), default=None)
 
     def close(self) -> None:
-        """Close all sockets."""
-        for route, message in self._book.close("the server ends").replies:
+        """Say goodbye to every peer, and close all sockets."""
+        for route, message in self._sessions.close("the server ends").replies:
             self._listener.put(route, self._sent.encode(message))
         self._listener.close(GOODBYE_MS)
 
     def statistics(self) -> Stats:
         """Counters and gauges for /metrics."""
-        gauges = (Sample("control_sessions", self._book.peers), Sample("open_tickets", self._book.open_tickets))
-        return Stats(samples=(*gauges, *self._book.counters.snapshot(), *self._listener.statistics()))
+        gauges = (Sample("control_sessions", self._sessions.peers), Sample("open_tickets", self._sessions.open_tickets))
+        return Stats(samples=(*gauges, *self._sessions.counters.snapshot(), *self._listener.statistics()))
 
     def _read(self, arrival: Arrival, now: float) -> Outcome:
         route, body = arrival.route, arrival.body
         if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
-            return self._book.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
+            return self._sessions.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
         try:
             message = self._received.decode(body[0])
         except DecodeError as error:
-            return self._book.malformed(route, f"no message of this protocol: {error}", now)
-        return self._book.receive(route, message, now)
+            return self._sessions.malformed(route, f"no message of this protocol: {error}", now)
+        return self._sessions.receive(route, message, now)
 
     def _act(self, outcome: Outcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
-        """Send the replies, to what has arrived or unasked. A session whose connection takes no more is ended."""
+        """Send the replies and close ended connections. A session whose connection takes no more is ended.
+
+        arrival: the message that the outcome answers; None if there is none.
+        """
         events = list(outcome.events)
         for event in events:
             if isinstance(event, PeerJoined):
                 log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
         for route, message in outcome.replies:
             frame = self._sent.encode(message)
-            if isinstance(message, Refuse) and arrival is not None and not self._book.has_session(route):
+            if isinstance(message, Refuse) and arrival is not None and not self._sessions.has_session(route):
                 self._listener.refuse(arrival, frame, now)
             elif not self._listener.put(route, frame):
-                events += self._book.lose(route, "its connection is closed, or it does not read").events
+                events += self._sessions.lose(route, "its connection is closed, or it does not read").events
                 self._listener.drop(route, UNREAD, now)
-        if arrival is not None and self._book.has_session(arrival.route):
+        if arrival is not None and self._sessions.has_session(arrival.route):
             self._listener.keep(arrival)
             self._leaving.pop(arrival.route, None)
         if any(isinstance(event, PeerGone) for event in events):
             for route in self._listener.kept:
-                if not self._book.has_session(route):
+                if not self._sessions.has_session(route):
                     self._leaving.setdefault(route, now + GOODBYE_S)
         return events
 
 
 def unread_replies(config: TransferConfig) -> int:
-    """Messages that may be queued for one connection; a peer that leaves more unread is gone. All its tickets may end
-    at once, each with two answers."""
+    """Messages that may be queued for one connection; a peer that leaves more unread loses its session.
+
+    There is room for two answers to each of its tickets, since all of them may end at once.
+    """
     return 2 * config.max_tickets_per_peer + 64

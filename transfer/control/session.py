@@ -1,5 +1,6 @@
-"""One peer of a control endpoint: its session and tickets, what it may reserve, and how its tickets' ends are told.
-Pure."""
+"""A peer's session at the control endpoint: its tickets, the check of reservations, and the final reply of a ticket.
+Pure.
+"""
 
 from dataclasses import dataclass, field
 
@@ -21,23 +22,31 @@ class OpenTicket:
 
     generation: int
     pages: int
+    """Number of pages that are reserved in the peer's pool."""
     cancelling: bool = False
+    """Whether the peer has cancelled it and waits for the reply."""
 
 
 @dataclass(slots=True)
 class PeerSession:
-    """One session. route: the connection that it came on. ended: the last generation of tickets that ended. rate: of
-    its messages. pages: of its open tickets."""
+    """The open session of a peer."""
 
     route: bytes
+    """ZMQ routing id of its connection."""
     hello: Hello
     offer: BackendOffer
+    """What this server offered when the session began."""
     welcome: Welcome
     last_heard: float
+    """Time of the peer's last message, seconds."""
     rate: TokenBucket
+    """Limits its messages per second."""
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
+    """Open tickets by name."""
     ended: dict[str, int] = field(default_factory=dict)
+    """By ticket, the last generation that ended; the ticket that ended first comes first."""
     pages: int = 0
+    """Pages of all open tickets."""
 
     @property
     def session(self) -> str:
@@ -56,7 +65,10 @@ class PeerSession:
 
 
 def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
-    """What is wrong with a reservation, in words that name both values; "" when nothing is."""
+    """How a reservation does not fit the hello, naming both values; "" when it does.
+
+    The scheduler relies on it: of a reservation it compares only the prompt with its own.
+    """
     tokens, cached = reserve.prompt_tokens, reserve.cached_tokens
     if tokens > max_model_len:
         return f"{tokens} prompt tokens, and the limit of the two servers is {max_model_len}"
@@ -80,7 +92,7 @@ def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str
 
 
 def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
-    """The error as the wire carries it."""
+    """The Failed message of an error."""
     return Failed(
         ticket=ticket,
         generation=generation,
@@ -92,8 +104,8 @@ def failed(ticket: str, generation: int, error: ErrorInfo) -> Failed:
     )
 
 
-def last_word(effect: TellFailed | TellFinished | TellCancelled) -> ControlMessage:
-    """How a ticket's end is told."""
+def final_reply(effect: TellFailed | TellFinished | TellCancelled) -> ControlMessage:
+    """The message that ends a ticket. A first token that no metadata row can hold ends it by Failed."""
     ticket, generation = effect.ticket, effect.generation
     match effect:
         case TellFailed():

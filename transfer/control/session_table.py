@@ -1,5 +1,5 @@
-"""The peers of a control endpoint, their sessions and tickets: all of the control endpoint but its socket. Pure; time
-is an argument.
+"""Session table of the control endpoint: decides about peers' messages, sessions and tickets. Pure; time is an
+argument.
 
 (connection) ──Hello──► checked ──Welcome──► session ──Reserve──► ticket open ──Failed/Finished/Cancelled──► ended
                           │ Refuse             │ Goodbye, silence, a second Hello of the same instance
@@ -27,7 +27,7 @@ from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit
-from headrace.transfer.control.session import OpenTicket, PeerSession, failed, last_word, reservation_error
+from headrace.transfer.control.session import OpenTicket, PeerSession, failed, final_reply, reservation_error
 from headrace.transfer.protocol import checksum, matching, messages
 from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import (
@@ -45,18 +45,27 @@ from headrace.transfer.protocol.messages import (
 )
 
 RESTARTED = "the stages of this server have started again"
-OVERDONE_KEPT = 1024
+IGNORED_KEPT = 1024  # connections whose messages are dropped
 
 
 class Outcome(NamedTuple):
-    """What is to be said, to which connections, and what the scheduler is to learn."""
+    """What follows from a message, a command or the passing of time."""
 
     replies: list[tuple[bytes, ControlMessage]]
+    """Messages to send, each with the route of its connection."""
     events: list[PeerEvent]
+    """For the scheduler."""
 
 
 class SessionTable:
-    """Decides what a control endpoint answers. new_session makes unguessable session ids."""
+    """The sessions of a control endpoint.
+
+    Args:
+        new_session: makes session secrets that cannot be guessed.
+
+    Attributes:
+        counters: of refusals, malformed and stale messages.
+    """
 
     def __init__(self, config: TransferConfig, new_session: Callable[[], str]) -> None:
         self._config = config
@@ -65,7 +74,7 @@ class SessionTable:
         self._offer: BackendOffer | None = None
         self._by_route: dict[bytes, PeerSession] = {}
         self._by_session: dict[str, PeerSession] = {}
-        self._overdone: dict[bytes, None] = {}  # connections that were cut off
+        self._ignored: dict[bytes, None] = {}  # connections that sent too much, the oldest first
         self.counters = Counters()
 
     @property
@@ -79,13 +88,16 @@ class SessionTable:
         return sum(len(peer.tickets) for peer in self._by_session.values())
 
     def ready(self, offer: BackendOffer) -> None:
-        """Peers may join from now on. Sessions that were welcomed to another offer (the stages have started again, and
-        listen elsewhere) are over; the next tick, which is due at once, ends them."""
+        """Let peers join from now on.
+
+        Sessions that were welcomed to another offer (the stages have started again, and listen elsewhere) are over; the
+        next tick, which is due at once, ends them.
+        """
         self._offer = offer
 
     def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
-        """Handle one message of the connection route."""
-        if (cut := self._cut_off(route, now)) is not None:
+        """Handle a message of the connection with this route."""
+        if (cut := self._limit_rate(route, now)) is not None:
             return cut
         if isinstance(message, Hello):
             return self._hello(route, message, now)
@@ -105,33 +117,33 @@ class SessionTable:
                 return self._drop(peer, f"goodbye: {message.reason}")
 
     def malformed(self, route: bytes, why: str, now: float) -> Outcome:
-        """A message of this connection could not be read. Its session, if it has one, stands."""
-        if (cut := self._cut_off(route, now)) is not None:
+        """Handle a message that could not be decoded. The session of its connection, if it has one, goes on."""
+        if (cut := self._limit_rate(route, now)) is not None:
             return cut
         self.counters.add("malformed_frames_total", labels=("control",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
     def tell(self, effect: ControlServerEffect) -> Outcome:
-        """Say something about a ticket, or end a session; nothing when that has ended."""
+        """Carry out an effect of the scheduler: end a ticket or a session. Does nothing when the session has ended."""
         peer = self._by_session.get(effect.session)
         if peer is None:
             return Outcome([], [])
         if isinstance(effect, EndPeer):
             return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
-        return Outcome([(peer.route, last_word(effect))], [])
+        return Outcome([(peer.route, final_reply(effect))], [])
 
     def has_session(self, route: bytes) -> bool:
-        """Whether the connection is that of a peer."""
+        """Whether the connection has a session."""
         return route in self._by_route
 
     def lose(self, route: bytes, reason: str) -> Outcome:
-        """The connection cannot be written to: its peer is gone, or reads too slowly to be kept."""
+        """End the session of a connection that cannot be written to: its peer is gone, or reads too slowly."""
         peer = self._by_route.get(route)
         return self._drop(peer, reason) if peer else Outcome([], [])
 
     def tick(self, now: float) -> Outcome:
-        """Drop the peers that have been silent for too long, and those whose stages are gone."""
+        """End the sessions of peers that were silent for too long, and those of stages that are gone."""
         over = [peer for peer in self._by_session.values() if peer.offer != self._offer]
         ended = _join(self._drop(peer, RESTARTED) for peer in over)
         ended.replies.extend((peer.route, Goodbye(reason=RESTARTED)) for peer in over)
@@ -145,23 +157,23 @@ class SessionTable:
 
     def close(self, reason: str) -> Outcome:
         """End every session, with a goodbye."""
-        farewells: list[tuple[bytes, ControlMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
-        return Outcome(farewells, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
+        goodbyes: list[tuple[bytes, ControlMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
+        return Outcome(goodbyes, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
 
     def _deadline(self, peer: PeerSession) -> float:
         return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
-    def _cut_off(self, route: bytes, now: float) -> Outcome | None:
-        """End the session of a connection that says too much, and hear nothing of the connection any more."""
-        if route in self._overdone:
+    def _limit_rate(self, route: bytes, now: float) -> Outcome | None:
+        """End the session of a connection that exceeds the message rate, and ignore the connection from then on."""
+        if route in self._ignored:
             self.counters.add("stale_messages_total", labels=("cut_off",))
             return Outcome([], [])
         peer = self._by_route.get(route)
         if peer is None or not peer.rate.exceeded(now):
             return None
-        self._overdone[route] = None
-        if len(self._overdone) > OVERDONE_KEPT:
-            del self._overdone[next(iter(self._overdone))]
+        self._ignored[route] = None
+        if len(self._ignored) > IGNORED_KEPT:
+            del self._ignored[next(iter(self._ignored))]
         reason = f"more than {MESSAGES_PER_S:g} messages a second"
         return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
 
@@ -188,9 +200,8 @@ class SessionTable:
         joined = PeerJoined(
             session=peer.session,
             name=hello.name,
-            geometry=hello.geometries[0],
-            window_bytes=welcome.window_bytes,
             geometries=hello.geometries,
+            window_bytes=welcome.window_bytes,
             backend=choice.backend,
             backend_reason=choice.reason,
             memory=hello.memory,
@@ -220,10 +231,10 @@ class SessionTable:
         if reserve.generation <= known:
             self.counters.add("stale_messages_total", labels=("reserve",))
             return Outcome([], [])
-        error = self._objection(peer, reserve, current)
+        error = self._reservation_refusal(peer, reserve, current)
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
-            peer.end(reserve.ticket, reserve.generation)  # it has been told so, and a late copy must not revive it
+            peer.end(reserve.ticket, reserve.generation)  # a late copy of the message must not revive it
             return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
         pages = packed_length(reserve.pages)
         peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
@@ -241,8 +252,8 @@ class SessionTable:
         )
         return Outcome([], [event])
 
-    def _objection(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
-        """Why a reservation cannot be accepted, measured against the peer's own hello."""
+    def _reservation_refusal(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
+        """Why a reservation is refused: by the limits of this server, or by the peer's own hello; None if it is not."""
         limit = self._config.max_tickets_per_peer
         if current is not None:
             text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
@@ -262,7 +273,7 @@ class SessionTable:
             unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
             peer.end(cancel.ticket, cancel.generation)
             reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
-            # What has ended, ended; what was never reserved is waited for, and its name gives the right to release it.
+            # A held request may wait for a ticket that was never reserved: its name gives the right to release it.
             released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
             return Outcome([(peer.route, reply)], [released] if unknown else [])
         if current.cancelling:

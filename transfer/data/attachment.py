@@ -8,12 +8,22 @@ LAST_RETRY_S = 1.0
 
 
 class Attachment:
-    """The peer's side. attach: what to say first; it is repeated until the stage answers, since the stage may not
-    have heard of the session yet, and on every new connection."""
+    """When to send Attach and Ping on a data connection.
+
+    Args:
+        attach: the first message. It is repeated until the stage answers, since the stage may not have heard of the
+            session yet, and on every new connection.
+        heartbeat_s: between pings.
+        timeout_s: of silence, after which a new connection is wanted.
+
+    Attributes:
+        attached: whether the stage has answered on this connection.
+        stale: whether the stage was silent for so long that the next message wants a new connection.
+    """
 
     def __init__(self, attach: Attach, heartbeat_s: float, timeout_s: float, now: float) -> None:
         self.attached = False
-        self.stale = False  # nothing was heard for so long that the next message wants a new connection
+        self.stale = False
         self._attach = attach
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
@@ -23,7 +33,7 @@ class Attachment:
         self._pings = 0
 
     def tick(self, now: float) -> Attach | Ping | None:
-        """What is due to be said."""
+        """The message that is due, if any."""
         if self._next > now:
             return None
         self.stale = self._heard + self._timeout_s <= now
@@ -49,12 +59,12 @@ class Attachment:
             self._next = now
 
     def lost(self, now: float) -> None:
-        """The connection was made anew."""
+        """Note that the connection was replaced."""
         self.attached = False
         self._next = self._backoff.next(now)
 
     def heard(self, now: float) -> None:
-        """A chunk came."""
+        """Note that a chunk has come."""
         self._heard = now
 
     def next_deadline(self) -> float:

@@ -13,9 +13,11 @@ class DataLine:
     """One data connection and the timing of its Attach and Ping messages.
 
     Args:
+        session: secret of the session.
+        stage: rank of the prefill stage.
         source: geometry of the prefill stage, cut to the layers and heads that come here.
-        backend: how KV comes.
-        dial: makes a socket that connects to the stage.
+        backend: how KV comes, see core/types/backends.py.
+        connect: makes a socket that connects to the stage.
     """
 
     def __init__(
@@ -24,7 +26,7 @@ class DataLine:
         stage: int,
         source: Geometry,
         backend: str,
-        dial: Callable[[], Socket],
+        connect: Callable[[], Socket],
         attachment: Attachment,
     ) -> None:
         self.session = session
@@ -32,14 +34,14 @@ class DataLine:
         self.source = source
         self.backend = backend
         self.attachment = attachment
-        self._dial = dial
-        self.socket = dial()
+        self._connect = connect
+        self.socket = connect()
 
     def tick(self, now: float) -> Attach | Ping | None:
         """The message that is due, if any. A stage that was silent for too long gets it on a new connection."""
         message = self.attachment.tick(now)
         if message is not None and self.attachment.stale:
-            self._dial_again()
+            self._reconnect()
         return message
 
     def put(self, frame: bytes, now: float) -> bool:
@@ -47,10 +49,10 @@ class DataLine:
         and what was queued there is lost. The stage sends unanswered chunks again."""
         if zmq_sockets.put(self.socket, (frame,)):
             return True
-        self._dial_again()
+        self._reconnect()
         self.attachment.lost(now)
         return False
 
-    def _dial_again(self) -> None:
+    def _reconnect(self) -> None:
         self.socket.close()
-        self.socket = self._dial()
+        self.socket = self._connect()

@@ -43,16 +43,21 @@ class Source:
 class Inbound:
     """A request that expects KV."""
 
-    expect: PrepareReceive
+    order: PrepareReceive
+    """What was reserved for it."""
     sources: dict[int, Source]
+    """By rank of the prefill stage."""
     first: FirstToken | None = None
+    """From the metadata row, which comes with the last chunk."""
     bytes: int = 0
+    """Payload written so far, over all sources."""
     chunks: int = 0
+    """Number of chunks written so far, over all sources."""
 
     @property
     def key(self) -> Key:
         """Session, ticket and generation."""
-        return self.expect.session, self.expect.ticket, self.expect.generation
+        return self.order.session, self.order.ticket, self.order.generation
 
     @property
     def complete(self) -> bool:
@@ -61,38 +66,46 @@ class Inbound:
 
 
 class AcceptChunk(NamedTuple):
-    """Write these copies if the checksum is right."""
+    """The chunk may be written if its checksum is right."""
 
     inbound: Inbound
     source: Source
+    """The stage that it comes from."""
     copies: list[Copy]
+    """Where its frames go in the pool."""
 
 
 class RepeatChunk(NamedTuple):
-    """Already written: acknowledge again."""
+    """The chunk is written already: acknowledge it again."""
 
 
 class RejectChunk(NamedTuple):
-    """Do not write. inbound: the request that fails because of it, None if there is none."""
+    """The chunk must not be written: refuse it."""
 
     code: str
+    """Of the Nack."""
     message: str
     inbound: Inbound | None = None
+    """The request that fails because of it; None if there is none."""
 
 
 class InboundTable:
-    """The requests that one decode stage expects. geometry: of its pool."""
+    """The requests for which one decode stage expects KV.
+
+    Args:
+        geometry: of the stage's pool.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._requests: dict[int, Inbound] = {}
         self._by_key: dict[Key, Inbound] = {}
-        self._arrived: dict[Key, None] = {}
+        self._arrived: dict[Key, None] = {}  # complete ones, the oldest first
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def expect(self, order: PrepareReceive, sources: Mapping[int, Geometry]) -> str:
+    def prepare(self, order: PrepareReceive, sources: Mapping[int, Geometry]) -> str:
         """Start expecting KV from these prefill stages, which together have all layers and heads, each once.
 
         Returns what is wrong with the order, "" if nothing.
@@ -132,7 +145,7 @@ class InboundTable:
             return RejectChunk(messages.BAD_CHUNK, f"stage {stage} has no part in this ticket", inbound)
         if header.chunk in source.chunks:
             return RepeatChunk()
-        problem = self._problem(inbound.expect, source, header)
+        problem = self._problem(inbound.order, source, header)
         if problem:
             return RejectChunk(messages.BAD_CHUNK, problem, inbound)
         plan = copies(source.geometry, self._geometry, header.start, header.count)
@@ -140,24 +153,24 @@ class InboundTable:
         return RejectChunk(messages.BAD_CHUNK, problem, inbound) if problem else AcceptChunk(inbound, source, plan)
 
     def written(self, accepted: AcceptChunk, header: Chunk, first: FirstToken | None) -> str:
-        """Note a chunk that has been written. Returns what is wrong if the chunks do not fit together, or ""."""
+        """Note a chunk that was written. Returns what is wrong if the chunks do not fit together, or ""."""
         inbound, source, _ = accepted
         source.chunks[header.chunk] = (header.start, header.count)
         source.total = header.total or source.total
         inbound.first = first or inbound.first
         inbound.bytes += header.payload_bytes
         inbound.chunks += 1
-        return _gap(inbound.expect, source) if source.complete else ""
+        return _gap(inbound.order, source) if source.complete else ""
 
     def arrive(self, inbound: Inbound) -> None:
         """Close a complete request; its chunks are acknowledged if they come again."""
-        self.close(inbound.expect.request)
+        self.close(inbound.order.request)
         self._arrived[inbound.key] = None
         if len(self._arrived) > ARRIVED_KEPT:
             del self._arrived[next(iter(self._arrived))]
 
     def _problem(self, expect: PrepareReceive, source: Source, header: Chunk) -> str:
-        """What is wrong with a chunk's header, measured against what was reserved; "" when nothing is."""
+        """How a chunk's header does not fit what was reserved; "" when it does."""
         start, count = header.start, header.count
         if start < expect.start or start + count > expect.start + expect.count:
             return f"tokens {start} to {start + count}; expected {expect.start} to {expect.start + expect.count}"
@@ -179,7 +192,7 @@ class InboundTable:
 
 
 def _size_problem(header: Chunk, plan: list[Copy], frames: list[int]) -> str:
-    """Where the frames of a chunk are not those of its plan; "" when they are."""
+    """How the frames of a chunk differ from those of its plan; "" when they do not."""
     payload = [frame.bytes for frame, _ in carried(plan)]
     expected = [metadata.ROW_BYTES] if header.total else []
     if header.payload_bytes != sum(payload):

@@ -1,18 +1,17 @@
-"""What a stage still owes its peers: queues, windows, and who may touch which page. Pure.
+"""Per-peer send queues of a stage: flow-control windows, acknowledgements, and when pages may be reused. Pure.
 
-             ┌────────── connection lost: back to the front ─────────┐
-             ▼                                                       │
-    SendChunk ─► queue ──window open──► in flight ──Ack──► settling ──no frame of it is held──► Acked, after the last
-    part
-             │                         │
-             └──────── Cancel ─────────┴──────────► cancelling ──no frame of it is held──► Quiet
-                                                                 and no write is under way
+                 ┌────────── connection lost: back to the front ─────────┐
+                 ▼                                                       │
+    SendChunk ─► queue ──window open──► in flight ──Ack──► settling ──no frame of it is held──► ChunkAcked, after the
+                 │                         │                                                    last part
+                 └────── CancelSend ───────┴─────────► cancelling ──no frame of it is held──► SendCancelled
+                                                                    and no write is under way
 
-Where bytes are written into the peer's pool, a part in flight is written first and announced then, on whichever
-connection there is; it is never written again, for the peer may use its pages once it has answered.
+Where bytes are written into the peer's pool, a part in flight is written first and announced then, on the connection
+that is attached at that time. It is never written again: the peer may use its pages once it has answered.
 
-A peer that splits layers or heads otherwise has several lanes here, one for each of its stages that shares KV with this
-one. A chunk goes out in parts, each lane's own layers and heads on its own connection; it is acknowledged when all are.
+A chunk goes out in parts, each lane's own layers and heads on its own connection. It is acknowledged when all
+of them are.
 
 The window bounds the bytes in flight of one lane, PARTS_IN_FLIGHT their number. A part larger than the window goes when
 nothing else is in flight, so a small window slows a peer down but cannot stop it. A cancelled part that was sent counts
@@ -21,152 +20,44 @@ until the peer answers it or its connection ends: a peer that does not read gain
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.core.messages.orders import AdmitPeer, SendChunk
-from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.backends import ZMQ
 from headrace.core.types.geometry import Geometry
-from headrace.transfer.backends.base import Handle, RemotePages, RemoteWrite
+from headrace.transfer.data.outgoing import Key, Lane, OutChunk, OutgoingSends, OutPart, OutSession
 from headrace.transfer.protocol.layout import overlap
-from headrace.transfer.protocol.messages import Chunk
 
 PARTS_IN_FLIGHT = 1024  # of one lane, however small they are
 
-Key = tuple[str, int, int]  # ticket, generation, chunk
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingSends:
-    """One request on its way out, queued for one session. Only while it is open are its parts sent. sent: parts
-    that libzmq has seen and that are neither acknowledged nor known to be free."""
-
-    request: int
-    session: "OutSession | None" = None
-    open: bool = True
-    released: bool = False
-    sent: list["OutPart"] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class OutChunk:
-    """One SendChunk order. row: its metadata row, b"" but in the last chunk; every part carries it. bytes: of the
-    payload, over all parts. unsettled: parts that are not acknowledged or that libzmq still holds."""
-
-    order: SendChunk
-    owner: OutgoingSends
-    row: bytes
-    bytes: int
-    unsettled: int
-
-
-@dataclass(slots=True, eq=False)
-class OutPart:
-    """What one lane gets of a chunk. handles: of its write, and of the frames of all its transmissions (a
-    zmq.MessageTracker tells when libzmq has let go of a frame's memory). sent_at: when the last of these was.
-    write: of its bytes into the peer's pages. checksum: of what was written."""
-
-    chunk: OutChunk
-    payload_bytes: int
-    handles: list[Handle] = field(default_factory=list)
-    sent_at: float = 0.0
-    write: RemoteWrite | None = None
-    checksum: int | None = None
-
-    @property
-    def owner(self) -> OutgoingSends:
-        """The sends of its request."""
-        return self.chunk.owner
-
-    @property
-    def key(self) -> Key:
-        """Ticket, generation and chunk number, as in its acknowledgement."""
-        order = self.chunk.order
-        return order.ticket, order.generation, order.chunk
-
-    @property
-    def wire_bytes(self) -> int:
-        """What counts against the window."""
-        return self.payload_bytes + len(self.chunk.row)
-
-    def header(self, digest: int | None) -> Chunk:
-        """What is said of it on its connection. digest: of its row and payload, where there is to be one."""
-        order = self.chunk.order
-        return Chunk(
-            ticket=order.ticket,
-            generation=order.generation,
-            chunk=order.chunk,
-            start=order.start,
-            count=order.count,
-            pages=order.dst_pages,
-            row=order.dst_row,
-            payload_bytes=self.payload_bytes,
-            checksum=digest,
-            total=order.chunk + 1 if order.last else 0,
-            written=self.write is not None,
-        )
-
-    @property
-    def free(self) -> bool:
-        """Whether libzmq holds none of its frames, and nothing of it is being written."""
-        self.handles = [handle for handle in self.handles if not handle.done]
-        return not self.handles
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """One stage of a peer. stage: its number. destination: its pool. part: the layers and heads of this stage that
-    it takes. backend: how bytes are to go there. route: its connection of the moment. checksum: whether chunks carry
-    one. memory: how its pool may be written; remote: that pool, once it has been opened. writing: parts in flight that
-    are not announced yet. lost: a write has not come through, and never will."""
-
-    stage: int
-    destination: Geometry
-    part: Geometry
-    window_bytes: int
-    backend: str = ZMQ
-    route: bytes | None = None
-    checksum: bool = True
-    memory: PoolMemory | None = None
-    remote: RemotePages | None = None
-    unacked_bytes: int = 0
-    queue: deque[OutPart] = field(default_factory=deque)
-    in_flight: dict[Key, OutPart] = field(default_factory=dict)
-    writing: list[OutPart] = field(default_factory=list)
-    lost: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class OutSession:
-    """A peer that may attach. backend: how bytes go to it. lanes: by its stage."""
-
-    session: str
-    page_size: int
-    backend: str
-    lanes: dict[int, Lane]
-
 
 class Settled(NamedTuple):
-    """Chunks whose Acked and requests whose Quiet may now be reported."""
+    """Chunks and requests whose pages neither libzmq nor a write reads any more."""
 
     acked: list[OutChunk]
-    quiet: list[int]
+    """Report as ChunkAcked."""
+    cancelled: list[int]
+    """Serials of requests; report as SendCancelled."""
 
 
 class Outbound:
-    """The sessions and requests of one stage. geometry: of its pool."""
+    """The sessions and requests of one stage.
+
+    Args:
+        geometry: of the stage's pool.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._sessions: dict[str, OutSession] = {}
         self._by_route: dict[bytes, Lane] = {}
-        self._requests: dict[int, OutgoingSends] = {}
-        self._settling: list[OutPart] = []
-        self._cancelling: list[OutgoingSends] = []
+        self._requests: dict[int, OutgoingSends] = {}  # by serial
+        self._settling: list[OutPart] = []  # acknowledged, and not yet known to be free
+        self._cancelling: list[OutgoingSends] = []  # cancelled, and not yet reported
 
     @property
     def unacked_bytes(self) -> int:
-        """Payload sent and not acknowledged, over all peers."""
+        """Bytes sent and not acknowledged, over all peers."""
         return sum(lane.unacked_bytes for lane in self.lanes())
 
     @property
@@ -176,7 +67,7 @@ class Outbound:
 
     @property
     def unsettled(self) -> bool:
-        """Whether settle() or written() wait for something that does not wake us."""
+        """Whether settle() or written() will have something to report whose completion does not wake the I/O thread."""
         return bool(self._settling or self._cancelling or self.writing)
 
     @property
@@ -197,7 +88,7 @@ class Outbound:
         self._sessions[order.session] = OutSession(order.session, order.geometries[0].page_size, order.backend, lanes)
 
     def drop(self, session: str) -> list[Lane]:
-        """The session has ended. Its requests stay known until they are cancelled or released. Returns its lanes."""
+        """End a session. Its requests stay known until they are cancelled or released. Returns its lanes."""
         ended = self._sessions.pop(session, None)
         lanes = list(ended.lanes.values()) if ended is not None else []
         for lane in lanes:
@@ -206,7 +97,7 @@ class Outbound:
         return lanes
 
     def lanes(self) -> list[Lane]:
-        """Of all sessions."""
+        """The lanes of all sessions."""
         return [lane for session in self._sessions.values() for lane in session.lanes.values()]
 
     def session(self, session: str) -> OutSession | None:
@@ -218,8 +109,9 @@ class Outbound:
         return self._by_route.get(route)
 
     def attach(self, lane: Lane, route: bytes) -> list[bytes]:
-        """Use this connection from now on; what was in flight on an earlier one is sent again. Returns the connection
-        that serves no lane any more, if there is one."""
+        """Use this connection from now on; what was in flight on an earlier one is sent again.
+
+        Returns the connection that serves no lane any more, if there is one."""
         if lane.route == route:
             return []
         left = [lane.route] if lane.route is not None else []
@@ -232,7 +124,7 @@ class Outbound:
         return left
 
     def detach(self, lane: Lane) -> None:
-        """The connection is gone: nothing is in flight, and parts not acknowledged are queued again, in order."""
+        """Forget the connection of a lane: parts in flight go back to the front of the queue, in order."""
         if lane.route is not None:
             del self._by_route[lane.route]
             lane.route = None
@@ -248,8 +140,10 @@ class Outbound:
                 yield lane, part
 
     def enqueue(self, session: OutSession, order: SendChunk, row: bytes) -> None:
-        """Queue a chunk on every lane, unless its request has been cancelled or has failed: Cancel overtakes Sends that
-        wait for their pages to be computed."""
+        """Queue a chunk on every lane, unless its request has been cancelled or has failed: CancelSend overtakes
+        SendChunk orders that wait for their pages to be computed.
+
+        row: encoded metadata row of the last chunk; b"" for others."""
         owner = self._requests.setdefault(order.request, OutgoingSends(order.request))
         owner.session = session
         if not owner.open:
@@ -275,8 +169,9 @@ class Outbound:
         return part
 
     def lost(self) -> list[tuple[str, str]]:
-        """Sessions through which a write was lost, each once, and how. Nobody can say when the last of its bytes will
-        have come to the peer's pages, so nothing of the session can be called quiet any more."""
+        """Sessions in which a write was lost, each once, and why it was.
+
+        It is unknown when the last of its bytes arrives in the peer's pages, so such a session has to end."""
         found = []
         for session in self._sessions.values():
             for lane in session.lanes.values():
@@ -287,7 +182,7 @@ class Outbound:
         return found
 
     def written(self) -> list[tuple[Lane, OutPart]]:
-        """Take out what has come into the peer's pages and is to be announced."""
+        """Take out parts whose bytes are in the peers' pools, to be announced now."""
         announced = []
         for lane in self._by_route.values():
             over = [part for part in lane.writing if part.write is not None and part.write.done]
@@ -296,23 +191,23 @@ class Outbound:
                 if part.owner.open:
                     announced.append((lane, part))
                 else:
-                    self.answered(lane, part.key)  # the peer will not hear of it, so it cannot answer
+                    self.answered(lane, part.key)  # it is not announced, so the peer cannot answer it
         return announced
 
     def answered(self, lane: Lane, key: Key) -> OutPart | None:
-        """The peer has answered a part: its bytes leave the window. None when it was not in flight."""
+        """Take a part that the peer has answered out of the window. Returns None when it was not in flight."""
         part = lane.in_flight.pop(key, None)
         if part is not None:
             lane.unacked_bytes -= part.wire_bytes
         return part
 
     def acked(self, part: OutPart) -> None:
-        """Acked will be reported by settle(): never before the pages are free of readers, whatever the peer says."""
+        """Note that the peer has acknowledged a part. settle() reports its chunk once nothing reads its pages."""
         if part.owner.open:
             self._settling.append(part)
 
     def fail(self, request: int) -> bool:
-        """SendChunk nothing more for a request. False when it was closed already."""
+        """Send nothing more for a request. Returns False when it was closed already."""
         owner = self._requests.setdefault(request, OutgoingSends(request))
         was_open, owner.open = owner.open, False
         for lane in owner.session.lanes.values() if owner.session is not None else ():
@@ -320,14 +215,14 @@ class Outbound:
         return was_open
 
     def cancel(self, request: int) -> None:
-        """SendChunk nothing more for a request; settle() reports it quiet."""
+        """Send nothing more for a request; settle() reports it when its pages are free."""
         self.fail(request)
         owner = self._requests[request]
         if owner not in self._cancelling:
             self._cancelling.append(owner)
 
     def release(self, request: int) -> None:
-        """Every SendChunk of the request has been seen: a cancelled one need not be remembered any more."""
+        """Note that every SendChunk of a request was seen: once cancelled, it need not be remembered any more."""
         owner = self._requests.get(request)
         if owner is None:
             return
@@ -336,7 +231,7 @@ class Outbound:
             del self._requests[request]
 
     def settle(self) -> Settled:
-        """Take out what libzmq has let go of."""
+        """Take out chunks and requests whose pages are free."""
         free = [part for part in self._settling if part.owner.open and part.free]
         self._settling = [part for part in self._settling if part.owner.open and part.handles]
         acked = []
@@ -345,10 +240,10 @@ class Outbound:
             part.chunk.unsettled -= 1
             if not part.chunk.unsettled:
                 acked.append(part.chunk)
-        quiet = [owner for owner in self._cancelling if all(part.free for part in owner.sent)]
-        for owner in quiet:
+        cancelled = [owner for owner in self._cancelling if all(part.free for part in owner.sent)]
+        for owner in cancelled:
             owner.sent.clear()
             self._cancelling.remove(owner)
             if owner.released:
                 del self._requests[owner.request]
-        return Settled(acked, [owner.request for owner in quiet])
+        return Settled(acked, [owner.request for owner in cancelled])

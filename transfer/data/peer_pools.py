@@ -1,4 +1,4 @@
-"""Opens peers' pools for one-sided writes when they attach, and closes them when their sessions end.
+"""Peers' KV pools, opened for one-sided writes when a peer attaches and closed when its session ends.
 
 A pool that cannot be opened, whatever was agreed at the handshake, is filled by frames over ZMQ instead.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from headrace.core.config import TransferConfig
 from headrace.core.types.backends import FAKE, SHM
 from headrace.transfer.backends.base import Transport
-from headrace.transfer.data.outbound import Lane
+from headrace.transfer.data.outgoing import Lane
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.messages import Attach
 
@@ -17,10 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class PeerPools:
-    """Peers' pools as one stage writes into them."""
+    """Opens and closes peers' pools, and decides which chunks have checksums.
+
+    Args:
+        stage: our own rank.
+        transports: by backend name.
+    """
 
     def __init__(self, config: TransferConfig, stage: int, transports: Mapping[str, Transport]) -> None:
-        """stage: our own rank. transports: by backend name."""
         self._config = config
         self._stage = stage
         self._transports = dict(transports)

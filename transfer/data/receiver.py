@@ -1,19 +1,18 @@
-"""The receiver of a decode stage: a Port in its I/O thread that writes incoming KV into the pool.
+"""KV receiver of a decode stage: writes incoming chunks into the pool, as an EventSource of the stage's I/O thread.
 
     chunk ──► expected? ──► checksum ──► write pages ──► Ack ──► ChunkReceived, and KvReceived after the last one
                  │ no          │ wrong   (or they are)
                  └──► Nack ◄───┘ ──► ReceiveFailed, if a request is concerned
 
-It owns one DEALER for each prefill stage that shares KV with this stage; transfer/data/inbound.py decides about
-chunks. Its own writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the
-other side writes, its control endpoint says when it has ceased for a ticket; SessionClosed is sent when it has for a
-session that ended without such a message.
+It owns one DEALER for each prefill stage that shares KV with this stage; inbound.py decides about chunks. Its own
+writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the prefill stage
+writes, the prefill server's control endpoint says when it has stopped writing for a ticket. For a session that ended
+without such a message, SessionClosed says so once its write access is revoked.
 """
 
 import logging
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from typing import assert_never
 
 import zmq
@@ -31,18 +30,19 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
-from headrace.core.types.backends import FAKE, SHM, ZMQ, NixlAccess, writes_directly
-from headrace.core.types.errors import CHECKSUM, PEER_GONE
+from headrace.core.types.backends import ZMQ, NixlAccess, writes_directly
+from headrace.core.types.errors import PEER_GONE
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
 from headrace.transfer.data.attachment import Attachment
+from headrace.transfer.data.chunk_verifier import ChunkVerifier
 from headrace.transfer.data.data_line import DataLine
 from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.data.revocation import Revocations
-from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol import checksum, messages
 from headrace.transfer.protocol.layout import PageStore, overlap
 from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
 from headrace.transfer.protocol.metadata import MetadataRows
@@ -52,12 +52,22 @@ from headrace.transfer.sockets.zmq_sockets import Context, Socket
 log = logging.getLogger(__name__)
 
 ReceiverOrder = OpenSession | CloseSession | PrepareReceive | CancelReceive
-CHUNKS_PER_PASS = 16  # of one connection; a chunk can be many megabytes
-QUEUED_ANSWERS = 8192  # for one stage; where one leaves more unread, its connection is made anew
+CHUNKS_PER_PASS = 16  # per connection; a chunk can be many megabytes
+QUEUED_ANSWERS = 8192  # per connection; it is replaced when the stage leaves more unread
 
 
 class Receiver:
-    """A Port of StageEvents and ReceiverOrders. exposures: how others may write into the pool, by backend."""
+    """Receives the KV of one stage. An EventSource[StageEvent, ReceiverOrder].
+
+    Args:
+        stage: rank of the stage.
+        geometry: of the stage's pool.
+        store: the stage's pool.
+        metadata_rows: number of metadata rows, which bounds the row numbers in PrepareReceive.
+        registered_pools: the pool as prefill stages may write into it, by backend name.
+
+    Raises ConfigError when the CURVE key file cannot be used.
+    """
 
     def __init__(
         self,
@@ -68,7 +78,7 @@ class Receiver:
         store: PageStore,
         context: Context,
         metadata_rows: int = 4096,
-        exposures: Mapping[str, RegisteredPool] | None = None,
+        registered_pools: Mapping[str, RegisteredPool] | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
@@ -79,13 +89,14 @@ class Receiver:
         self._rows = MetadataRows(metadata_rows)
         self._table = InboundTable(geometry)
         self._lines: list[DataLine] = []
-        self._exposures = dict(exposures or {})
+        self._registered_pools = dict(registered_pools or {})
         self._revocations = Revocations()
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_received_total", 0, (backend,))
         for name in ("chunks_received_total", "checksum_failures_total"):
             self._counters.add(name, 0)
+        self._verifier = ChunkVerifier(config, store, self._counters)
         self._received: Codec[StageMessage] = Codec(StageMessage)
         self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
 
@@ -101,11 +112,11 @@ class Receiver:
         """Carry out an order of the scheduler."""
         match command:
             case OpenSession():
-                return self._dial(command, now)
+                return self._open_session(command, now)
             case CloseSession():
-                return self._hang_up(command.session, now)
+                return self._close_session(command.session, now)
             case PrepareReceive():
-                return self._expect(command)
+                return self._prepare(command)
             case CancelReceive():
                 self._close(command.request)
                 return [ReceiveCancelled(stage=self._stage, request=command.request)]
@@ -142,7 +153,7 @@ class Receiver:
         )
         return Stats(samples=(*gauges, *self._counters.snapshot()))
 
-    def _dial(self, order: OpenSession, now: float) -> list[StageEvent]:
+    def _open_session(self, order: OpenSession, now: float) -> list[StageEvent]:
         self._close_lines(order.session)
         kind = checksum.kinds(self._config.checksum)[0]
         timeout_s = self._config.peer_timeout_s
@@ -151,8 +162,8 @@ class Receiver:
             source = overlap(whole, self._geometry)
             if source is None:
                 continue
-            dial = partial(
-                zmq_sockets.dial,
+            connect = partial(
+                zmq_sockets.connect,
                 self._context,
                 endpoint,
                 max_frame=self._config.max_frame_bytes,
@@ -170,25 +181,25 @@ class Receiver:
                 nixl=access,
             )
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
-            self._lines.append(DataLine(order.session, stage, source, order.backend, dial, attachment))
+            self._lines.append(DataLine(order.session, stage, source, order.backend, connect, attachment))
         return self.tick(now)
 
     def _grant(self, order: OpenSession) -> NixlAccess | None:
-        """What the stages need to write into the pool. Where it cannot be had, they send frames."""
-        exposure = self._exposures.get(order.backend)
+        """What prefill stages need to write into the pool; None where they send frames."""
+        registered = self._registered_pools.get(order.backend)
         try:
-            return exposure.grant(order.session) if exposure is not None else None
+            return registered.grant(order.session) if registered is not None else None
         except OSError as error:
             log.warning("KV comes in frames: the pool cannot be opened for %s: %s", order.backend, error)
             return None
 
-    def _hang_up(self, session: str, now: float) -> list[StageEvent]:
-        """Close a session's connections. Whoever may write through it loses that right, now or later."""
+    def _close_session(self, session: str, now: float) -> list[StageEvent]:
+        """Close a session's connections, and begin to revoke the write access of its prefill stages."""
         ended = self._close_lines(session)
         writers = [line.stage for line in ended if writes_directly(line.backend)]
         if not writers:
             return [SessionClosed(stage=self._stage, session=session)]
-        over = self._revocations.begin(session, self._exposures[ended[0].backend], writers, now)
+        over = self._revocations.begin(session, self._registered_pools[ended[0].backend], writers, now)
         return [SessionClosed(stage=self._stage, session=session) for session in over]
 
     def _close_lines(self, session: str) -> list[DataLine]:
@@ -198,16 +209,16 @@ class Receiver:
             line.socket.close()
         return closed
 
-    def _expect(self, order: PrepareReceive) -> list[StageEvent]:
+    def _prepare(self, order: PrepareReceive) -> list[StageEvent]:
         sources = {line.stage: line.source for line in self._lines if line.session == order.session}
         if not sources:
-            return [self._fetch_failed(order.request, PEER_GONE, "no data connection of this session is open")]
+            return [self._receive_failed(order.request, PEER_GONE, "no data connection of this session is open")]
         if order.row >= len(self._rows) or not self._rows.is_clear(order.row):
             text = f"metadata row {order.row} of {len(self._rows)} does not exist or is in use"
-            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, text)]
-        problem = self._table.expect(order, sources)
+            return [self._receive_failed(order.request, messages.BAD_RESERVATION, text)]
+        problem = self._table.prepare(order, sources)
         if problem:
-            return [self._fetch_failed(order.request, messages.BAD_RESERVATION, problem)]
+            return [self._receive_failed(order.request, messages.BAD_RESERVATION, problem)]
         return [ReceivePrepared(stage=self._stage, request=order.request)]
 
     def _receive(self, line: DataLine, now: float) -> list[StageEvent]:
@@ -237,10 +248,10 @@ class Receiver:
         return message
 
     def _chunk(self, line: DataLine, header: Chunk, frames: list[zmq.Frame], now: float) -> list[StageEvent]:
-        """Answer a chunk, always: the sender's window counts on it."""
+        """Handle a chunk. It is always answered, since it takes up the sender's window until it is."""
         verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
         if isinstance(verdict, AcceptChunk):
-            verdict = self._verify(line, verdict, header, frames)
+            verdict = self._verifier.verify(line.backend, verdict, header, [frame.buffer for frame in frames])
         match verdict:
             case AcceptChunk():
                 return self._accept(line, verdict, header, frames, now)
@@ -251,45 +262,11 @@ class Receiver:
             case RejectChunk():
                 return self._reject(line, verdict, header, now)
 
-    def _verify(
-        self, line: DataLine, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame]
-    ) -> AcceptChunk | RejectChunk:
-        """Check what can be checked before anything is written here: the checksum, and whose metadata row it is."""
-        if header.written and line.backend == ZMQ:
-            return RejectChunk(
-                messages.BAD_CHUNK, "nobody may write into this pool, and no frames came", accept.inbound
-            )
-        if header.checksum is None and self._insists(line, header):
-            return RejectChunk(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
-        if header.checksum is not None:
-            written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
-            found = checksum.of_frames(chain((frame.buffer for frame in frames), written))
-            if found != header.checksum:
-                self._counters.add("checksum_failures_total")
-                return RejectChunk(
-                    CHECKSUM, f"checksum {found:016x}, the header says {header.checksum:016x}", accept.inbound
-                )
-        if header.total:
-            try:
-                row = metadata.decode(frames[0].buffer)
-            except ValueError as error:
-                return RejectChunk(messages.BAD_METADATA, str(error), accept.inbound)
-            if not row.belongs_to(header.ticket, header.generation):
-                text = f"metadata of another ticket, or of generation {row.generation}"
-                return RejectChunk(messages.BAD_METADATA, text, accept.inbound)
-        return accept
-
-    def _insists(self, line: DataLine, header: Chunk) -> bool:
-        """Whether a chunk has to have a checksum."""
-        if line.backend == FAKE:
-            return False
-        return self._config.checksum_shm if header.written and line.backend == SHM else self._config.checksum
-
     def _accept(
         self, line: DataLine, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame], now: float
     ) -> list[StageEvent]:
         inbound = accept.inbound
-        request = inbound.expect.request
+        request = inbound.order.request
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
         if not header.written:
             buffers = [frame.buffer for frame in frames]
@@ -304,15 +281,15 @@ class Receiver:
         if not inbound.complete or inbound.first is None:
             return [arrived]
         self._table.arrive(inbound)
-        self._rows.clear(inbound.expect.row)
+        self._rows.clear(inbound.order.row)
         done = KvReceived(
             stage=self._stage, request=request, first=inbound.first, bytes=inbound.bytes, chunks=inbound.chunks
         )
         return [arrived, done]
 
     def _metadata(self, inbound: Inbound, frame: zmq.Frame) -> FirstToken:
-        """Store the row, once for all source stages, and read it back from where it lies."""
-        row = inbound.expect.row
+        """Store the metadata row, once for all source stages. Returns the first token read back from it."""
+        row = inbound.order.row
         if self._rows.is_clear(row):
             self._rows.set(row, frame.buffer)
         return self._rows.read(row).first
@@ -326,16 +303,16 @@ class Receiver:
         self._say(line, nack, now)
         if verdict.inbound is None:
             return []
-        request = verdict.inbound.expect.request
+        request = verdict.inbound.order.request
         self._close(request)
-        return [self._fetch_failed(request, verdict.code, text)]
+        return [self._receive_failed(request, verdict.code, text)]
 
     def _close(self, request: int) -> None:
         inbound = self._table.close(request)
         if inbound is not None:
-            self._rows.clear(inbound.expect.row)
+            self._rows.clear(inbound.order.row)
 
-    def _fetch_failed(self, request: int, code: str, message: str) -> ReceiveFailed:
+    def _receive_failed(self, request: int, code: str, message: str) -> ReceiveFailed:
         return ReceiveFailed(stage=self._stage, request=request, code=code, message=message)
 
     def _ack(self, line: DataLine, header: Chunk, now: float) -> None:

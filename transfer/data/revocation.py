@@ -1,6 +1,6 @@
 """Revokes the write access of prefill stages after their session has ended, and retries until it is gone. Pure.
 
-The other side cannot wake us when it lets go, so it is asked at growing intervals; most let go at once.
+A stage cannot wake this process when it stops, so its access is tried at growing intervals. Most stop at once.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ class _Ended:
     """An ended session and the prefill stages that may still write in it."""
 
     session: str
-    exposure: RegisteredPool
+    registered: RegisteredPool
     stages: list[int]
+    """Ranks of the stages that may still write."""
 
 
 class Revocations:
@@ -32,9 +33,9 @@ class Revocations:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def begin(self, session: str, exposure: RegisteredPool, stages: list[int], now: float) -> list[str]:
+    def begin(self, session: str, registered: RegisteredPool, stages: list[int], now: float) -> list[str]:
         """Start revoking the access of these stages. Returns what tick() returns."""
-        self._ended.append(_Ended(session, exposure, stages))
+        self._ended.append(_Ended(session, registered, stages))
         self._backoff.reset()
         return self._ask(now)
 
@@ -50,7 +51,7 @@ class Revocations:
 
     def _ask(self, now: float) -> list[str]:
         for one in self._ended:
-            one.stages = [stage for stage in one.stages if not one.exposure.revoke(one.session, stage)]
+            one.stages = [stage for stage in one.stages if not one.registered.revoke(one.session, stage)]
         over = [one.session for one in self._ended if not one.stages]
         self._ended = [one for one in self._ended if one.stages]
         self._next = self._backoff.next(now) if self._ended else None

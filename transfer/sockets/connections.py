@@ -52,6 +52,7 @@ class Connection(NamedTuple):
     """One connection that a socket has accepted."""
 
     descriptor: int
+    """File descriptor."""
     number: int
     """Counts the connections that were accepted: descriptors are used again."""
 
@@ -134,7 +135,7 @@ class Connections:
                 self._routes[descriptor] = route
 
     def of(self, frame: zmq.Frame) -> Connection | None:
-        """The connection that a frame came through; None if it is closed, or libzmq does not say.
+        """The connection that a frame came through; None if it is closed, or libzmq does not know.
 
         A frame that waited until its connection was closed may be taken for one of a connection that was accepted
         since and got the same descriptor.

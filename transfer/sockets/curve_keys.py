@@ -1,6 +1,6 @@
 """CURVE key files: those of zmq.auth and czmq, as `headrace keys` writes them. Reads files, and nothing else.
 
-NAME.key has the public key and may be given to anybody, NAME.key_secret has both. Keys are Z85 text of 40 characters.
+NAME.key has the public key and may be given to every peer, NAME.key_secret has both. Keys are Z85, 40 characters.
 """
 
 import re
@@ -20,31 +20,33 @@ _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class KeyPair(NamedTuple):
-    """Both keys of this server, in Z85."""
+    """A CURVE key pair."""
 
     public: str
+    """Z85, 40 characters."""
     secret: str
+    """Z85, 40 characters."""
 
 
 def key_text(public: str, secret: str = "") -> str:
-    """The content of a key file; without a secret key, of a public one."""
+    """The content of a key file: of NAME.key_secret with a secret key, of NAME.key without."""
     kind = "SECRET key pair: only its owner may read it" if secret else "public key"
     pair = f'    public-key = "{public}"\n' + (f'    secret-key = "{secret}"\n' if secret else "")
     return f"# ZeroMQ CURVE {kind}\nmetadata\ncurve\n{pair}"
 
 
 def read_pair(path: Path) -> KeyPair:
-    """Raises ConfigError for a file without both keys, and for one that everybody on the machine can read."""
+    """Both keys in a key file. Raises ConfigError for a file without both, and for one that every user can read."""
     found = _read(path)
     if "secret" not in found:
         raise ConfigError(f"{path} has no secret key: name the file that ends in {SECRET_SUFFIX}")
     if path.stat().st_mode & stat.S_IROTH:
-        raise ConfigError(f"everybody on this machine can read the secret key in {path}: chmod o-r it")
+        raise ConfigError(f"every user of this machine can read the secret key in {path}: chmod o-r it")
     return KeyPair(found["public"], found["secret"])
 
 
 def read_public(path: Path) -> str:
-    """The public key in a key file of either kind. Raises ConfigError."""
+    """The public key in a key file of either kind. Raises ConfigError if the file cannot be read or has no key."""
     return _read(path)["public"]
 
 
@@ -61,8 +63,14 @@ def _read(path: Path) -> dict[str, str]:
 
 
 class ServerKeys:
-    """The public keys of prefill servers, from texts of the form FILE, HOST=FILE or HOST:PORT=FILE. option: what they
-    are called where they are written. Raises ConfigError."""
+    """The public keys of prefill servers.
+
+    Args:
+        texts: each FILE, HOST=FILE or HOST:PORT=FILE.
+        option: name of the option in error messages.
+
+    Raises ConfigError for a text or a file that cannot be used.
+    """
 
     def __init__(self, texts: Iterable[str], option: str = "--curve-server-key") -> None:
         self._default = ""
@@ -77,15 +85,22 @@ class ServerKeys:
                 self._default = read_public(Path(text))
 
     def of(self, url: str) -> str:
-        """The key of the server at this URL, "" where none is known. HOST:PORT goes before HOST, that before all."""
+        """The key of the server at this URL; "" where none is known. HOST:PORT=FILE goes before HOST=FILE, that before
+        FILE."""
         host, port = address_of(url)
         found = [(rule.port, key) for rule, key in self._rules if rule.matches(host, port)]
         return max(found, default=(0, self._default))[1]
 
 
 def known_servers(curve_key: str, curve_server_keys: Sequence[str]) -> ServerKeys | None:
-    """For a peer that is set up by these two: the file with its own keys, and what ServerKeys takes. None for neither:
-    connections in the clear. Raises ConfigError for key files that are missing or no use alone."""
+    """The server keys of a peer that is configured by two options; None without either: connections in the clear.
+
+    Args:
+        curve_key: file with the peer's own keys.
+        curve_server_keys: as the texts of ServerKeys.
+
+    Raises ConfigError for key files that cannot be used, and for one option without the other.
+    """
     if bool(curve_key) != bool(curve_server_keys):
         raise ConfigError("curve_key and curve_server_keys go together: give both, or neither")
     if not curve_key:
@@ -95,11 +110,13 @@ def known_servers(curve_key: str, curve_server_keys: Sequence[str]) -> ServerKey
 
 
 class AllowList:
-    """The public keys in a folder's *.key files. The folder is looked at when somebody knocks, so keys that are added
-    or removed count from the next connection on."""
+    """The public keys in a folder's *.key files.
+
+    The folder is read again at each handshake after it has changed, so keys that are added or removed count from the
+    next connection on. Raises ConfigError when there is no such folder, or a file in it has no key.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when there is no such folder, or a file in it has no key."""
         self._folder = folder
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder} of public keys; make it, with {PUBLIC_SUFFIX} files in it")
@@ -110,7 +127,8 @@ class AllowList:
         return len(self._names)
 
     def name_of(self, public: str) -> str | None:
-        """The name of the file with this key; None when it is not allowed. A file that cannot be read allows nobody."""
+        """The name of the file with this key; None when it is not allowed. A file that cannot be read
+        allows no key."""
         stamp = self._look()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -129,7 +147,7 @@ class AllowList:
             return []
 
     def _look(self) -> tuple[tuple[str, int, int], ...]:
-        """What tells whether a file was added, removed or changed."""
+        """Name, time of change (ns) and size of each file: differs once one was added, removed or changed."""
         seen = []
         for path in self._files():
             try:

@@ -18,33 +18,48 @@ from headrace.transfer.sockets import zap, zmq_sockets
 from headrace.transfer.sockets.connections import REFUSED, Connection, Connections
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
-REFUSALS_PER_S = (
-    2.0  # of one connection; a peer that waits for its session to be admitted tries again every second in the end
-)
-REFUSALS = 32.0
+# Per connection. A peer that waits for its session to be admitted tries again, every second in the end.
+REFUSALS_PER_S = 2.0
+REFUSALS = 32.0  # at once
 CLOSE_S = 1.0  # from the last refusal until a connection is closed
-DEAF_KEPT = 4096  # routes that are not heard any more
+IGNORED_KEPT = 4096  # routes whose messages are dropped
 
 
 class Arrival(NamedTuple):
-    """A message, the connection's name and what was said, and the frame that tells where it came from."""
+    """A received message."""
 
     route: bytes
+    """ZMQ routing id of its connection."""
     body: list[bytes]
+    """Its frames without the routing id."""
     frame: zmq.Frame
+    """Its last frame, from which libzmq knows the connection."""
 
 
-class Condemned(NamedTuple):
-    """A connection that is to be closed, unless another route turns out to be its own."""
+class PendingClose(NamedTuple):
+    """A connection that will be closed, unless it turns out to be that of another route."""
 
     route: bytes
+    """Routing id of the connection that was refused too often."""
     connection: Connection
     at: float
+    """When it will be closed, seconds."""
 
 
 class Listener:
-    """part: of the server, for logs and counters. port 0 takes a free one. max_frame, queue, unread: as in
-    sockets.bind. Raises ConfigError when it cannot bind."""
+    """A bound ROUTER with its connections and, where the server has CURVE keys, its authenticator.
+
+    Args:
+        part: name of the socket in logs and metrics.
+        port: 0 takes a free one.
+        max_frame, queue, unread: as in zmq_sockets.bind().
+
+    Attributes:
+        socket: the ROUTER.
+        port: TCP port that it is bound to.
+
+    Raises ConfigError when it cannot bind, or a CURVE key cannot be used.
+    """
 
     def __init__(
         self,
@@ -57,11 +72,11 @@ class Listener:
         queue: int,
         unread: int,
     ) -> None:
-        self._gate = zap.gate(context, config, part)
+        self._authenticator = zap.authenticator(context, config, part)
         self._connections = Connections(context, part, has_session=lambda route: route in self._kept)
-        self._kept: dict[bytes, Connection | None] = {}
-        self._condemned: dict[int, Condemned] = {}  # by descriptor, the earliest first
-        self._deaf: dict[bytes, None] = {}  # routes that are not heard any more, the oldest first
+        self._kept: dict[bytes, Connection | None] = {}  # by route, connections with a session
+        self._closing: dict[int, PendingClose] = {}  # by descriptor, the earliest first
+        self._ignored: dict[bytes, None] = {}  # routes whose messages are dropped, the oldest first
         self._refusals = RateLimits(REFUSALS_PER_S, REFUSALS)
         try:
             self.socket, self.port = zmq_sockets.bind(
@@ -75,55 +90,60 @@ class Listener:
                 prepare=self._prepare,
             )
         except ConfigError:
-            self._unguard()
+            self._close_helpers()
             raise
 
     def sockets(self) -> tuple[Socket, ...]:
         """Sockets to poll for reading."""
-        return (self.socket, *self._connections.sockets(), *(self._gate.sockets() if self._gate else ()))
+        return (
+            self.socket,
+            *self._connections.sockets(),
+            *(self._authenticator.sockets() if self._authenticator else ()),
+        )
 
     def receive(self, now: float) -> Iterator[Arrival]:
-        """What has come, in a bounded pass, but for what comes from connections that are closed here."""
-        self._close_condemned(now)
+        """The messages that have come, in a bounded pass, without those of connections that are being closed."""
+        self._close_due(now)
         failed = self._connections.receive(now)
-        if self._gate is not None:
-            self._gate.receive(failed, now)
+        if self._authenticator is not None:
+            self._authenticator.receive(failed, now)
         for _ in range(zmq_sockets.RECEIVE_BATCH):
             frames = zmq_sockets.take_frames(self.socket)
             if frames is None:
                 return
             route, *body = (frame.bytes for frame in frames)
             self._connections.note(route, frames[-1])
-            if self._condemned:
-                self._acquit(route, frames[-1])
-            if route not in self._deaf:
+            if self._closing:
+                self._keep_open(route, frames[-1])
+            if route not in self._ignored:
                 yield Arrival(route, body, frames[-1])
 
     def next_deadline(self) -> float | None:
-        """When receive() is wanted though nothing has come."""
-        return next((each.at for each in self._condemned.values()), None)
+        """When receive() has to be called although nothing has come."""
+        return next((each.at for each in self._closing.values()), None)
 
     def put(self, route: bytes, frame: bytes) -> bool:
-        """Say something. False when the connection is gone, or has left too much unread."""
+        """Send a message of one frame. False when the connection is gone, or has left too much unread."""
         return zmq_sockets.put(self.socket, (route, frame))
 
     def put_tracked(self, frames: Sequence[bytes], payload: Sequence[Any]) -> list[zmq.MessageTracker] | None:
-        """As sockets.put_tracked; the first of the frames is the route."""
+        """As zmq_sockets.put_tracked(); the first of the frames is the route."""
         return zmq_sockets.put_tracked(self.socket, frames, payload)
 
     def refuse(self, arrival: Arrival, frame: bytes, now: float) -> None:
-        """Say why something is refused to a connection without a session, unless it has heard that too often.
+        """Send a refusal to a connection without a session; ignore and close one that was refused too often.
 
-        The message may have waited until its own connection was closed, and another one have got its descriptor. That
-        one is not to suffer for it: it has time to say something, which shows that the two are not the same."""
+        The message may have waited until its own connection was closed and another one has got its descriptor. That
+        one must not be closed, so there is a delay: a message on it shows that its route is another.
+        """
         if self._refusals.allowed(arrival.route, now):
             self.put(arrival.route, frame)
             return
-        self._stop_hearing(arrival.route)
+        self._ignore(arrival.route)
         connection = self._connections.of(arrival.frame)
         if connection is not None:
-            self._condemned.pop(connection.descriptor, None)  # one that has had the descriptor before
-            self._condemned[connection.descriptor] = Condemned(arrival.route, connection, now + CLOSE_S)
+            self._closing.pop(connection.descriptor, None)  # an earlier connection with this descriptor
+            self._closing[connection.descriptor] = PendingClose(arrival.route, connection, now + CLOSE_S)
 
     @property
     def kept(self) -> Collection[bytes]:
@@ -138,44 +158,48 @@ class Listener:
     def drop(self, route: bytes, reason: str, now: float) -> None:
         """Close a connection that was kept, with all that is queued on it."""
         self._connections.close_one(self._kept.pop(route, None), reason, now)
-        self._stop_hearing(route)
+        self._ignore(route)
 
     def statistics(self) -> tuple[Sample, ...]:
         """Connections, and handshakes that were refused."""
-        refused = self._gate.counters.snapshot() if self._gate is not None else ()
+        refused = self._authenticator.counters.snapshot() if self._authenticator is not None else ()
         return (*self._connections.statistics(), *refused)
 
     def close(self, linger_ms: int = 0) -> None:
-        """linger_ms: for the last words."""
-        self._unguard()
+        """Close all sockets. linger_ms: time for libzmq to send what is queued."""
+        self._close_helpers()
         self.socket.close(linger=linger_ms)
 
-    def _unguard(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
+    def _close_helpers(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._connections.close()
 
-    def _stop_hearing(self, route: bytes) -> None:
-        """libzmq gives every connection another name, unless its peer names itself."""
+    def _ignore(self, route: bytes) -> None:
+        """Drop the messages of a connection from now on.
+
+        Only where libzmq made up the routing id (5 bytes, the first 0): it never uses one again, a peer may.
+        """
         if len(route) == 5 and route[0] == 0:
-            self._deaf[route] = None
-            if len(self._deaf) > DEAF_KEPT:
-                del self._deaf[next(iter(self._deaf))]
+            self._ignored[route] = None
+            if len(self._ignored) > IGNORED_KEPT:
+                del self._ignored[next(iter(self._ignored))]
 
-    def _acquit(self, route: bytes, frame: zmq.Frame) -> None:
+    def _keep_open(self, route: bytes, frame: zmq.Frame) -> None:
+        """Do not close the connection of this message, if it was to be closed for another route's refusals."""
         connection = self._connections.of(frame)
-        condemned = self._condemned.get(connection.descriptor) if connection is not None else None
-        if condemned is not None and condemned.route != route:
-            del self._condemned[condemned.connection.descriptor]
+        pending = self._closing.get(connection.descriptor) if connection is not None else None
+        if pending is not None and pending.route != route:
+            del self._closing[pending.connection.descriptor]
 
-    def _close_condemned(self, now: float) -> None:
-        for descriptor, each in list(self._condemned.items()):
+    def _close_due(self, now: float) -> None:
+        for descriptor, each in list(self._closing.items()):
             if each.at > now:
                 return
-            del self._condemned[descriptor]
+            del self._closing[descriptor]
             self._connections.close_one(each.connection, REFUSED, now)
 
     def _prepare(self, socket: Socket) -> None:
         self._connections.watch(socket)
-        if self._gate is not None:
-            self._gate.guard(socket)
+        if self._authenticator is not None:
+            self._authenticator.guard(socket)

@@ -1,11 +1,11 @@
-"""CURVE at a socket that peers connect to: who may, and what is told of those who may not.
+"""CURVE authentication of connecting peers by their public keys, through libzmq's ZAP (RFC 27).
 
     peer ──handshake──► libzmq ──inproc, ZAP──► ZapAuthenticator: is its public key in the folder? ──► 200 or 400
-                          │ no CURVE, another server's key, rubbish                          │
+                          │ no CURVE, another server's key, malformed                        │
                           └──monitor (connections.py)──► ZapAuthenticator ──► a log line, a counter ◄────┘
 
-The gate has no thread: it is read in the loop that owns the socket. Meanwhile libzmq goes on with all other
-connections, and gives up a handshake that nobody has decided in connections.HANDSHAKE_MS.
+The authenticator has no thread: it is read in the loop that owns the socket. Meanwhile libzmq goes on with all other
+connections. It gives up a handshake that has no decision after connections.HANDSHAKE_MS.
 """
 
 import logging
@@ -27,24 +27,36 @@ log = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 WRONG_SERVER_KEY = "it does not have this server's public key: correct its --curve-server-key"
-# Without keys it depends on which end hangs up first whether libzmq knows a reason.
+# For a peer without keys, libzmq knows a reason or not, depending on which end closes the connection first.
 NO_CURVE = "it has begun no CURVE handshake: if it is a peer, give it --curve-key and --curve-server-key"
 
 
 def own_keys(config: TransferConfig) -> KeyPair | None:
-    """This server's keys, None where it has none. Raises ConfigError."""
+    """This server's CURVE keys; None where it has none. Raises ConfigError if the key file cannot be used."""
     return read_pair(Path(config.curve_key)) if config.curve_key else None
 
 
-def gate(context: Context, config: TransferConfig, part: str) -> "ZapAuthenticator | None":
-    """For a socket that is about to be bound; None where connections are in the clear. Raises ConfigError."""
+def authenticator(context: Context, config: TransferConfig, part: str) -> "ZapAuthenticator | None":
+    """The authenticator of a socket that is about to be bound; None where connections are in the clear.
+
+    part: as in ZapAuthenticator. Raises ConfigError if a key cannot be used, or the context has an authenticator.
+    """
     keys = own_keys(config)
     return ZapAuthenticator(context, keys, config.curve_allowed, part) if keys is not None else None
 
 
 class ZapAuthenticator:
-    """folder: of the public keys that may connect; "" is none. part: of the server, for logs and counters. A context
-    has one gate, for one socket."""
+    """Decides which peers may connect to one socket, and logs and counts those that may not.
+
+    A context has one authenticator, for one socket.
+
+    Args:
+        keys: this server's.
+        folder: has the public keys that may connect; "": none may.
+        part: name of the socket in logs and metrics.
+
+    Raises ConfigError if the folder cannot be used, or the context has an authenticator.
+    """
 
     def __init__(self, context: Context, keys: KeyPair, folder: str, part: str) -> None:
         self._keys = keys
@@ -53,7 +65,7 @@ class ZapAuthenticator:
         if self._allowed is not None and not len(self._allowed):
             log.warning("there is no public key in %s yet: no peer can connect", folder)
         self._part = part
-        self._quiet = LogThrottle()
+        self._log_throttle = LogThrottle()
         self.counters = Counters()
         self._requests = context.socket(zmq.ROUTER)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -64,18 +76,21 @@ class ZapAuthenticator:
             raise ConfigError(f"another socket of this process decides already who may connect ({error})") from error
 
     def guard(self, socket: Socket) -> None:
-        """Before it is bound."""
+        """Require CURVE of a socket's connections. Call it before the socket is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, self._part.encode())
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while nobody decides
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, no connection is accepted
 
     def sockets(self) -> tuple[Socket, ...]:
         """Sockets to poll for reading."""
         return (self._requests,)
 
     def receive(self, failed: Sequence[int], now: float) -> None:
-        """Decide, log and count, in a bounded pass. failed: what libzmq says of handshakes that have failed."""
+        """Answer ZAP requests, in a bounded pass; log and count refusals.
+
+        failed: protocol errors of handshakes that have failed, as Connections.receive() returns them.
+        """
         for _ in range(RECEIVE_BATCH):
             request = take(self._requests)
             if request is None:
@@ -87,7 +102,7 @@ class ZapAuthenticator:
             self._refused(reason, "a connection", text, now)  # of an address that libzmq does not tell
 
     def close(self) -> None:
-        """Before the guarded socket."""
+        """Close the ZAP socket. Call it before the guarded socket is closed."""
         self._requests.close()
 
     def _decide(self, request: list[bytes], now: float) -> None:
@@ -107,5 +122,5 @@ class ZapAuthenticator:
         """Count, and log what was not logged of this peer within the last minute."""
         self.counters.add("handshakes_refused_total", labels=(self._part, reason))
         about = f"refused {who} at the {self._part} socket: {text}"
-        if self._quiet.due(about, now):
+        if self._log_throttle.due(about, now):
             log.warning("%s", about)

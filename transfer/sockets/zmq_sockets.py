@@ -28,9 +28,17 @@ def bind(
     silence_s: float = 0.0,
     prepare: Callable[[Socket], None] = lambda _socket: None,
 ) -> tuple[Socket, int]:
-    """A ROUTER at host:port (0: any free one), and its port. queue: messages kept for one connection, 0 no limit.
-    unread: messages taken in from one connection before they are read, 0 for libzmq's limit.
-    silence_s: see _watch. prepare: called before it is bound. Raises ConfigError when the address is taken or not ours.
+    """Binds a ROUTER. Returns it and its port.
+
+    Args:
+        port: 0 takes a free one.
+        max_frame: bytes; libzmq closes connections that send frames of more than twice as many.
+        queue: messages queued for sending on one connection; 0: no limit.
+        unread: messages received from one connection before they are read; 0: libzmq's limit.
+        silence_s: after which the kernel closes connections to a machine that is gone; 0: never.
+        prepare: called with the socket before it is bound.
+
+    Raises ConfigError when the address is taken or not one of this machine.
     """
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable or overflowing connection is an error, not silence
@@ -51,7 +59,7 @@ def bind(
         ) from error
 
 
-def dial(
+def connect(
     context: Context,
     endpoint: str,
     *,
@@ -61,9 +69,16 @@ def dial(
     keys: KeyPair | None = None,
     server_key: str = "",
 ) -> Socket:
-    """A DEALER that connects to tcp://host:port, now or as soon as a server listens there. queue: messages kept for it.
-    keys: this side's, for a server with the public key server_key; None connects in the clear. Raises OSError when no
-    descriptor is free."""
+    """Makes a DEALER that connects to tcp://host:port, now or as soon as a server listens there.
+
+    Args:
+        max_frame, silence_s: as in bind().
+        queue: messages queued for sending.
+        keys: CURVE keys of this side; None connects in the clear.
+        server_key: CURVE public key of the server, in Z85.
+
+    Raises OSError when no descriptor is free.
+    """
     try:
         socket = context.socket(zmq.DEALER)
     except zmq.ZMQError as error:
@@ -111,8 +126,10 @@ def put(socket: Socket, frames: Sequence[bytes]) -> bool:
 
 
 def put_tracked(socket: Socket, frames: Sequence[bytes], payload: Sequence[Any]) -> list[zmq.MessageTracker] | None:
-    """Send frames, then the payload buffers without a copy. Returns what tells when libzmq has let go of them, or
-    None when the connection is gone."""
+    """Send frames, then the payload buffers without a copy.
+
+    Returns trackers that are done when libzmq has let go of the buffers; None when the connection is gone.
+    """
     try:
         for index, frame in enumerate(frames):
             more = bool(payload) or index + 1 < len(frames)
@@ -138,13 +155,13 @@ def host_of(endpoint: str) -> str:
 def _limit(socket: Socket, max_frame: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)  # what a dead connection had queued is dropped, and close() never waits
     socket.setsockopt(zmq.IPV6, 1)
-    # libzmq cuts off whoever sends more; the parts count and refuse what is between their limit and this one.
+    # libzmq closes connections that send larger frames. The owner of the socket counts and refuses those in between.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_frame)
 
 
 def _watch(socket: Socket, silence_s: float) -> None:
-    """Have the kernel close idle connections whose other machine is gone. Listeners and connections copy the options
-    when they are made.
+    """Have the kernel close idle connections whose other machine is gone, after about silence_s. Listeners and
+    connections copy the options when they are made.
 
     ZMTP heartbeats would find stopped processes as well, but libzmq (4.3.5, issues 3937 and 4767) aborts the process
     when one is due on a connection that broke while its queue of unread messages was full: any peer can cause that.

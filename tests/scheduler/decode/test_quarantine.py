@@ -112,7 +112,7 @@ def test_a_failed_engine_ends_the_quarantine_of_its_pages() -> None:
 def test_a_failed_stage_ends_the_sessions_of_peers_that_are_written_to_directly() -> None:
     """Another stage may still be writing: the session ends, and the peer revokes the access itself."""
     bench = Bench()
-    joined = {"name": "d", "geometry": geometry(), "window_bytes": 1 << 20}
+    joined = {"name": "d", "geometries": (geometry(),), "window_bytes": 1 << 20}
     bench.do(PeerJoined(session="direct", backend=SHM, **joined))  # type: ignore[arg-type]
     bench.do(PeerJoined(session="framed", **joined))  # type: ignore[arg-type]
     effects = bench.do(StageFailed(stage=0, message="killed"))
@@ -123,7 +123,7 @@ def test_a_failed_stage_ends_the_sessions_of_peers_that_are_written_to_directly(
 def test_a_lost_write_ends_the_session_and_sends_the_peer_nothing_else() -> None:
     """Bytes may still come to its pages, so it is told nothing about its tickets. Other peers are not affected."""
     bench = Bench()
-    joined = {"geometry": geometry(), "window_bytes": 1 << 20, "backend": NIXL}
+    joined = {"geometries": (geometry(),), "window_bytes": 1 << 20, "backend": NIXL}
     bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]
     bench.do(PeerJoined(session="other", name="e", **joined))  # type: ignore[arg-type]
     bench.submit("a", 10, route=SendTo("t"))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    """Those of this module: other tests of the process may have left theirs, such as multiprocessing's tracker."""
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if NAME in each.cmdline():
+                found.append(each)
+    return found
 
 
 def test_stages_that_cannot_be_started_now_are_started_later(

@@ -142,7 +142,7 @@ def test_a_peer_whose_pool_is_another_one_begins_a_new_session_before_it_asks_fo
     assert down.session == welcome.session
     again = link.tick(0.1)
     assert again.sends == [said[1]]
-    assert again.redial
+    assert again.reconnect
 
 
 DRAFT = Component("draft", "float32", layers=2, kv_heads=3, head_dim=2)
@@ -211,7 +211,7 @@ def test_writing_through_is_the_same_as_frames_and_their_checksum(data: st.DataO
 
 
 def test_a_pool_splits_over_stages_of_which_each_is_shared_on_its_own() -> None:
-    """One stage of the peer elsewhere, and nobody can be sure to reach all of it."""
+    """One stage of the peer elsewhere, so not all of it can be written."""
     half = replace(GEOMETRY, layers=2)
     geometries = (half, replace(half, layer_start=2))
     for hosts in product((HERE, ELSEWHERE), repeat=2):

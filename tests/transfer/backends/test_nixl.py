@@ -97,13 +97,13 @@ def test_pages_that_the_peer_has_not_fail_the_request(big: Handoff) -> None:
 
 @pytest.mark.parametrize("metadata", [b"x", b"nixlSerDes|Agent", bytes(300)])
 def test_kv_comes_in_frames_where_the_agent_cannot_be_reached(big: Handoff, metadata: bytes) -> None:
-    big.exposure = SimpleNamespace(  # type: ignore[assignment]
-        memory=big.exposure.memory,
+    big.registered = SimpleNamespace(  # type: ignore[assignment]
+        memory=big.registered.memory,
         grant=lambda session: NixlAccess(metadata=metadata, address=0),
-        revoke=big.exposure.revoke,
-        close=big.exposure.close,
+        revoke=big.registered.revoke,
+        close=big.registered.close,
     )
-    big.receiver._exposures[NIXL] = big.exposure
+    big.receiver._registered_pools[NIXL] = big.registered
     big.join("t" * 32)
     big.fetch(1, "t" * 32, range(4), range(4), 0, 4 * BIG.page_size)
     big.loop.wait_for(big.receiver, KvReceived, 1, 20.0)

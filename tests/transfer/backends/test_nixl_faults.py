@@ -1,4 +1,4 @@
-"""Nothing is written through NIXL where nobody waits for it: after a cancel, a death, a stop, the end of a right."""
+"""Nothing is written through NIXL after a cancel, a death, a stop, or the end of the access."""
 
 import signal
 import time
@@ -41,7 +41,7 @@ def test_a_killed_writer_writes_no_more_once_its_right_is_taken_back(big: Handof
     big.flood(1, "s" * 32)
     big.stage.kill()
     big.loop.apply(big.receiver, CloseSession(seq=0, session="s" * 32))
-    assert big.loop.of(big.receiver, SessionClosed), "nobody has to be waited for"
+    assert big.loop.of(big.receiver, SessionClosed), "no stage has to be waited for"
     assert big.stays_poisoned()
 
 
@@ -100,16 +100,16 @@ def test_a_stage_goes_on_for_others_when_a_peer_dies_or_stops(big: Handoff, how:
 
 
 def test_a_pool_in_use_by_no_session_has_no_agent_to_reach(big: Handoff) -> None:
-    """What was granted to an ended session opens nothing, even to somebody who kept it."""
+    """What was granted to an ended session opens nothing, even to a process that kept it."""
     from headrace.transfer.backends.nixl import LOOPBACK, NixlTransport
 
-    kept = big.exposure.grant("k" * 32)
-    assert big.exposure.revoke("k" * 32, 0)
+    kept = big.registered.grant("k" * 32)
+    assert big.registered.revoke("k" * 32, 0)
     source = random_store(BIG, 4)
-    reach = NixlTransport(memoryview(source.data.reshape(-1)), LOOPBACK)
+    transport = NixlTransport(memoryview(source.data.reshape(-1)), LOOPBACK)
     big.target.data[:] = POISON
     try:
-        pages = reach.open("k" * 32, 0, BIG, PoolMemory(nixl=big.exposure.memory), kept)
+        pages = transport.open("k" * 32, 0, BIG, PoolMemory(nixl=big.registered.memory), kept)
         pages.write(0, 0, BIG.page_size, source.data[0])
         write = pages.flush()
         end = time.monotonic() + 5
@@ -122,7 +122,7 @@ def test_a_pool_in_use_by_no_session_has_no_agent_to_reach(big: Handoff) -> None
     except OSError:
         pass  # it is noticed here where the connection is made at once
     assert (big.target.data == POISON).all()
-    reach.close()
+    transport.close()
 
 
 def test_what_a_flood_leaves_behind(big: Handoff) -> None:

@@ -138,7 +138,7 @@ def test_only_a_whole_file_of_ones_own_is_mapped(pool: SharedPool, spoil: Callab
         spoil(path)
         with pytest.raises((OSError, ValueError), match=says):
             opened(pool)
-        assert pool.revoke(SESSION, 0), "whoever could not map has no right to write"
+        assert pool.revoke(SESSION, 0), "a process that could not map it has no right to write"
     finally:
         path.with_name("headrace-test-target").unlink(missing_ok=True)
         if path.is_dir() and not path.is_symlink():
@@ -146,7 +146,7 @@ def test_only_a_whole_file_of_ones_own_is_mapped(pool: SharedPool, spoil: Callab
 
 
 def test_a_file_that_no_owner_has_locked_is_not_written_into(pool: SharedPool) -> None:
-    """Another program's: whoever can talk to the control endpoint could name it."""
+    """Another program's: any peer of the control endpoint could name it."""
     other = FOLDER / "headrace-test-target"
     try:
         other.write_bytes(bytes(pool.memory.bytes))

@@ -29,8 +29,9 @@ class SlowWrite:
 
 
 class SlowPool(RemotePages):
-    """A pool of this process that is written into as if over a network: bytes land when the test says so. A Reach, an
-    Exposure and RemotePages."""
+    """A pool of this process that is written into as if over a network: bytes land when the test says so.
+
+    It is the Transport, the RegisteredPool and the RemotePages of its backend."""
 
     def __init__(self) -> None:
         self.store: ArrayPageStore | None = None
@@ -88,8 +89,8 @@ def pair(slow: SlowPool) -> Iterator[Pair]:
 
 
 def made_with(context: Any, slow: SlowPool) -> Pair:
-    ways: dict[str, Any] = {"reaches": {NIXL: slow}, "exposures": {NIXL: slow}, "memory": MEMORY}
-    pair = Pair(context, GEOMETRY, GEOMETRY, backend=NIXL, **ways)
+    pools: dict[str, Any] = {"transports": {NIXL: slow}, "registered_pools": {NIXL: slow}, "memory": MEMORY}
+    pair = Pair(context, GEOMETRY, GEOMETRY, backend=NIXL, **pools)
     slow.store = pair.target
     return pair
 
@@ -109,7 +110,7 @@ def test_a_chunk_is_announced_when_its_bytes_have_come_without_anybody_else_havi
     for _ in range(5):
         pair.loop.turn()
     assert not pair.loop.of(pair.receiver, KvReceived)
-    assert pair.sender.next_deadline() is not None, "nobody wakes the sender when they have"
+    assert pair.sender.next_deadline() is not None, "nothing wakes the sender when they have"
     slow.land()
     assert pair.loop.wait_for(pair.receiver, KvReceived).first == FIRST
     pair.loop.wait_for(pair.sender, ChunkAcked)

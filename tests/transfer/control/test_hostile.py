@@ -116,16 +116,16 @@ def welcome(**changes: Any) -> Welcome:
 def test_a_prefill_server_cannot_send_its_peer_to_any_address() -> None:
     stage = replace(welcome().stages[0], data_host="169.254.169.254", data_port=80)
     asked: list[tuple[str, int]] = []
-    refusing = link(may_dial=lambda host, port: bool(asked.append((host, port))))
+    refusing = link(may_connect=lambda host, port: bool(asked.append((host, port))))
     [down] = refusing.receive(welcome(stages=(stage,)), 0.1).events
     assert isinstance(down, PrefillDown)
     assert asked == [("169.254.169.254", 80)]
     assert "169.254.169.254:80" in down.reason
     assert "--allow-prefill" in down.reason
-    [up] = link(may_dial=lambda host, port: True).receive(welcome(stages=(stage,)), 0.1).events
+    [up] = link(may_connect=lambda host, port: True).receive(welcome(stages=(stage,)), 0.1).events
     assert isinstance(up, PrefillUp)
     assert up.endpoints == ("tcp://169.254.169.254:80",)
-    [up] = link(may_dial=lambda host, port: False).receive(welcome(), 0.1).events
+    [up] = link(may_connect=lambda host, port: False).receive(welcome(), 0.1).events
     assert isinstance(up, PrefillUp), "the control endpoint's own host needs no leave"
 
 

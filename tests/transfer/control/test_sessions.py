@@ -79,8 +79,8 @@ def test_a_fitting_hello_is_welcomed_with_what_both_keep_to() -> None:
     assert check_welcome(hello(), welcome) is None
     [event] = outcome.events
     assert event == PeerJoined(
-        session=welcome.session, name="decode", geometry=replace(GEOMETRY, page_size=32), window_bytes=1000,
-        geometries=(replace(GEOMETRY, page_size=32),), backend_reason="the first choice of this server",
+        session=welcome.session, name="decode", geometries=(replace(GEOMETRY, page_size=32),), window_bytes=1000,
+        backend_reason="the first choice of this server",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sender's books under random orders, answers and lost connections, without a socket."""
+"""Per-peer send queues under random orders, answers and lost connections, without a socket."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.messages.orders import AdmitPeer, SendChunk
 from headrace.core.types.geometry import Geometry
-from headrace.transfer.data.outbound import Key, Lane, Outbound, OutPart, OutSession
+from headrace.transfer.data.outbound import Outbound
+from headrace.transfer.data.outgoing import Key, Lane, OutPart, OutSession
 
 GEOMETRY = Geometry("float32", 3, 1, 1, 16)  # tokens of 24 bytes
 HALVES = (Geometry("float32", 2, 1, 1, 16), Geometry("float32", 4, 1, 1, 16, layer_start=2))  # take 16 and 8 of them
@@ -42,7 +43,7 @@ class OutboundMachine(RuleBasedStateMachine):
         self.held: list[tuple[OutPart, Memory]] = []
         self.answers: Counter[tuple[int, int]] = Counter()
         self.cancelled: set[int] = set()
-        self.quiet: Counter[int] = Counter()
+        self.reported: Counter[int] = Counter()
         self.acked: Counter[tuple[int, int]] = Counter()
         self.routes = 0
 
@@ -111,7 +112,7 @@ class OutboundMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        acked, quiet = self.outbound.settle()
+        acked, cancelled = self.outbound.settle()
         for chunk in acked:
             number = chunk.owner.request, chunk.order.chunk
             assert all(memory.done for part, memory in self.held if part.chunk is chunk), "acknowledged but still held"
@@ -119,24 +120,24 @@ class OutboundMachine(RuleBasedStateMachine):
             assert chunk.bytes == chunk.order.count * GEOMETRY.token_bytes
             assert self.answers[number] == len(HALVES), "acknowledged before every lane was"
             self.acked[number] += 1
-        for request in quiet:
+        for request in cancelled:
             assert all(
                 memory.done
                 for part, memory in self.held
                 if part.owner.request == request and not self.acked[request, part.chunk.order.chunk]
-            ), "quiet but still held"
-            self.quiet[request] += 1
+            ), "reported as cancelled but still held"
+            self.reported[request] += 1
 
     @invariant()
-    def books_balance(self) -> None:
+    def windows_and_queues_agree(self) -> None:
         for lane in (lane for session in self.sessions for lane in session.lanes.values()):
             in_flight = [part.wire_bytes for part in lane.in_flight.values()]
             assert lane.unacked_bytes == sum(in_flight)
             assert lane.unacked_bytes <= WINDOW or len([size for size in in_flight if size]) == 1
             assert all(part.owner.open for part in lane.queue)
             assert lane.route is None or self.outbound.lane_at(lane.route) is lane
-        assert all(count == 1 for count in [*self.quiet.values(), *self.acked.values()])
-        assert set(self.quiet) <= self.cancelled
+        assert all(count == 1 for count in [*self.reported.values(), *self.acked.values()])
+        assert set(self.reported) <= self.cancelled
         assert not any(lane.route or lane.in_flight for lane in self.sessions[1].lanes.values())
 
     def teardown(self) -> None:
@@ -154,7 +155,7 @@ class OutboundMachine(RuleBasedStateMachine):
             if not any(lane.queue for lane in self.lanes.values()) and not self.outbound.unsettled:
                 break
         assert not any(lane.queue for lane in self.lanes.values())
-        assert set(self.quiet) == self.cancelled
+        assert set(self.reported) == self.cancelled
         for request in range(3):
             if request not in self.cancelled:
                 chunks = {chunk for owner, chunk in self.acked if owner == request}

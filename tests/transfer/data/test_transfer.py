@@ -129,7 +129,7 @@ def test_a_small_window_slows_down_but_does_not_stop(context: Any) -> None:
 
 
 def test_forget_then_poison_no_byte_lands(context: Any) -> None:
-    """G2: pages of a forgotten request belong to somebody else at once, whatever is still on the wire."""
+    """G2: pages of a forgotten request belong to another request at once, whatever is still on the wire."""
     pair = Pair(context, geometry(16), geometry(16))
     pair.expect(1, range(4), 0, 64)
     pair.send(1, 0, 0, 16, pages=range(4), dst_pages=range(4))

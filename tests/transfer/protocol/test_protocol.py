@@ -36,7 +36,7 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
     expect = PrepareReceive(
         seq=0, request=1, session="s", ticket="ticket-1", generation=1, start=0, count=3, pages=pack([8, 9]), row=5
     )
-    assert table.expect(expect, {0: GEOMETRY}) == ""
+    assert table.prepare(expect, {0: GEOMETRY}) == ""
     for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True):
         header = example.message
         if isinstance(header, Chunk) and header.ticket == examples.TICKET:
@@ -56,7 +56,7 @@ def test_the_hello_and_the_chunk_with_a_component_on_the_page_are_accepted_by_th
     expect = PrepareReceive(
         seq=0, request=1, session="s", ticket="ticket-8", generation=1, start=0, count=2, pages=pack([8]), row=5
     )
-    assert table.expect(expect, {0: geometry}) == ""
+    assert table.prepare(expect, {0: geometry}) == ""
     [(header, frames)] = [
         (example.message, frames)
         for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True)

@@ -215,7 +215,7 @@ def test_a_connection_does_not_pay_for_the_one_that_had_its_descriptor_before(co
     listener.close()
 
 
-class DeskBench:
+class ServerBench:
     """A control endpoint, and peers that say to it what they are told."""
 
     def __init__(self, context: Any) -> None:
@@ -231,21 +231,23 @@ class DeskBench:
 
 
 @pytest.fixture
-def bench(context: Any) -> Iterator[DeskBench]:
-    made = DeskBench(context)
+def bench(context: Any) -> Iterator[ServerBench]:
+    made = ServerBench(context)
     yield made
     made.loop.close()
 
 
 @pytest.mark.parametrize("frame", [RUBBISH, PEER.encode(Ping(number=1))])
-def test_strangers_at_the_control_endpoint_are_refused_a_few_times_and_cut_off(bench: DeskBench, frame: bytes) -> None:
+def test_strangers_at_the_control_endpoint_are_refused_a_few_times_and_cut_off(
+    bench: ServerBench, frame: bytes
+) -> None:
     with Plain(bench.control_server.port) as peer:
         insist(bench.loop, peer, frame, lambda: peer.closed)
         assert closed(bench.control_server, "control", "refused") == 1
         assert 0 < peer.heard().count(b"Refuse") <= REFUSALS
 
 
-def test_a_peer_that_leaves_its_replies_unread_ends_its_session_and_its_connection(bench: DeskBench) -> None:
+def test_a_peer_that_leaves_its_replies_unread_ends_its_session_and_its_connection(bench: ServerBench) -> None:
     with bench.joined("c" * 32) as calm, bench.joined("d" * 32) as loud:
         insist(
             bench.loop,
@@ -262,7 +264,7 @@ def test_a_peer_that_leaves_its_replies_unread_ends_its_session_and_its_connecti
         assert value(bench.control_server.statistics(), "control_sessions") == 1
 
 
-def test_a_session_that_ends_takes_its_connection_with_it_after_the_last_word(bench: DeskBench) -> None:
+def test_a_session_that_ends_takes_its_connection_with_it_after_the_last_word(bench: ServerBench) -> None:
     with bench.joined("c" * 32) as peer:
         session = bench.loop.wait_for(bench.control_server, PeerJoined).session
         bench.loop.apply(bench.control_server, EndPeer(session=session, reason="enough"))
@@ -271,7 +273,7 @@ def test_a_session_that_ends_takes_its_connection_with_it_after_the_last_word(be
         assert closed(bench.control_server, "control", "ended") == 1
 
 
-def test_a_peer_that_comes_back_on_the_same_connection_keeps_it(bench: DeskBench) -> None:
+def test_a_peer_that_comes_back_on_the_same_connection_keeps_it(bench: ServerBench) -> None:
     with bench.joined("c" * 32) as peer:
         peer.say(PEER.encode(Goodbye()))
         bench.loop.wait_for(bench.control_server, PeerGone)

@@ -1,0 +1,66 @@
+"""Checks the checksum and the metadata row of a received chunk, before anything of it is written into the pool."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from headrace.core.config import TransferConfig
+from headrace.core.stats import Counters
+from headrace.core.types.backends import FAKE, SHM, ZMQ
+from headrace.core.types.errors import CHECKSUM
+from headrace.core.types.packed import unpack
+from headrace.transfer.data import payload
+from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
+from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol.layout import PageStore
+from headrace.transfer.protocol.messages import Chunk
+
+
+class ChunkVerifier:
+    """Verifies the chunks of one receiver.
+
+    Args:
+        config: says which chunks must have a checksum.
+        store: the pool, where payload lies that the prefill stage has written.
+        counters: for checksum failures.
+    """
+
+    def __init__(self, config: TransferConfig, store: PageStore, counters: Counters) -> None:
+        self._config = config
+        self._store = store
+        self._counters = counters
+
+    def verify(
+        self, backend: str, accept: AcceptChunk, header: Chunk, frames: Sequence[memoryview]
+    ) -> AcceptChunk | RejectChunk:
+        """Returns what it was given, or why the chunk is rejected. frames: those after the header."""
+        if header.written and backend == ZMQ:
+            text = "no peer may write into this pool, and no frames came"
+            return RejectChunk(messages.BAD_CHUNK, text, accept.inbound)
+        if header.checksum is None and self._insists(backend, header):
+            return RejectChunk(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
+        if header.checksum is not None:
+            written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
+            found = checksum.of_frames(chain(frames, written))
+            if found != header.checksum:
+                self._counters.add("checksum_failures_total")
+                text = f"checksum {found:016x}, the header says {header.checksum:016x}"
+                return RejectChunk(CHECKSUM, text, accept.inbound)
+        problem = _metadata_error(header, frames[0]) if header.total else ""
+        return RejectChunk(messages.BAD_METADATA, problem, accept.inbound) if problem else accept
+
+    def _insists(self, backend: str, header: Chunk) -> bool:
+        """Whether a chunk must have a checksum."""
+        if backend == FAKE:
+            return False
+        return self._config.checksum_shm if header.written and backend == SHM else self._config.checksum
+
+
+def _metadata_error(header: Chunk, frame: memoryview) -> str:
+    """How a metadata row is not one of this ticket and generation; "" when it is."""
+    try:
+        row = metadata.decode(frame)
+    except ValueError as error:
+        return str(error)
+    if not row.belongs_to(header.ticket, header.generation):
+        return f"metadata of another ticket, or of generation {row.generation}"
+    return ""

@@ -1,0 +1,105 @@
+"""Sends parts of chunks to peers: as payload frames, or by a write into the peer's pool that is then announced."""
+
+from headrace.core.runtime.codec import Codec
+from headrace.core.stats import Counters
+from headrace.core.types.backends import ZMQ
+from headrace.core.types.geometry import Geometry
+from headrace.core.types.packed import unpack
+from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.data import payload
+from headrace.transfer.data.outbound import Outbound
+from headrace.transfer.data.outgoing import Lane, OutPart
+from headrace.transfer.protocol import checksum
+from headrace.transfer.protocol.layout import Bytes, SourceStore, copies
+from headrace.transfer.protocol.messages import StageMessage
+from headrace.transfer.sockets.connections import UNREAD
+from headrace.transfer.sockets.listener import Listener
+
+
+class PageOutOfRange(Exception):
+    """A chunk names pages that the peer's pool does not have."""
+
+
+class Transmitter:
+    """Sends parts and messages to attached lanes. A lane whose connection takes no more is detached.
+
+    Args:
+        geometry: of our pool.
+        store: our pool.
+        outbound: has the lanes.
+        listener: has their connections.
+        counters: for sent bytes and chunks.
+    """
+
+    def __init__(
+        self, geometry: Geometry, store: SourceStore, outbound: Outbound, listener: Listener, counters: Counters
+    ) -> None:
+        self._geometry = geometry
+        self._store = store
+        self._outbound = outbound
+        self._listener = listener
+        self._counters = counters
+        self._codec: Codec[StageMessage] = Codec(StageMessage)
+
+    def send(self, lane: Lane, part: OutPart, now: float) -> None:
+        """Send a part that is in flight now: in frames, or by a write. Raises PageOutOfRange."""
+        part.sent_at = now
+        if lane.remote is None:
+            self._send_frames(lane, part, now)
+            return
+        if part.write is None:
+            try:
+                self._write(lane, lane.remote, part)
+            except IndexError as error:
+                raise PageOutOfRange(str(error)) from error
+        if part.write is not None and part.write.done:
+            self.announce(lane, part, now)
+        else:
+            lane.writing.append(part)
+
+    def announce(self, lane: Lane, part: OutPart, now: float) -> None:
+        """Tell the peer about a part that is written."""
+        self._transmit(lane, part, part.checksum, [], now)
+
+    def say(self, lane: Lane, message: StageMessage, now: float) -> None:
+        """Send a message, best effort: if the connection has closed, the peer asks again on the next one."""
+        if not self._listener.put(lane.route or b"", self._codec.encode(message)):
+            self._lose(lane, now)
+
+    def _send_frames(self, lane: Lane, part: OutPart, now: float) -> None:
+        order = part.chunk.order
+        plan = copies(self._geometry, lane.destination, order.start, order.count)
+        frames = payload.frames(self._store, plan, unpack(order.pages))
+        digest = checksum.of_frames([part.chunk.row, *frames]) if lane.checksum else None
+        self._transmit(lane, part, digest, frames, now)
+
+    def _write(self, lane: Lane, remote: RemotePages, part: OutPart) -> None:
+        """Start writing a part into the peer's pages. Raises IndexError for pages that its pool does not have."""
+        order = part.chunk.order
+        passage = payload.Passage(self._geometry, lane.destination, order.start, order.count)
+        digest = checksum.Digest(part.chunk.row) if lane.checksum else None
+        payload.write_through(self._store, remote, passage, unpack(order.pages), unpack(order.dst_pages), digest)
+        part.checksum = digest.intdigest() if digest is not None else None
+        part.write = remote.flush()
+        part.handles.append(part.write)
+        self._counters.add("bytes_sent_total", part.payload_bytes, (lane.backend,))
+
+    def _transmit(self, lane: Lane, part: OutPart, digest: int | None, frames: list[Bytes], now: float) -> None:
+        """Put a part on the lane's connection: header, metadata row, and payload frames unless it was written."""
+        header = self._codec.encode(part.header(digest))
+        row = [part.chunk.row] if part.chunk.row else []
+        handles = self._listener.put_tracked([lane.route or b"", header, *row], frames)
+        if handles is None:
+            self._lose(lane, now)
+            return
+        part.handles.extend(handles)
+        self._counters.add("chunks_sent_total")
+        if frames:
+            self._counters.add("bytes_sent_total", part.payload_bytes, (ZMQ,))
+
+    def _lose(self, lane: Lane, now: float) -> None:
+        """Close the connection of a lane, which is gone already or has left too much unread."""
+        route = lane.route
+        self._outbound.detach(lane)
+        if route is not None:
+            self._listener.drop(route, UNREAD, now)
