@@ -13,12 +13,12 @@ from headrace.engine.native import Kernels
 def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | None = None) -> Attention:
     """The fastest attention for the pool's device and dtype.
 
-    native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: of kernels.c, where they
+    native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: the native ones, where they
     work.
     """
     dtype = pool.tensor.dtype
     if pool.tensor.device.type == "cpu":
-        if kernels is not None and (dtype == torch.float32 or not native_units):
+        if kernels is not None:
             return NativeAttention(pool, kernels)
         return CpuAttention(pool, dtype if native_units else torch.float32)
     if dtype == torch.float32:

@@ -1,28 +1,37 @@
-"""Attention on the CPU in float32 by one native kernel call per layer: headrace_attend in engine/native/kernels.c.
+"""Attention on the CPU in float32 or bfloat16 by one native kernel call per layer.
 
-Flash attention (arXiv 2205.14135) with queries side by side. A panel holds 16 query rows: the query heads that share a
-KV head, token by token. Scores, maxima, sums and outputs of a panel are kept in two vectors each. Keys and values are
-read in tiles straight from the pages, in 16 bits too, and are never transposed; each tile in the cache is used by
-ITEM_ROWS query rows. Each row ends at its own position, so almost no masked score is computed. All spans of a batch
-share one parallel region, the longest first.
+Flash attention (arXiv 2205.14135) with queries side by side: the query heads that share a KV head, token by token, each
+in a lane of its own (engine/native/attention_float32.c, attention_bfloat16.h). Keys and values are read in tiles
+straight from the pages, where those of the pass itself are written first; each tile in the cache is used by all query
+rows of a work item. All spans of a batch share one parallel region, the longest first.
+
+Reproducible: a row's result has the same bits however its prompt is cut into chunks, whatever is in the batch beside
+it, and whichever positions came from the prefix cache.
 """
 
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.slots import SlotWriter
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
+from headrace.engine.native import POOL_DTYPES, STEP, ItemRecord, Kernels, PassRecord, SpanRecord
 
-ITEM_ROWS = 192  # query rows of a work item: more reuse each tile more often, fewer balance the threads better
+# Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
+ITEM_ROWS = (768, 384, 192, 96)
+ITEMS_PER_THREAD = 6
 
 
 class NativeAttention:
-    """Attention by kernels.c, for CPU pools of any dtype; queries, keys and values of a pass are float32."""
+    """Attention by native kernels, for CPU pools of any dtype.
+
+    Queries in bfloat16 are multiplied as such where the pool is bfloat16, too; otherwise, and for a head_dim that the
+    kernel does not take, attention is computed in float32.
+    """
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
         """pool: on the CPU, of any dtype."""
@@ -50,18 +59,22 @@ class NativePass:
             record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.ctypes.data
             row += span.count
         self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
+        in_bfloat16 = pool.tensor.dtype == torch.bfloat16 and pool.geometry.head_dim % STEP == 0
+        self._dtypes = {torch.float32, torch.bfloat16} if in_bfloat16 else {torch.float32}
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
         self._writer.write(layer, keys_values)
         if self._pass is None:
             self._pass = self._plan(query.shape[1] // self._pool.geometry.kv_heads)
-        return self._kernels.attend(self._pass, layer, query, keys_values, self._scale)
+        if query.dtype in self._dtypes:
+            return self._kernels.attend(self._pass, layer, query, self._scale)
+        return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
 
     def _plan(self, group: int) -> PassRecord:
         """The work items of a layer, the most expensive first. group: query heads per KV head."""
         geometry = self._pool.geometry
-        tokens = max(1, ITEM_ROWS // group)
+        tokens = max(1, self._item_rows(group) // group)
         items = sorted(self._items(tokens), key=self._cost, reverse=True)
         self._item_records = (ItemRecord * len(items))(*(ItemRecord(*item) for item in items))
         return PassRecord(
@@ -77,6 +90,12 @@ class NativePass:
             item_count=len(items),
             most_tokens=min(tokens, max(span.count for span in self._spans)),
         )
+
+    def _item_rows(self, group: int) -> int:
+        """The most rows of ITEM_ROWS that leave enough items for every thread."""
+        rows = sum(span.count for span in self._spans) * group * self._pool.geometry.kv_heads
+        items = ITEMS_PER_THREAD * torch.get_num_threads()
+        return next((size for size in ITEM_ROWS if rows >= items * size), ITEM_ROWS[-1])
 
     def _items(self, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """Fields of ItemRecord. tokens: per item, at most."""

@@ -1,4 +1,4 @@
-"""Native CPU kernels (kernels.c), called through ctypes: products, RMSNorm, rotary embedding, SwiGLU gate, attention.
+"""Native CPU kernels, called through ctypes: products, RMSNorm, rotary embedding, SwiGLU gate, attention.
 
 Compiled when the package is installed. Where it was not, or the CPU lacks AVX2, torch does the same work.
 """
@@ -17,13 +17,14 @@ from headrace.engine.native import onednn
 
 log = logging.getLogger(__name__)
 
-LANES = 16  # as in kernels.c: columns of a packed panel
-POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in kernels.c
+LANES = 16  # as in simd.h: columns of a packed panel
+STEP = 8  # as in attention_bfloat16.h: head_dim has to be a multiple of it
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in simd.h
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class SpanRecord(ctypes.Structure):
-    """struct span of kernels.c: rows [row, row + count) of the batch are positions [start, start + count) of a request.
+    """struct span of attention.h: rows [row, row + count) of the batch are positions [start, start + count) of a request.
 
     pages: address of int64 page ids covering [0, start + count).
     """
@@ -32,13 +33,13 @@ class SpanRecord(ctypes.Structure):
 
 
 class ItemRecord(ctypes.Structure):
-    """struct item of kernels.c: a work item, the queries of `count` tokens from `first` of a span, for one KV head."""
+    """struct item of attention.h: a work item, the queries of `count` tokens from `first` of a span, for one KV head."""
 
     _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I))
 
 
 class PassRecord(ctypes.Structure):
-    """struct pass of kernels.c: one forward pass. pool, spans and items are addresses; the caller keeps their memory
+    """struct pass of attention.h: one forward pass. pool, spans and items are addresses; the caller keeps their memory
     alive."""
 
     _fields_ = (
@@ -55,12 +56,12 @@ class Kernels:
     """An Arithmetic of native kernels, and attention. All methods but pack() and linear() raise ValueError for a tensor
     of the wrong dtype or strides.
 
-    Tensors are on the CPU, in float32 or, except for attend(), in bfloat16, which is rounded where torch rounds it.
+    Tensors are on the CPU, in float32 or in bfloat16, which is rounded where torch rounds it.
     Rows may be strided where a method says so; the elements of a row are contiguous.
     """
 
     def __init__(self, library: ctypes.CDLL, multiply: bool) -> None:
-        """library: the loaded kernels.c. multiply: float32 matrices, too; otherwise torch multiplies them."""
+        """library: the loaded kernels. multiply: float32 matrices, too; otherwise torch multiplies them."""
         self._add_norm = library.headrace_add_norm
         self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F, _I), None
         self._rotate = library.headrace_rotate
@@ -70,8 +71,12 @@ class Kernels:
         self._multiply = library.headrace_multiply
         self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I, _I, _I), None
         self._multiplies = multiply
-        self._attend = library.headrace_attend
-        self._attend.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _I, _P, _F)
+        in_bfloat16 = library.headrace_attend_bfloat16_emulated
+        if library.headrace_has_bfloat16():
+            in_bfloat16 = library.headrace_attend_bfloat16
+        self._attend = {torch.float32: library.headrace_attend_float32, torch.bfloat16: in_bfloat16}
+        for function in self._attend.values():
+            function.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the layout that linear() multiplies fastest.
@@ -126,19 +131,19 @@ class Kernels:
         self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
         return activated
 
-    def attend(self, record: PassRecord, layer: int, query: Tensor, keys_values: Tensor, scale: float) -> Tensor:
-        """Causal attention of a pass in float32; shapes as in AttentionPass.attend, rows may be strided.
+    def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend.
 
+        query: rows may be strided; bfloat16 only over a pool of bfloat16, with a head_dim that is a multiple of STEP.
         scale: of the scores, times log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
         """
         width = query.shape[-1]
-        for rows in (query, keys_values):
-            _require(rows.dtype == torch.float32 and rows.stride()[1:] == (width, 1))
-        output = torch.empty(query.shape)
-        failed = self._attend(
-            ctypes.byref(record), layer, query.data_ptr(), query.stride(0),
-            keys_values.data_ptr(), keys_values.stride(0), output.data_ptr(), scale,
-        )  # fmt: skip
+        _require(query.dtype in self._attend and query.stride()[1:] == (width, 1))
+        _require(query.dtype == torch.float32 or (record.dtype == POOL_DTYPES[query.dtype] and width % STEP == 0))
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        failed = self._attend[query.dtype](
+            ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), scale
+        )
         if failed:
             raise MemoryError("no memory for attention")
         return output
@@ -148,16 +153,16 @@ class Kernels:
 def load_kernels(*, multiply: bool) -> Kernels | None:
     """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
     OpenMP runtime is shared. multiply: see Kernels."""
-    library = load_library(Path(__file__).with_name("kernels.c"))
+    library = load_library(Path(__file__).parent, "kernels")
     if library is None:
         log.warning(
-            "kernels.c was not compiled at installation because no C compiler was found: forward passes are slower"
+            "the native kernels were not compiled at installation because no C compiler was found: forward passes are slower"
         )
     return Kernels(library, multiply) if library is not None and library.headrace_usable() else None
 
 
 def _dtype(rows: Tensor) -> int:
-    """Number of the dtype in kernels.c. Raises ValueError for one that it does not compute with."""
+    """Number of the dtype in simd.h. Raises ValueError for one that it does not compute with."""
     _require(rows.dtype in (torch.float32, torch.bfloat16))
     return POOL_DTYPES[rows.dtype]
 
@@ -165,4 +170,4 @@ def _dtype(rows: Tensor) -> int:
 def _require(condition: bool) -> None:
     """Check what the kernels do not: with a wrong stride they would write anywhere. Raises ValueError."""
     if not condition:
-        raise ValueError("a tensor has a dtype, shape or stride that kernels.c does not take")
+        raise ValueError("a tensor has a dtype, shape or stride that the native kernels do not take")

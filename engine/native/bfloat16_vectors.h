@@ -16,7 +16,7 @@ typedef int32_t ivec __attribute__((vector_size(64), may_alias));
 typedef uint32_t pairs __attribute__((vector_size(64), may_alias)); /* of bfloat16; the first in the lower half */
 typedef uint16_t halves __attribute__((vector_size(64), may_alias));
 
-INLINE vec splat(float v) { return (vec){} + v; }
+INLINE vec splat(float v) { return (vec){v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 INLINE vec blend(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
 
 /* Up to 32 elements of a row from element d on; zeros behind its end. */

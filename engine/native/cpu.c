@@ -1,6 +1,7 @@
 /* What the CPU has. Compiled for any CPU of the architecture, unlike the kernels. */
 
-int headrace_usable(void)
+/* Whether the kernels of vectors of 256 bits may be called. */
+int headrace_has_256(void)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -10,13 +11,23 @@ int headrace_usable(void)
 #endif
 }
 
-/* Whether headrace_attend_bfloat16 may be called: its instructions are there. */
-int headrace_has_bfloat16(void)
+/* Whether those of 512 bits may be called. */
+int headrace_has_512(void)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#else
+    return 0;
+#endif
+}
+
+/* Whether headrace_attend_bfloat16 may be called. */
+int headrace_has_bfloat16(void)
+{
+#if defined(__x86_64__)
+    return headrace_has_512() && __builtin_cpu_supports("avx512bf16");
 #else
     return 0;
 #endif

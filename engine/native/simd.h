@@ -1,4 +1,4 @@
-/* Vectors of 8 float32 by GCC's vector extension (AVX2 on x86), and rows of elements in float32, bfloat16 or float16. */
+/* Vectors of WIDE float32 by GCC's vector extension, and rows of elements in float32, bfloat16 or float16. */
 
 #ifndef HEADRACE_SIMD_H
 #define HEADRACE_SIMD_H
@@ -7,36 +7,47 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16 /* query rows or matrix columns that are computed side by side: two vectors */
+#define LANES (2 * WIDE) /* query rows or matrix columns that are computed side by side */
 
-typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
+typedef float vec __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDE), aligned(2), may_alias));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec value) { *(vec *)to = value; }
-INLINE vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
-INLINE vec blend(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
-#if defined(__x86_64__)
-/* If a or b is NaN, the result is b. */
-INLINE vec vec_max(vec a, vec b) { return (vec)__builtin_ia32_maxps256(a, b); }
-INLINE vec vec_min(vec a, vec b) { return (vec)__builtin_ia32_minps256(a, b); }
+#if WIDE == 16
+INLINE vec splat(float v) { return (vec){v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 #else
+INLINE vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
+#endif
+INLINE vec blend(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+/* If a or b is NaN, the result is b. */
+#if defined(__x86_64__) && WIDE == 16
+INLINE vec vec_max(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec vec_min(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vec float16(const void *from) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from)); }
+#elif defined(__x86_64__)
+INLINE vec vec_max(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec vec_min(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vec float16(const void *from) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(from)); }
+#else
+typedef _Float16 float16s __attribute__((vector_size(2 * WIDE), aligned(2), may_alias));
 INLINE vec vec_max(vec a, vec b) { return blend(a > b, a, b); }
 INLINE vec vec_min(vec a, vec b) { return blend(a < b, a, b); }
+INLINE vec float16(const void *from) { return __builtin_convertvector(*(const float16s *)from, vec); }
 #endif
 
+/* By halves: each element of the lower half plus its counterpart in the upper one, until one is left. */
 INLINE float horizontal_sum(vec v)
 {
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+    for (int half = WIDE / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            v[i] += v[i + half];
+    return v[0];
 }
 
 /* 2 to the power of x for x < 128; infinity at 128, 0 below the smallest normal number, NaN for NaN. Range reduction to
@@ -62,34 +73,26 @@ INLINE vec exp2_approx(vec x)
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp2_approx(vec_min(x * -1.4426950408889634f, splat(128)))); }
 
-/* Runs step for every eight elements i .. i + n of a row; n is less than eight for the rest at its end. */
-#define BY_EIGHTS(width, step)                            \
-    do {                                                  \
-        int64_t i = 0;                                    \
-        for (const int64_t n = 8; i + n <= width; i += n) \
-            step;                                         \
-        const int64_t n = width - i;                      \
-        if (n)                                            \
-            step;                                         \
+/* Runs step for every WIDE elements i .. i + n of a row; n is less than WIDE for the rest at its end. */
+#define BY_VECTORS(width, step)                              \
+    do {                                                     \
+        int64_t i = 0;                                       \
+        for (const int64_t n = WIDE; i + n <= width; i += n) \
+            step;                                            \
+        const int64_t n = width - i;                         \
+        if (n)                                               \
+            step;                                            \
     } while (0)
 
 /* dtype is a constant wherever these are inlined, so the branches are resolved by the compiler. */
 INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 INLINE char *at(const void *rows, int64_t index, int dtype) { return (char *)rows + index * item_bytes(dtype); }
 
-#if defined(__x86_64__)
-typedef short shorts __attribute__((vector_size(16), aligned(2), may_alias));
-INLINE vec float16(const void *from) { return (vec)__builtin_ia32_vcvtph2ps256(*(const shorts *)from); }
-#else
-typedef _Float16 float16s __attribute__((vector_size(16), aligned(2), may_alias));
-INLINE vec float16(const void *from) { return __builtin_convertvector(*(const float16s *)from, vec); }
-#endif
-
 INLINE vec load_part(const void *row, int64_t i, int64_t n, int dtype)
 {
     const void *from = at(row, i, dtype);
-    char last[32] = {0};
-    if (n < 8)
+    char last[sizeof(vec)] = {0};
+    if (n < WIDE)
         from = memcpy(last, from, n * item_bytes(dtype));
     if (dtype == FLOAT32)
         return *(const vec *)from;
@@ -111,7 +114,7 @@ INLINE void store_part(void *row, int64_t i, int64_t n, vec v, int dtype)
 {
     char *to = at(row, i, dtype);
     halves upper = __builtin_convertvector((uvec)v >> 16, halves);
-    if (n < 8)
+    if (n < WIDE)
         memcpy(to, dtype == FLOAT32 ? (const void *)&v : &upper, n * item_bytes(dtype));
     else if (dtype == FLOAT32)
         *(vec *)to = v;

@@ -51,7 +51,7 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library(Path(__file__).with_name("streaming.c"))
+    library = load_library(Path(__file__).parent, "streaming")
     if library is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         library.headrace_copy.argtypes, library.headrace_copy.restype = (pointer, pointer, size), None

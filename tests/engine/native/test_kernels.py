@@ -165,23 +165,24 @@ def test_very_unlike_scores(kernels: Kernels) -> None:
 
 def test_tensors_of_another_kind_are_refused(kernels: Kernels) -> None:
     """With a wrong stride the kernels would write outside the tensor."""
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match="do not take"):
         kernels.gate(normal(4, 8).T)
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match="do not take"):
         kernels.add_norm(normal(4, 8), normal(4, 4), normal(8), 1e-5)
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match="do not take"):
         kernels.gate(normal(4, 8).half())
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match="do not take"):
         kernels.rotate(normal(4, 2, 8).double(), normal(4, 1, 8), normal(4, 1, 8))
 
 
 def test_who_computes_attention(kernels: Kernels) -> None:
-    """Matrix units, where the dtype has them; else the kernels; else torch."""
-    pools = {dtype: KVPool(Geometry(dtype, 1, 1, 16, 16), 2) for dtype in ("float32", "bfloat16")}
-    assert isinstance(choose_attention(pools["bfloat16"], native_units=True, kernels=kernels), CpuAttention)
-    assert isinstance(choose_attention(pools["bfloat16"], native_units=False, kernels=kernels), NativeAttention)
-    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=kernels), NativeAttention)
-    assert isinstance(choose_attention(pools["float32"], native_units=True, kernels=None), CpuAttention)
+    """The kernels where there are any, else torch."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        pool = KVPool(Geometry(dtype, 1, 1, 16, 16), 2)
+        for native_units in (False, True):
+            chosen = choose_attention(pool, native_units=native_units, kernels=kernels)
+            assert isinstance(chosen, NativeAttention)
+        assert isinstance(choose_attention(pool, native_units=True, kernels=None), CpuAttention)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,7 +8,7 @@
 
 /* out [rows, columns] = x [rows, depth] times a matrix packed as [columns / LANES, depth, LANES]; all dense float32. A
  * work item is PANELS panels of the matrix times ROWS rows of x. */
-void headrace_multiply(const float *x, const float *packed, float *out, int64_t rows, int64_t columns, int64_t depth)
+void EXPORT(multiply)(const float *x, const float *packed, float *out, int64_t rows, int64_t columns, int64_t depth)
 {
     const int64_t panels = columns / LANES, across = (panels + PANELS - 1) / PANELS, down = (rows + ROWS - 1) / ROWS;
     const int64_t turns = (depth + DEPTH - 1) / DEPTH, at_once = (depth + turns - 1) / turns;

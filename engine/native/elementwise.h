@@ -1,8 +1,5 @@
 /* Elementwise CPU kernels of a forward pass, in float32 or bfloat16, each with one parallel region: RMSNorm with the
  * residual, the rotary embedding and the SwiGLU gate.
- *
- * Plain C with GCC's vector extension and OpenMP, called through ctypes. Shapes, strides and dtypes are checked there
- * (engine/native/__init__.py). The threads are torch's: both use one OpenMP runtime.
  */
 
 #include "simd.h"
@@ -30,15 +27,15 @@ INLINE vec add_part(void *x, const void *delta, int64_t i, int64_t n, int dtype)
 INLINE void norm_row(void *x, const void *delta, const void *weight, void *normed, int64_t width, float eps, int dtype)
 {
     vec sums = splat(0), v;
-    BY_EIGHTS(width, (v = add_part(x, delta, i, n, dtype), sums += v * v));
+    BY_VECTORS(width, (v = add_part(x, delta, i, n, dtype), sums += v * v));
     float scale = 1.0f / __builtin_sqrtf(horizontal_sum(sums) / (float)width + eps);
-    BY_EIGHTS(width, (v = round_to(load_part(x, i, n, dtype) * scale, dtype) * load_part(weight, i, n, dtype),
+    BY_VECTORS(width, (v = round_to(load_part(x, i, n, dtype) * scale, dtype) * load_part(weight, i, n, dtype),
                       store_part(normed, i, n, round_to(v, dtype), dtype)));
 }
 
 /* hidden += delta (unless it is NULL); normed = hidden / rms(hidden) * weight. hidden, delta, normed: [rows, width];
  * weight: [width]; all dense and of one dtype. */
-void headrace_add_norm(void *hidden, const void *delta, const void *weight, void *normed, int64_t rows, int64_t width,
+void EXPORT(add_norm)(void *hidden, const void *delta, const void *weight, void *normed, int64_t rows, int64_t width,
                        float eps, int64_t dtype)
 {
 #define ROW(type) norm_row(at(hidden, row * width, type), delta ? at(delta, row * width, type) : NULL, weight, \
@@ -62,13 +59,13 @@ INLINE void rotate_row(void *x, const float *cos, const float *sin, int64_t head
     const int64_t half = width / 2;
     for (int64_t head = 0; head < heads; head++) {
         void *low = at(x, head * width, dtype), *high = at(low, half, dtype);
-        BY_EIGHTS(half, rotate_part(low, high, cos, sin, half, i, n, dtype));
+        BY_VECTORS(half, rotate_part(low, high, cos, sin, half, i, n, dtype));
     }
 }
 
 /* Rotary embedding of x [rows, heads, width] in place, rows `stride` elements apart: x * cos + (x with its halves
  * swapped) * sin. cos, sin: float32 [rows, width], dense; sin is negated in its first half. */
-void headrace_rotate(void *x, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,
+void EXPORT(rotate)(void *x, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,
                      int64_t width, int64_t dtype)
 {
 #define ROW(type) rotate_row(at(x, row * stride, type), cos + row * width, sin + row * width, heads, width, type)
@@ -79,13 +76,13 @@ void headrace_rotate(void *x, const float *cos, const float *sin, int64_t rows, 
 INLINE void gate_row(const void *gate, const void *up, void *activated, int64_t width, int dtype)
 {
     vec g, v;
-    BY_EIGHTS(width, (g = load_part(gate, i, n, dtype),
+    BY_VECTORS(width, (g = load_part(gate, i, n, dtype),
                       v = round_to(g * sigmoid(g), dtype) * load_part(up, i, n, dtype),
                       store_part(activated, i, n, round_to(v, dtype), dtype)));
 }
 
 /* SwiGLU gate: activated [rows, width] = silu(gate) * up, where a row of gate_up [rows, 2 * width] is gate, then up. */
-void headrace_gate(const void *gate_up, void *activated, int64_t rows, int64_t width, int64_t dtype)
+void EXPORT(gate)(const void *gate_up, void *activated, int64_t rows, int64_t width, int64_t dtype)
 {
 #define ROW(type) gate_row(at(gate_up, 2 * row * width, type), at(gate_up, (2 * row + 1) * width, type), \
                            at(activated, row * width, type), width, type)

@@ -18,7 +18,7 @@ struct scratch {
 
 INLINE void widen(float *to, const void *from, int64_t elements, int dtype)
 {
-    BY_EIGHTS(elements, store_part(to, i, n, load_part(from, i, n, dtype), FLOAT32));
+    BY_VECTORS(elements, store_part(to, i, n, load_part(from, i, n, dtype), FLOAT32));
 }
 
 INLINE void copy_rows(float *to, const void *pool, int64_t offset, int64_t elements, int64_t dtype)
@@ -57,32 +57,32 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
                   scratch->queries + panel * width * LANES, width);
 
     const vec no_score = splat(-1e30f);
-    vec max0 = load(maxima), max1 = load(maxima + 8), old_max0 = max0, old_max1 = max1;
+    vec max0 = load(maxima), max1 = load(maxima + WIDE), old_max0 = max0, old_max1 = max1;
     for (int64_t j = 0; j < count; j++) {
-        vec s0 = load(scores + j * LANES), s1 = load(scores + j * LANES + 8);
+        vec s0 = load(scores + j * LANES), s1 = load(scores + j * LANES + WIDE);
         if (masked) {
             ivec position = (ivec){0} + (int32_t)(from + j);
             s0 = blend(position < ends0, s0, no_score);
             s1 = blend(position < ends1, s1, no_score);
             store(scores + j * LANES, s0);
-            store(scores + j * LANES + 8, s1);
+            store(scores + j * LANES + WIDE, s1);
         }
         max0 = vec_max(s0, max0); /* never NaN: a NaN score gives a NaN weight below, and so a NaN output */
         max1 = vec_max(s1, max1);
     }
     vec keep0 = exp2_approx(old_max0 - max0), keep1 = exp2_approx(old_max1 - max1);
-    vec sum0 = load(sums) * keep0, sum1 = load(sums + 8) * keep1;
+    vec sum0 = load(sums) * keep0, sum1 = load(sums + WIDE) * keep1;
     for (int64_t j = 0; j < count; j++) {
-        vec p0 = exp2_approx(load(scores + j * LANES) - max0), p1 = exp2_approx(load(scores + j * LANES + 8) - max1);
+        vec p0 = exp2_approx(load(scores + j * LANES) - max0), p1 = exp2_approx(load(scores + j * LANES + WIDE) - max1);
         store(scores + j * LANES, p0);
-        store(scores + j * LANES + 8, p1);
+        store(scores + j * LANES + WIDE, p1);
         sum0 += p0;
         sum1 += p1;
     }
     store(maxima, max0);
-    store(maxima + 8, max1);
+    store(maxima + WIDE, max1);
     store(sums, sum0);
-    store(sums + 8, sum1);
+    store(sums + WIDE, sum1);
     multiply_rows(width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count);
 }
 
@@ -117,7 +117,7 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
             }
             int64_t visible = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
             if (visible > 0)
-                attend_tile(pass, scratch, panel, from, visible, *(ivec *)ends, *(ivec *)(ends + 8),
+                attend_tile(pass, scratch, panel, from, visible, *(ivec *)ends, *(ivec *)(ends + WIDE),
                             from + visible > ends[0]);
         }
     }
@@ -133,7 +133,7 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
 /* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
  * have been written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens,
  * heads, width], dense; both float32. scale: of the scores, times log2(e). Returns -1 when memory ran out, else 0. */
-int headrace_attend_float32(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
+int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
                             float *output, float scale)
 {
     const int64_t panels = (pass->most_tokens * pass->group + LANES - 1) / LANES, width = pass->width;
