@@ -84,7 +84,7 @@ $(NIXL_STAMP): requirements/nixl.txt $(STAMP)
 	$(BIN)/python -m venv $(NIXL)
 	$(NIXL)/bin/python -m pip install --no-deps -r requirements/nixl.txt
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-		$(BIN)/python -c "$$packages" > $$($(NIXL)/bin/python -c "$$packages")/venv.pth
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(NIXL)/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
 $(ROUTERS_STAMP): requirements/routers.txt
