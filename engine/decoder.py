@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.dtypes import Precision
-from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, linear
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import rotary_tables
@@ -22,8 +22,8 @@ class Decoder:
     """Weights of a stage's layers and their forward pass; keys and values live in the pool that an AttentionPass
     writes.
 
-    Hidden states enter and leave in precision.model and are in precision.compute between. RMSNorm (arXiv 1910.07467)
-    and the rotary embedding are computed in float32.
+    Hidden states are in precision.compute, between stages too, so that the number of stages changes no bit. RMSNorm
+    (arXiv 1910.07467) and the rotary embedding are computed in float32.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [tokens] → hidden states [tokens, hidden size]. First stage only."""
-        return F.embedding(ids, self._head.embedding).to(self._precision.model)
+        return F.embedding(ids, self._head.embedding).to(self._precision.compute)
 
     def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
         """Run this stage's layers over hidden states [tokens, hidden size] at positions int64 [tokens].
@@ -71,18 +71,18 @@ class Decoder:
         Returns hidden states [tokens, hidden size].
         """
         cos, sin = self._cos[positions], self._sin[positions]
-        hidden = hidden.to(self._precision.compute, copy=True)  # the residual stream, added to in place
+        hidden = hidden.clone()  # the residual stream, added to in place
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
         for index, weights in enumerate(self._layers):
             normed = add_norm(hidden, delta, weights.input_norm, eps)
             delta = self._attend(index, weights, normed, cos, sin, attention)
             delta = self._mlp(weights, add_norm(hidden, delta, weights.post_norm, eps))
-        return (hidden if delta is None else hidden.add_(delta)).to(self._precision.model)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]. Last stage only."""
-        return linear(self._norm(hidden.to(self._precision.compute), self._head.norm), self._head.head).float()
+        return self._arithmetic.linear(self._norm(hidden, self._head.norm), self._head.head).float()
 
     def _attend(
         self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass

@@ -56,11 +56,9 @@ def has_matrix_units(dtype: str, device: str, cpuinfo: str) -> bool:
     return bool(cpu_flags(cpuinfo) & units)
 
 
-def kernel_multiplies(cpuinfo: str) -> bool:
-    """Whether float32 matrices are multiplied by engine/native/kernels.c, which has vectors of 256 bits. Math libraries
-    have wider ones where the CPU has AVX-512."""
-    flags = cpu_flags(cpuinfo)
-    return "avx2" in flags and "avx512f" not in flags
+def has_wide_vectors(cpuinfo: str) -> bool:
+    """Whether the CPU computes with vectors of 512 bits (AVX-512)."""
+    return "avx512f" in cpu_flags(cpuinfo)
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:

@@ -11,8 +11,8 @@ class Precision(NamedTuple):
     """Dtypes in which a stage stores and computes."""
 
     model: torch.dtype
-    """Of hidden states between stages and of the KV pool; weights are rounded to it."""
+    """Of the KV pool; weights are rounded to it."""
     held: torch.dtype
     """In which weights are kept in memory."""
     compute: torch.dtype
-    """In which a stage multiplies and adds."""
+    """In which a stage multiplies and adds, and of hidden states between stages."""

@@ -18,7 +18,7 @@ from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.decoder import Decoder
-from headrace.engine.device import available_memory, has_matrix_units, kernel_multiplies, resolve_device, resolve_dtype
+from headrace.engine.device import available_memory, has_matrix_units, has_wide_vectors, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
@@ -141,7 +141,7 @@ class ModelRunner:
         native = has_matrix_units(dtype, device, engine.cpuinfo)
         kernels = None
         if device == "cpu" and (dtype != "float16" or not native):
-            kernels = load_kernels(multiply=kernel_multiplies(engine.cpuinfo))
+            kernels = load_kernels(wide=has_wide_vectors(engine.cpuinfo))
         plan = plan_memory(
             spec,
             dtype,
@@ -155,22 +155,23 @@ class ModelRunner:
         checkpoint = open_checkpoint(source, spec)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
+        precision = Precision(
+            model=TORCH_DTYPES[dtype],
+            held=TORCH_DTYPES[plan.weight_dtype],
+            compute=TORCH_DTYPES[dtype] if native else torch.float32,
+        )
         self._decoder = Decoder(
             spec,
             checkpoint,
             layers,
             positions=length,
-            precision=Precision(
-                model=TORCH_DTYPES[dtype],
-                held=TORCH_DTYPES[plan.weight_dtype],
-                compute=TORCH_DTYPES[dtype] if native else torch.float32,
-            ),
+            precision=precision,
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
         )
         self.fingerprint = fingerprint(spec, checkpoint)
         self.vocab_size = spec.vocab_size
-        self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
+        self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)

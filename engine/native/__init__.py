@@ -7,6 +7,7 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,14 +18,13 @@ from headrace.engine.native import onednn
 
 log = logging.getLogger(__name__)
 
-LANES = 16  # as in simd.h: columns of a packed panel
 STEP = 8  # as in attention_bfloat16.h: head_dim has to be a multiple of it
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in simd.h
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 class SpanRecord(ctypes.Structure):
-    """struct span of attention.h: rows [row, row + count) of the batch are positions [start, start + count) of a request.
+    """struct span of attention.h: rows [row, row + count) of a batch are positions [start, start + count) of a request.
 
     pages: address of int64 page ids covering [0, start + count).
     """
@@ -33,7 +33,7 @@ class SpanRecord(ctypes.Structure):
 
 
 class ItemRecord(ctypes.Structure):
-    """struct item of attention.h: a work item, the queries of `count` tokens from `first` of a span, for one KV head."""
+    """struct item of attention.h: a work item, queries of `count` tokens from `first` of a span, for one KV head."""
 
     _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I))
 
@@ -60,47 +60,52 @@ class Kernels:
     Rows may be strided where a method says so; the elements of a row are contiguous.
     """
 
-    def __init__(self, library: ctypes.CDLL, multiply: bool) -> None:
-        """library: the loaded kernels. multiply: float32 matrices, too; otherwise torch multiplies them."""
-        self._add_norm = library.headrace_add_norm
-        self._add_norm.argtypes, self._add_norm.restype = (_P, _P, _P, _P, _I, _I, _F, _I), None
-        self._rotate = library.headrace_rotate
-        self._rotate.argtypes, self._rotate.restype = (_P, _P, _P, _I, _I, _I, _I, _I), None
-        self._gate = library.headrace_gate
-        self._gate.argtypes, self._gate.restype = (_P, _P, _I, _I, _I), None
-        self._multiply = library.headrace_multiply
-        self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I, _I, _I), None
-        self._multiplies = multiply
-        in_bfloat16 = library.headrace_attend_bfloat16_emulated
-        if library.headrace_has_bfloat16():
-            in_bfloat16 = library.headrace_attend_bfloat16
-        self._attend = {torch.float32: library.headrace_attend_float32, torch.bfloat16: in_bfloat16}
-        for function in self._attend.values():
-            function.argtypes = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
+    def __init__(self, library: ctypes.CDLL, bits: Literal[256, 512], *, emulate: bool = False) -> None:
+        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. emulate: see
+        load_kernels."""
+
+        def kernel(name: str, *arguments: Any) -> Any:
+            function = library[name]
+            function.argtypes = arguments
+            return function
+
+        self._lanes = bits // 16
+        self._add_norm = kernel(f"headrace_add_norm_{bits}", _P, _P, _P, _P, _I, _I, _F, _I)
+        self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
+        self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
+        self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
+        self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I)
+        in_bfloat16 = "headrace_attend_bfloat16" + ("_emulated" if emulate else "")
+        attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
+        self._attend = {
+            torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend),
+            torch.bfloat16: kernel(in_bfloat16, *attend),
+        }
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the layout that linear() multiplies fastest.
 
-        float32: [out / LANES, in, LANES], for kernels.c. bfloat16: oneDNN's own layout. Unchanged, for torch, where
-        neither is used on this CPU.
+        float32: [out / lanes, in, lanes], where lanes divides out. bfloat16: oneDNN's own layout, where it multiplies
+        that. Otherwise unchanged.
         """
         if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
             return onednn.pack(weight)
-        if not self._multiplies or weight.dtype != torch.float32 or weight.shape[0] % LANES:
+        if weight.dtype != torch.float32 or weight.shape[0] % self._lanes:
             return weight
-        return weight.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
+        return weight.view(-1, self._lanes, weight.shape[1]).transpose(1, 2).contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: from pack(). Raises ValueError for a float32 x
-        that is not dense."""
-        if weight.is_mkldnn:
-            return onednn.linear(x, weight, bias)
-        if weight.dim() == 2:
-            return linear(x, weight, bias)
-        panels, depth, _ = weight.shape
-        _require(x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == depth and weight.is_contiguous())
-        output = x.new_empty(len(x), panels * LANES)
-        self._multiply(x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), panels * LANES, depth)
+        """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: [out, in], or from pack(). Raises ValueError for
+        a float32 x that is not dense."""
+        if x.dtype != torch.float32:
+            return _sixteen_bit_linear(x, weight, bias)
+        weight = weight if weight.dtype == x.dtype else self.pack(weight.float())
+        depth = weight.shape[1]
+        _require(x.is_contiguous() and x.shape[1] == depth and weight.is_contiguous())
+        columns = weight.numel() // depth
+        output = x.new_empty(len(x), columns)
+        multiply = self._multiply if weight.dim() == 3 else self._multiply_by_rows
+        multiply(x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), columns, depth)
         return output if bias is None else output.add_(bias)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -150,15 +155,31 @@ class Kernels:
 
 
 @cache
-def load_kernels(*, multiply: bool) -> Kernels | None:
+def load_kernels(*, wide: bool, emulate: bool = False) -> Kernels | None:
     """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
-    OpenMP runtime is shared. multiply: see Kernels."""
+    OpenMP runtime is shared.
+
+    wide: with vectors of 512 bits, where the CPU has them. emulate: attention in bfloat16 by the slow emulation of its
+    instructions, even where the CPU has them.
+    """
     library = load_library(Path(__file__).parent, "kernels")
     if library is None:
         log.warning(
-            "the native kernels were not compiled at installation because no C compiler was found: forward passes are slower"
+            "the native kernels were not compiled at installation because no C compiler was found: forward passes are "
+            "slower"
         )
-    return Kernels(library, multiply) if library is not None and library.headrace_usable() else None
+    if library is None or not library.headrace_has_256():
+        return None
+    bits: Literal[256, 512] = 512 if wide and library.headrace_has_512() else 256
+    return Kernels(library, bits, emulate=emulate or not library.headrace_has_bfloat16())
+
+
+def _sixteen_bit_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product by oneDNN. A single row is computed as one of two: oneDNN has a kernel for one that sums in another
+    order."""
+    if len(x) == 1:
+        return _sixteen_bit_linear(torch.cat((x, x)), weight, bias)[:1]
+    return onednn.linear(x, weight, bias) if weight.is_mkldnn else linear(x, weight, bias)
 
 
 def _dtype(rows: Tensor) -> int:

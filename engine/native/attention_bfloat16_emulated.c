@@ -1,16 +1,19 @@
-/* Attention in bfloat16 without AVX512-BF16: equal to the instructions bit for bit but for subnormal numbers, which they
- * take for 0. Slow; for tests of the kernel on other CPUs. */
+/* Attention in bfloat16 without AVX512-BF16: equal to the instructions bit for bit. Slow; for tests of the kernel on
+ * other CPUs. */
 
 #include "bfloat16_vectors.h"
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma")
 #endif
 
+/* The instructions take subnormal numbers for 0, and make 0 of them. */
+INLINE vec flushed(vec v) { return blend(((pairs)v & 0x7f800000u) != 0, v, (vec)((pairs)v & 0x80000000u)); }
+
 /* Odd elements first and two roundings, as the instruction does it. Products of bfloat16 are exact in float32. */
 INLINE vec dot(vec sum, pairs a, pairs b)
 {
-    sum += (vec)(a & 0xffff0000u) * (vec)(b & 0xffff0000u);
-    return sum + (vec)(a << 16) * (vec)(b << 16);
+    sum = flushed(flushed(sum) + flushed((vec)(a & 0xffff0000u)) * flushed((vec)(b & 0xffff0000u)));
+    return flushed(sum + flushed((vec)(a << 16)) * flushed((vec)(b << 16)));
 }
 
 INLINE vec fused(vec a, vec b, vec c)
@@ -48,13 +51,13 @@ INLINE int any(ivec which)
 }
 
 /* A NaN of the CPU has no lower bits, and stays one. */
-INLINE pairs round_up_half(vec v)
+INLINE pairs rounded(vec v)
 {
-    const pairs bits = (pairs)v;
+    const pairs bits = (pairs)flushed(v);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-INLINE pairs narrowed(vec low, vec high) { return round_up_half(low) | round_up_half(high) << 16; }
+INLINE pairs narrowed(vec low, vec high) { return rounded(low) | rounded(high) << 16; }
 
 #define ATTEND headrace_attend_bfloat16_emulated
 #include "attention_bfloat16.h"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import available_memory, has_matrix_units, kernel_multiplies, resolve_device, resolve_dtype
+from headrace.engine.device import available_memory, has_matrix_units, has_wide_vectors, resolve_device, resolve_dtype
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from tests.cpus import cpuinfo
@@ -85,7 +85,7 @@ def test_dtype_and_kernels_follow_the_flags_of_the_cpu(tmp_path: Path) -> None:
     assert [resolve_dtype("auto", "cpu", each) for each in (plain, units, arm, none)] == [
         "float32", "bfloat16", "bfloat16", "float32",
     ]  # fmt: skip
-    assert [kernel_multiplies(each) for each in (plain, units, arm, none)] == [True, False, False, False]
+    assert [has_wide_vectors(each) for each in (plain, units, arm, none)] == [False, True, False, False]
     for each in (plain, units):
         assert has_matrix_units("float32", "cpu", each)
         assert not has_matrix_units("float16", "cpu", each)

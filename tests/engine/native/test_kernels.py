@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace.engine.runner
+from headrace.core.config import EngineConfig
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams
 from headrace.engine.attention import choose_attention
@@ -16,6 +17,7 @@ from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
 from headrace.engine.attention.native import NativeAttention
 from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.native import Kernels, load_kernels, onednn
@@ -26,12 +28,15 @@ from tests.engine.models import Prompt, make_runner
 PAGES = 96
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    found = load_kernels(multiply=True)
+@pytest.fixture(scope="module", params=["256 bits", "512 bits"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    wide = request.param == "512 bits"
+    found = load_kernels(wide=wide)
     if found is None:
         assert shutil.which("gcc") is None or "avx2" not in torch.backends.cpu.get_cpu_capability().lower()
         pytest.skip("no compiler, or a CPU without AVX2")
+    if wide and not has_wide_vectors(EngineConfig().cpuinfo):
+        pytest.skip("a CPU without AVX-512")
     return found
 
 
@@ -76,23 +81,17 @@ def test_sixteen_bits_are_rounded_as_torch_rounds(kernels: Kernels) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), panels=st.integers(1, 9), depth=st.integers(1, 1300),
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), columns=st.integers(1, 150), depth=st.integers(1, 1300),
     bias=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_products_equal_torch(kernels: Kernels, rows: int, panels: int, depth: int, bias: bool, seed: int) -> None:
-    """Any number of rows, and depths that take several turns."""
-    x, weight = normal(rows, depth, seed=seed), normal(16 * panels, depth, seed=seed + 1)
-    added = normal(16 * panels, seed=seed + 2) if bias else None
-    expected = TorchArithmetic().linear(x.double(), weight, added).float()
-    torch.testing.assert_close(kernels.linear(x, kernels.pack(weight), added), expected, atol=3e-4, rtol=1e-5)
-
-
-def test_matrices_in_the_layout_of_onednn(kernels: Kernels) -> None:
-    """In float32, which it packs on every CPU; bfloat16 wants units for that."""
-    for rows, bias in ((1, None), (7, normal(48, seed=3)), (600, normal(48, seed=3))):
-        x, weight = normal(rows, 40, seed=rows), normal(48, 40, seed=2)
-        found = kernels.linear(x, onednn.pack(weight), bias)
-        torch.testing.assert_close(found, TorchArithmetic().linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+def test_products_equal_torch(kernels: Kernels, rows: int, columns: int, depth: int, bias: bool, seed: int) -> None:
+    """Any number of rows, weights that make panels and others, and depths that take several turns."""
+    for multiple in (1, 32):
+        x, weight = normal(rows, depth, seed=seed), normal(multiple * columns, depth, seed=seed + 1)
+        added = normal(multiple * columns, seed=seed + 2) if bias else None
+        expected = TorchArithmetic().linear(x.double(), weight, added).float()
+        for form in (weight, kernels.pack(weight)):
+            torch.testing.assert_close(kernels.linear(x, form, added), expected, atol=3e-4, rtol=1e-5)
 
 
 @pytest.mark.skipif(not onednn.has_bfloat16(), reason="a CPU whose bfloat16 oneDNN does not multiply")
@@ -103,11 +102,13 @@ def test_sixteen_bit_matrices_are_packed(kernels: Kernels) -> None:
     torch.testing.assert_close(kernels.linear(x, packed, bias), TorchArithmetic().linear(x, weight, bias))
 
 
-def test_matrices_that_no_kernel_multiplies_are_left_to_torch(kernels: Kernels) -> None:
+def test_weights_held_in_16_bits_are_widened(kernels: Kernels) -> None:
     x = normal(5, 32)
-    for weight in (normal(20, 32), normal(32, 32).half()):
-        assert kernels.pack(weight) is weight
-        torch.testing.assert_close(kernels.linear(x, weight), TorchArithmetic().linear(x, weight), atol=0, rtol=0)
+    for dtype in (torch.bfloat16, torch.float16):
+        for columns in (20, 64):
+            held = normal(columns, 32).to(dtype)
+            expected = kernels.linear(x, kernels.pack(held.float()))
+            torch.testing.assert_close(kernels.linear(x, held), expected, atol=0, rtol=0)
 
 
 spans_of = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 150))), min_size=1, max_size=4)
@@ -142,12 +143,16 @@ def test_attention_equals_plain_sdpa(
     high = KVPool(Geometry("float32", 2, kv_heads, width, page_size), pages)
     high.tensor.copy_(low.tensor)
     tokens = sum(count for _, count in shapes)
-    heads = normal(tokens, kv_heads * (group + 2), width, seed=seed).to(low.tensor.dtype).float()
+    heads = normal(tokens, kv_heads * (group + 2), width, seed=seed).to(low.tensor.dtype)
     query, keys_values = heads[:, : kv_heads * group], heads[:, kv_heads * group :]
-    passes = [attention.begin(spans) for attention in (NativeAttention(low, kernels), SdpaAttention(high))]
+    wide, rounded, plain = (each.begin(spans) for each in (*[NativeAttention(low, kernels)] * 2, SdpaAttention(high)))
     for layer in range(2):
-        fast, plain = (running.attend(layer, query, keys_values) for running in passes)
-        torch.testing.assert_close(fast, plain, atol=2e-5, rtol=2e-5)
+        expected = plain.attend(layer, query.float(), keys_values.float())
+        found = wide.attend(layer, query.float(), keys_values)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+        in_16_bits = rounded.attend(layer, query, keys_values)
+        assert in_16_bits.dtype == query.dtype
+        torch.testing.assert_close(in_16_bits.float(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(low.tensor.float(), high.tensor, equal_nan=True, atol=0, rtol=0)
 
 
@@ -194,7 +199,7 @@ def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, 
     answers = []
     for found in (kernels, None):
         with monkeypatch.context() as patch:
-            patch.setattr(headrace.engine.runner, "load_kernels", lambda multiply, found=found: found)
+            patch.setattr(headrace.engine.runner, "load_kernels", lambda wide, found=found: found)
             runner = make_runner("smollm2", dtype=dtype, cpuinfo=cpuinfo("avx2"))
         for row in prompt.chunks(64)[:-1]:
             runner.execute([row])
