@@ -26,8 +26,8 @@ from headrace.core.types.request import DecodeHere, FetchFrom
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
+from tests.server.fake_prefills import ONE, Prefills, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying, ticket_of
-from tests.server.frontend.test_decode import ONE, Prefills, fetched, until_ready, welcoming
 
 HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
 MOONCAKE = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p1:8001"}

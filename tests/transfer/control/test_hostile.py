@@ -37,7 +37,7 @@ from headrace.transfer.protocol.messages import (
     Welcome,
 )
 from tests.fuzz.mutations import VALID, Mutator
-from tests.transfer.control.test_sessions import CONFIG, OFFER, hello, joined, reserve
+from tests.transfer.control.session_table import CONFIG, OFFER, hello, joined, reserve
 from tests.transfer.harness import Loop, random_store, zmq_context
 from tests.transfer.raw import SESSION, RawStage
 

@@ -1,6 +1,5 @@
 """Prefill and decode with different tensor and pipeline degrees, over real sockets."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from headrace.core.messages.stage_events import ChunkAcked
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
 from tests.transfer.group import Group
-from tests.transfer.harness import value, zmq_context
+from tests.transfer.harness import value
 from tests.transfer.ranks import grid
 from tests.transfer.raw import RawPeer
 
@@ -24,12 +23,6 @@ PAIRS: list[tuple[str, Split, Split]] = [
     ("PP 4 to TP 4", ((1, 1, 1, 1), (8,)), ((4,), (2, 2, 2, 2))),
     ("PP 3 TP 2 to PP 2 TP 4", ((1, 2, 1), (4, 4)), ((2, 2), (2, 2, 2, 2))),
 ]
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 @pytest.mark.parametrize(("source", "destination"), [pair[1:] for pair in PAIRS], ids=[pair[0] for pair in PAIRS])

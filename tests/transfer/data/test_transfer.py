@@ -27,18 +27,12 @@ from headrace.core.messages.stage_events import (
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.protocol.messages import ANSWER_FRAME_BYTES, Ack, Attach, Attached, Chunk, Refuse
-from tests.transfer.harness import FIRST, Pair, gather, part, value, zmq_context
+from tests.transfer.harness import FIRST, Pair, gather, part, value
 from tests.transfer.raw import ANSWERS, STAGE, RawPeer
 
 
 def geometry(page_size: int, dtype: str = "float32") -> Geometry:
     return Geometry(dtype, layers=3, kv_heads=2, head_dim=8, page_size=page_size)
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 @pytest.fixture(params=[ZMQ, SHM])

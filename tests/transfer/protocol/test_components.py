@@ -1,6 +1,5 @@
 """Draft model KV and MLA latents beside keys and values, over real sockets, split otherwise on the two sides."""
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -15,7 +14,7 @@ from headrace.transfer.backends.shm import host_token
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Nack, Refuse
 from tests.transfer.group import PAGES, Group
-from tests.transfer.harness import value, zmq_context
+from tests.transfer.harness import value
 from tests.transfer.layouts import random_layout
 from tests.transfer.ranks import grid
 from tests.transfer.raw import RawPeer, RawStage
@@ -71,12 +70,6 @@ PAIRS = [
     ("PP 3 and apart to PP 2 TP 2", pp3_apart, pp2_tp2),
     ("PP 2 TP 2 to PP 3 and apart", pp2_tp2, pp3_apart),
 ]
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 @pytest.mark.parametrize("backend", [ZMQ, pytest.param(SHM, marks=pytest.mark.skipif(not host_token(), reason="shm"))])

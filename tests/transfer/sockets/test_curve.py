@@ -19,7 +19,7 @@ from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.sockets.curve_keys import read_public
-from tests.transfer.control.test_sessions import OFFER, hello
+from tests.transfer.control.session_table import OFFER, hello
 from tests.transfer.data.test_transfer import geometry
 from tests.transfer.harness import Loop, Pair, value, zmq_context
 
