@@ -28,7 +28,7 @@ class Bench:
         rules = allowed_prefills((), ("127.0.0.0/8",))
         self.limits = Limits(fingerprint="f", rules=rules, pages=PAGES, connect_timeout_s=10, load_timeout_s=30)
         self.loader, self.now, self.sessions = KvLoader(self.limits), 100.0, 0
-        self.dialled = False
+        self.connected = False
 
     def do(self, command: AnyCommand) -> list[Any]:
         self.loader.apply(command, self.now)
@@ -48,7 +48,7 @@ class Bench:
         self.loader.effects.clear()
         for one in asked:
             if isinstance(one, ConnectPrefill | DisconnectPrefill):
-                self.dialled = isinstance(one, ConnectPrefill)
+                self.connected = isinstance(one, ConnectPrefill)
         return asked
 
     def answers(self) -> list[AnyResult]:

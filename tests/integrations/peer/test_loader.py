@@ -26,8 +26,8 @@ from tests.integrations.peer.loader_bench import CONTROL, FIRST, PAGES, Bench, t
 def test_the_way_of_a_load() -> None:
     bench = Bench()
     assert bench.do(RenewLease(id="a", ticket=ticket("a"))) == [ConnectPrefill(name=CONTROL, endpoint=CONTROL)]
-    dial, renew = bench.up()
-    assert isinstance(dial, OpenSession)
+    opened, renew = bench.up()
+    assert isinstance(opened, OpenSession)
     assert renew == AskRenew(session="s1", ticket="a")
     ask = bench.reserved("a", tokens=PAGE_TOKENS + 10, start=PAGE_TOKENS - 1)
     assert (ask.session, ask.ticket, ask.prompt_tokens, ask.cached_tokens) == ("s1", "a", 74, 63)
@@ -152,7 +152,7 @@ def test_what_cannot_be_loaded_is_refused_before_a_page_is_reserved(changes: dic
     assert answer.code == code
     assert not [one for one in asked if isinstance(one, PrepareReceive)]
     if code == "prefill_not_allowed":
-        assert asked == [], "that server is not even dialled"
+        assert asked == [], "that server is not even connected to"
     bench.wait(10)
     assert bench.empty()
 

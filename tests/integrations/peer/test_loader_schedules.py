@@ -65,7 +65,7 @@ def test_random_schedules_answer_every_load_once_and_end_empty(seed: int) -> Non
             if up and rng.random() < 0.5:
                 up = False
                 note(bench.down())
-            elif not up and bench.dialled:
+            elif not up and bench.connected:
                 up = True
                 note(bench.up())
         elif step == 5 and expects:
@@ -79,7 +79,7 @@ def test_random_schedules_answer_every_load_once_and_end_empty(seed: int) -> Non
             note(bench.hear(TicketFailed(**key, error=error)))
         else:
             note(bench.wait(rng.choice((0.0, 1.0, 12.0))))
-        up = up and bench.dialled
+        up = up and bench.connected
     for name, loading in list(open_names.items()):
         note(bench.do(ReleaseLoad(id=name) if isinstance(answered.get(name), Loaded) else CancelLoad(id=name)))
         assert not loading or name in answered

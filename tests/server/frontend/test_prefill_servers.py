@@ -37,7 +37,7 @@ async def test_a_server_is_found_after_whatever_went_wrong(tokenizer: Tokenizer)
     link = FakeLink(fetched(tokenizer))
     async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Odd()) as service:
         await link.wait_for(AddPrefill)
-        assert service.prefills.servers()[0].dialled is not None
+        assert service.prefills.servers()[0].target is not None
 
 
 @in_loop

@@ -249,7 +249,7 @@ def test_a_stopped_writer_keeps_its_right_and_a_killed_one_loses_it(pool: Shared
     assert (poison == 0xEE).all()
 
 
-def test_the_pool_of_a_killed_owner_is_removed_by_whoever_comes_by() -> None:
+def test_the_pool_of_a_killed_owner_is_removed_when_its_writer_closes_it() -> None:
     owner = child(OWNER)
     try:
         memory = msgspec.json.decode(line_of(owner), type=SharedMemory)

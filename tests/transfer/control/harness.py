@@ -20,7 +20,7 @@ CONTROL: Codec[ControlMessage] = Codec(ControlMessage)
 
 
 class Both:
-    """A control endpoint and a control client, the control client told to dial the control endpoint."""
+    """A control endpoint and a control client, the control client told to connect to it."""
 
     def __init__(self, context: Any, *, ready: bool = True, control_context: Any = None) -> None:
         self.context = context

@@ -162,7 +162,7 @@ def test_asking_on_a_session_that_has_ended_is_answered_here(both: Both) -> None
     assert both.control_client.apply(cancel, CLOCK.now()) == []  # no promise of anybody
 
 
-def test_nobody_is_dialled_before_the_control_client_knows_what_to_say(context: Any) -> None:
+def test_no_connection_is_made_before_the_control_client_has_its_hello(context: Any) -> None:
     control_client = ControlClient(CONFIG, context)
     control_client.apply(ConnectPrefill(name="p", endpoint="tcp://127.0.0.1:9"), CLOCK.now())
     assert (control_client.sockets(), control_client.next_deadline()) == ([], None)

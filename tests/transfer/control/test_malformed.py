@@ -20,7 +20,7 @@ from tests.transfer.harness import value
 @example([PEER.encode(hello()), b""])
 @example([CONTROL.encode(Pong(number=1))])
 @example([b""])
-def test_rubbish_at_the_control_endpoint_is_refused_and_disturbs_nobody(both: Both, frames: list[bytes]) -> None:
+def test_rubbish_at_the_control_endpoint_is_refused_and_disturbs_no_session(both: Both, frames: list[bytes]) -> None:
     session = both.up.session
     stranger = Stranger(both.context, both)
     answer = stranger.ask(*frames)
@@ -53,7 +53,7 @@ def test_a_session_survives_its_own_bad_frame(both: Both) -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""])
-def test_bytes_that_are_not_zmq_disturb_nobody(both: Both, data: bytes) -> None:
+def test_bytes_that_are_not_zmq_disturb_no_session(both: Both, data: bytes) -> None:
     session = both.up.session
     with sockets.create_connection(("127.0.0.1", both.control_server.port)) as connection:
         connection.sendall(data)

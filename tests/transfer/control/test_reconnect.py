@@ -29,7 +29,7 @@ def test_a_peer_that_falls_silent_is_gone_by_the_clock_alone(both: Both) -> None
     assert gone == PeerGone(session=session, reason="silent for 1 s")
 
 
-def test_a_prefill_server_that_falls_silent_is_down_and_dialled_again(both: Both) -> None:
+def test_a_prefill_server_that_falls_silent_is_down_and_connected_to_again(both: Both) -> None:
     session = both.up.session
     alone = Loop(both.control_client)  # the control endpoint is not turned
     down = alone.wait_for(both.control_client, PrefillDown)
@@ -39,7 +39,7 @@ def test_a_prefill_server_that_falls_silent_is_down_and_dialled_again(both: Both
     assert both.loop.wait_for(both.control_server, PeerGone).session == session  # replaced by the same instance
 
 
-def test_without_descriptors_a_control_endpoint_is_dialled_later(context: Any) -> None:
+def test_without_descriptors_a_control_endpoint_is_connected_to_later(context: Any) -> None:
     control_server, control_client = ControlServer(CONFIG, context), ControlClient(CONFIG, context)
     loop = Loop(control_server, control_client)
     control_server.ready(OFFER)

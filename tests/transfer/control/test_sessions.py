@@ -64,7 +64,7 @@ def test_checksums_are_used_unless_both_sides_have_switched_them_off() -> None:
         assert welcome.checksum == agreed
 
 
-def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_control_endpoint() -> None:
+def test_stages_on_other_machines_are_at_their_own_hosts_and_the_others_at_that_of_the_control_endpoint() -> None:
     geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
     offer = replace(
         OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")

@@ -35,7 +35,7 @@ def test_every_rank_gets_its_own_layers_and_heads_and_no_byte_more(
     untouched = [store.data.copy() for store in group.targets]
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     for sender, geometry in zip(group.senders, group.sources, strict=True):
         assert sum(event.bytes for event in group.loop.of(sender, ChunkAcked)) == (end - start) * geometry.token_bytes
@@ -55,7 +55,7 @@ def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
     ranks = [halves[0], halves[0], halves[1], halves[1]]
     group = Group(context, grid(16, [2, 2], [2]), ranks)
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(0, 40, [0, 20, 40], range(3), range(5, 8))
     sent = group.positions(group.stores, group.sources, range(3), 0, 40)
     for pair in ((0, 2), (1, 3)):

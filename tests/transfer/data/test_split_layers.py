@@ -33,7 +33,7 @@ def test_every_stage_gets_its_own_layers_and_no_byte_more(
     group = Group(context, stages(source_size, source_split), stages(destination_size, destination_split))
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     for sender, geometry in zip(group.senders, group.sources, strict=True):
         assert [event.chunk for event in group.loop.of(sender, ChunkAcked)] == [0, 1, 2]

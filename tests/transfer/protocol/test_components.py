@@ -86,7 +86,7 @@ def test_components_come_with_the_pages_of_their_tokens_and_no_byte_more(
     untouched = [{name: data.copy() for name, data in store.tensors.items()} for store in group.targets]
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     moved = sum(event.bytes for sender in group.senders for event in group.loop.of(sender, ChunkAcked))
     assert moved == (end - start) * sum(rank.token_bytes for rank in destinations)

@@ -70,7 +70,7 @@ def stuck(pair: Pair) -> Plain:
 
 
 def test_pages_come_back_when_the_session_ends_though_the_peer_pings_and_reads_nothing(context: Any) -> None:
-    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
+    pair = Pair(context, BIG, BIG, config=ROOMY, connected=False)
     with stuck(pair) as peer:
         end, pings = CLOCK.now() + 0.5, iter(range(100))  # more unread Pongs would have the connection closed for them
         pair.loop.until(lambda: (peer.say(PING) if next(pings, None) is not None else None) or CLOCK.now() >= end)
@@ -84,7 +84,7 @@ def test_pages_come_back_when_the_session_ends_though_the_peer_pings_and_reads_n
 
 
 def test_a_connection_that_another_one_replaces_holds_no_pages(context: Any) -> None:
-    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
+    pair = Pair(context, BIG, BIG, config=ROOMY, connected=False)
     with stuck(pair) as peer:
         second = RawPeer(context, pair.loop, pair.sender.port, session=pair.session)
         assert isinstance(second.take()[0], Attached)
@@ -127,7 +127,7 @@ def test_a_peer_that_leaves_the_answers_to_its_pings_unread_loses_its_connection
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "QUEUED_MESSAGES", 100)
-    pair = Pair(context, geometry(16), geometry(16), dialled=False)
+    pair = Pair(context, geometry(16), geometry(16), connected=False)
     with attached(pair) as peer:
         insist(pair.loop, peer, PING, lambda: closed(pair.sender, "data", "unread"))
         pair.loop.until(lambda: peer.closed)
@@ -141,7 +141,7 @@ def test_acknowledging_what_it_does_not_read_gets_a_peer_no_more_than_its_queue(
 ) -> None:
     """The window opens with every acknowledgement; libzmq's queue does not."""
     monkeypatch.setattr(sender, "QUEUED_MESSAGES", 8)
-    pair = Pair(context, BIG, BIG, config=TransferConfig(window_bytes=1), dialled=False)
+    pair = Pair(context, BIG, BIG, config=TransferConfig(window_bytes=1), connected=False)
     with attached(pair) as peer:
         for chunk in range(60):
             pair.send(1, chunk, chunk * 64, 64, pages=range(60), dst_pages=range(60))
@@ -155,7 +155,7 @@ def test_acknowledging_what_it_does_not_read_gets_a_peer_no_more_than_its_queue(
 
 
 def test_however_small_chunks_are_only_so_many_are_in_flight(context: Any) -> None:
-    pair = Pair(context, geometry(1), geometry(1), config=ROOMY, pages=PARTS_IN_FLIGHT + 10, dialled=False)
+    pair = Pair(context, geometry(1), geometry(1), config=ROOMY, pages=PARTS_IN_FLIGHT + 10, connected=False)
     peer = RawPeer(context, pair.loop, pair.sender.port)
     assert isinstance(peer.take()[0], Attached)
     pages = range(PARTS_IN_FLIGHT + 10)
@@ -244,7 +244,9 @@ def test_unread_replies_have_room_for_every_ticket_of_a_peer() -> None:
     assert unread_replies(TransferConfig(max_tickets_per_peer=500)) >= 2 * 500
 
 
-def test_a_stage_that_does_not_read_its_answers_is_dialled_anew(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_read_its_answers_is_connected_to_again(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receiver, "QUEUED_ANSWERS", 50)
     stage = RawStage(context, options={zmq.RCVHWM: 1, zmq.RCVBUF: 4096})
     stage.loop.raw.remove(stage.socket)  # it is not read from now on
