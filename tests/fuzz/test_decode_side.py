@@ -41,7 +41,7 @@ class Victim:
         )
 
     def listen(self) -> None:
-        """Let the server hear what has come, and greet whoever says hello or attaches."""
+        """Let the server hear what has come, and answer each Hello and Attach."""
         server = self.server
         while server.control_server.poll(0) or server.stage.poll(0):
             for socket in (server.control_server, server.stage):

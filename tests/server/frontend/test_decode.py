@@ -193,7 +193,7 @@ async def test_local_fallback(said: str, tokenizer: Tokenizer) -> None:
         ) as service,
         client(service) as http,
     ):
-        assert (await http.get("/ready")).status_code == 200, "it can serve without anybody"
+        assert (await http.get("/ready")).status_code == 200, "it can serve without a prefill server"
         answer = await http.post("/v1/completions", json={"prompt": "x"})
         assert json_of(answer)["choices"][0]["text"] == "hello"
         assert [submit.route for submit in link.of(Submit)] == [DecodeHere()]

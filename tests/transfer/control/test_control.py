@@ -159,7 +159,7 @@ def test_asking_on_a_session_that_has_ended_is_answered_here(both: Both) -> None
     assert isinstance(failed, TicketFailed)
     assert failed.error.code == "peer_gone"
     cancel = AskCancel(session=session, ticket="t", generation=1, reason="")
-    assert both.control_client.apply(cancel, CLOCK.now()) == []  # no promise of anybody
+    assert both.control_client.apply(cancel, CLOCK.now()) == []  # no answer is owed
 
 
 def test_no_connection_is_made_before_the_control_client_has_its_hello(context: Any) -> None:

@@ -253,7 +253,7 @@ def test_a_stage_that_does_not_read_its_answers_is_connected_to_again(
 
     def given_up() -> bool:
         for number in range(100):
-            stage.send(0, ticket="x" * 200, chunk=number)  # that nobody has asked for
+            stage.send(0, ticket="x" * 200, chunk=number)  # which was not asked for
         return closed(stage.receiver, "receiver", "unread") == 1
 
     stage.loop.until(given_up, timeout_s=30)
