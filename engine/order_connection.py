@@ -39,7 +39,7 @@ class OrderConnection(Protocol):
         ...
 
 
-def dial_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> OrderConnection:
+def connect_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> OrderConnection:
     """Connect to the scheduler's order socket.
 
     endpoint: unix:PATH or a ZMQ endpoint. identity: routing id of the stage (stage_identity). Raises ConnectionClosed.

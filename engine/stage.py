@@ -23,7 +23,7 @@ from headrace.engine.io_thread import QUEUE_LIMIT, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.stub import is_stub
-from headrace.engine.order_connection import dial_scheduler
+from headrace.engine.order_connection import connect_scheduler
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.pipeline import LinkBroken, PipelineLinks, join_group
 from headrace.engine.runner import ModelRunner, Runner
@@ -66,7 +66,7 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     recorder = Recorder(config.stage, meter)
     sender, receiver = _data_sockets(config, runner, memory, recorder, context)
     io_thread = StageIoThread(
-        control=dial_scheduler(
+        control=connect_scheduler(
             context,
             config.endpoint,
             stage_identity(config.stage, config.epoch, config.session),

@@ -96,7 +96,7 @@ def _decode(data, at):
     return (dict(zip(found[::2], found[1::2], strict=True)) if what == "map" else found), at
 
 
-def dial(context, address, max_frame):
+def connect(context, address, max_frame):
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.MAXMSGSIZE, 2 * max_frame)
     socket.set(zmq.LINGER, 500)
@@ -109,7 +109,7 @@ class Stage:
 
     def __init__(self, context, host, number, info, span):
         self.number, self.span, self.page_size = number, span, info["geometry"]["page_size"]
-        self.socket = dial(context, f"{host}:{info['data_port']}", 256 << 20)
+        self.socket = connect(context, f"{host}:{info['data_port']}", 256 << 20)
         self.attached, self.heard, self.next = False, 0.0, 0.0
 
     def cuts(self, start, count):
@@ -132,7 +132,7 @@ class Peer:
         }  # fmt: skip
         answer, end = {"code": "not_ready"}, time.monotonic() + wait_s
         while answer.get("code") == "not_ready" and time.monotonic() < end:  # a fresh connection for every attempt
-            self.control = dial(self.context, control, 5 << 20)
+            self.control = connect(self.context, control, 5 << 20)
             self.control.send(encode(self.hello))
             answer = decode(self.control.recv()) if self.control.poll(1000 * wait_s) else {"type": "silence"}
             if answer["type"] == "Welcome":

@@ -8,7 +8,7 @@ from hypothesis import settings
 from headrace.server.config.load import CPUINFO_VARIABLE
 from tests.cpus import KINDS, cpuinfo, other_kind
 
-settings.register_profile("headrace", deadline=None)  # how fast a machine is, and how busy, is nobody's mistake
+settings.register_profile("headrace", deadline=None)  # how fast a machine is, and how busy, is no failure
 settings.load_profile("headrace")
 
 

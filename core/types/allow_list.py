@@ -1,4 +1,4 @@
-"""The prefill servers that a decode server may dial: its own, and those that --allow-prefill names.
+"""The prefill servers that a decode server may connect to: its own, and those that --allow-prefill names.
 
 Pure. Host names are compared as text and never resolved, so that DNS has no say in what is allowed; a network matches
 addresses only.

@@ -71,8 +71,8 @@ def run(config: SchedulerProcessConfig) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
-    may_dial = partial(is_allowed, allowed_prefills((), config.allow_prefill))
-    control_client = ControlClient(config.transfer, context, may_dial) if config.role == "decode" else None
+    may_connect = partial(is_allowed, allowed_prefills((), config.allow_prefill))
+    control_client = ControlClient(config.transfer, context, may_connect) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     frames = FrameSocket(socket.socket(fileno=config.front))
     stages = _stage_channel(config, context)

@@ -1,10 +1,10 @@
 """The prefill servers of a decode server: discovery, choice of the least loaded one, and those that requests name.
 
-One task per server:   GET /v1/handoff ──► scheduler dials its control endpoint ──► wait until it is down ─┐
-                           ▲    │ no answer: pause, twice as long each time                                │
-                           └────┴──────────────────────────────────────────────────────────────────────────┘
-A server that a request names and that is not configured is dialled if --allow-prefill covers it, and kept while it is
-up, up to MAX_NAMED of them.
+One task per server:   GET /v1/handoff ──► scheduler connects to its control endpoint ──► wait until it is down ─┐
+                           ▲    │ no answer: pause, twice as long each time                                      │
+                           └────┴────────────────────────────────────────────────────────────────────────────────┘
+A server that a request names and that is not configured is connected to if --allow-prefill covers it, and kept while
+it is up, up to MAX_NAMED of them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 DISCOVERY_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-DIAL_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 NO_PREFILL_SERVER = "no_prefill_server"
 
@@ -62,7 +62,7 @@ class PrefillServer:
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
         self.outstanding_tokens = 0  # prompt tokens sent to it and not answered
-        self.dialled: Discovery | None = None  # what the scheduler was told to dial
+        self.target: Discovery | None = None  # what the scheduler was told to connect to
         self.changed = asyncio.Event()  # set when up changes
 
     def endpoint(self, control_port: int) -> str:
@@ -71,7 +71,7 @@ class PrefillServer:
 
     def matches(self, address: PrefillAddress) -> bool:
         """Whether a request with this address means this server."""
-        found = self.dialled
+        found = self.target
         if found is not None and address.engine and address.engine == found.instance:
             return True
         if canonical(address.host) != self.host:
@@ -127,7 +127,7 @@ class PrefillPool:
     def update(self, state: PrefillState) -> None:
         """Note that the scheduler has connected to a server, or lost it."""
         server = self._servers.get(state.name) or self._named.get(state.name)
-        if server is None or server.dialled is None:
+        if server is None or server.target is None:
             return
         if (server.up, server.reason) != (state.up, state.reason):
             log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
@@ -154,21 +154,21 @@ class PrefillPool:
         return min(up, key=lambda server: server.outstanding_tokens)
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
-        """The server with this address, if it has been dialled already."""
+        """The server with this address, if the scheduler was told to connect to it already."""
         known = (*self._servers.values(), *self._named.values())
         return next((server for server in known if server.matches(address)), None)
 
     @contextlib.asynccontextmanager
     async def connected(self, address: PrefillAddress) -> AsyncIterator[PrefillServer]:
-        """A connected server with this address, kept while the context lasts; dials it if need be. Raises
-        HeadraceError: 403 if it is not allowed, 503 if it does not answer or too many are in use."""
-        server = self.find(address) or self._dial_named(address)
+        """A connected server with this address, kept while the context lasts; connects if it is not connected yet.
+        Raises HeadraceError: 403 if it is not allowed, 503 if it does not answer or too many are in use."""
+        server = self.find(address) or self._connect_named(address)
         named = server.url in self._named
         if named:
             self._named[server.url] = self._named.pop(server.url)
         server.users += 1
         try:
-            if not server.up and (not named or not await self._came_up(server, DIAL_TIMEOUT_S)):
+            if not server.up and (not named or not await self._came_up(server, CONNECT_TIMEOUT_S)):
                 raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
             yield server
         finally:
@@ -176,10 +176,10 @@ class PrefillPool:
             if named and not server.up and not server.users:
                 self._forget(server)
 
-    def _dial_named(self, address: PrefillAddress) -> PrefillServer:
-        """Dial a server that is not configured."""
+    def _connect_named(self, address: PrefillAddress) -> PrefillServer:
+        """Connect to a server that is not configured."""
         host = canonical(address.host)
-        undiscovered = next((s for s in self._servers.values() if s.dialled is None and s.host == host), None)
+        undiscovered = next((s for s in self._servers.values() if s.target is None and s.host == host), None)
         if undiscovered is not None:  # probably this one; its ports are unknown until it answers
             raise unavailable(f"prefill server {undiscovered.url}: {undiscovered.reason}", code=NO_PREFILL_SERVER)
         require_allowed(self._rules, address.host, address.port)
@@ -195,7 +195,7 @@ class PrefillPool:
         if address.kind == "http":
             self._named_tasks[server.url] = asyncio.create_task(self._maintain(server))
         else:
-            self._dial(server, Discovery((), address.engine, address.port))
+            self._connect(server, Discovery((), address.engine, address.port))
         return server
 
     def _forget(self, server: PrefillServer) -> None:
@@ -203,7 +203,7 @@ class PrefillPool:
             return
         if (task := self._named_tasks.pop(server.url, None)) is not None:
             task.cancel()
-        if server.dialled is not None:
+        if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
     def prefill_call(self, server: PrefillServer, tokens: int, body: dict[str, Any]) -> PrefillCall:
@@ -215,7 +215,7 @@ class PrefillPool:
         return PrefillCall(self._http, server.url, body, load, self._calls)
 
     async def _maintain(self, server: PrefillServer) -> None:
-        """Discover a server, have it dialled, and begin again when it is down."""
+        """Discover a server, have the scheduler connect to it, and begin again when it is down."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             pause_s = backoff.next_delay()
@@ -226,20 +226,20 @@ class PrefillPool:
                 server.reason = error.info.message
                 log.debug("prefill server %s: %s", server.url, server.reason)
             else:
-                self._dial(server, found)
+                self._connect(server, found)
                 if await self._came_up(server, DISCOVERY_TIMEOUT_S + pause_s):
                     backoff.reset()
                     await self._until_down(server)
                     pause_s = backoff.next_delay()
             await asyncio.sleep(pause_s)
 
-    def _dial(self, server: PrefillServer, found: Discovery) -> None:
-        """Have the scheduler dial the control endpoint that was found, unless it has already."""
-        if found == server.dialled:
+    def _connect(self, server: PrefillServer, found: Discovery) -> None:
+        """Have the scheduler connect to the control endpoint that was found, unless it was told to already."""
+        if found == server.target:
             return
-        if server.dialled is not None:
+        if server.target is not None:
             self._post(RemovePrefill(name=server.url))
-        server.dialled = found
+        server.target = found
         endpoint = server.endpoint(found.control_port)
         self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
 

@@ -54,7 +54,7 @@ class Client:
     def __init__(self, context: Any, target: Target) -> None:
         self.context, self.target = context, target
         self._sockets: list[Any] = []
-        self.control_server = self._dial(target.control_server)
+        self.control_server = self._connect(target.control_server)
         self.welcome: dict[str, Any] = {}
 
     def hello(self, **changes: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Client:
 
     def attach(self, stage: int = 0, **changes: Any) -> Any:
         """A data connection that has said Attach."""
-        socket = self._dial(f"tcp://{self.target.host}:{self.welcome['stages'][stage]['data_port']}")
+        socket = self._connect(f"tcp://{self.target.host}:{self.welcome['stages'][stage]['data_port']}")
         fields = {"type": "Attach", "session": self.welcome["session"], "stage": stage, "checksum": "xxh3_64"}
         send(socket, fields | changes)
         return socket
@@ -125,7 +125,7 @@ class Client:
     def prefill(self, ticket: str, tokens: int = 40) -> "Prefill":
         return Prefill(self.target.url, ticket, tokens)
 
-    def _dial(self, endpoint: str) -> Any:
+    def _connect(self, endpoint: str) -> Any:
         socket = self.context.socket(zmq.DEALER)
         socket.linger = 0
         socket.connect(endpoint)

@@ -25,7 +25,7 @@ from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.matching import make_hello
 from tests.e2e.harness import Server, serving
-from tests.transfer.control.test_control import CONFIG
+from tests.transfer.control.harness import CONFIG
 from tests.transfer.harness import Loop, gather, random_store, zmq_context
 
 PEER = Path(minimal_peer.__file__)

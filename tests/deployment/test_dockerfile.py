@@ -67,7 +67,7 @@ def test_cpu_is_the_default_and_cuda_an_argument() -> None:
     assert 'PIP_ARGS=""' in values(BUILD, "ARG")
 
 
-def test_runs_as_nobody_in_particular() -> None:
+def test_runs_as_an_unprivileged_user() -> None:
     assert values(FINAL, "USER") == ["headrace"]
     words = [word for word, _ in FINAL]
     assert words.index("USER") < words.index("ENTRYPOINT")

@@ -26,7 +26,7 @@ class Crowd:
         self._poll = select.poll()
         for _ in range(count):
             for port in ports:
-                self._dial(port, select.POLLOUT)
+                self._connect_one(port, select.POLLOUT)
 
     def connect(self) -> int:
         """Wait until all are open. Returns how many are."""
@@ -54,10 +54,10 @@ class Crowd:
                 self._poll.unregister(descriptor)
                 del self._open[descriptor]
                 connection.close()
-                self._dial(port, select.POLLIN)
+                self._connect_one(port, select.POLLIN)
                 anew += 1
 
-    def _dial(self, port: int, events: int) -> None:
+    def _connect_one(self, port: int, events: int) -> None:
         connection = socket.socket()
         connection.setblocking(False)
         connection.connect_ex(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Models for servers under test, each with an oracle: what comes after a prompt, said by somebody else.
+"""Models for servers under test, each with an oracle: what comes after a prompt, computed another way.
 
 Most tests are about everything but the model. They run with the stub, which loads at once and whose tokens show
 every wrong page (engine/stub_runner.py), and with SmolLM2 in the full run.

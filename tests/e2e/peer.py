@@ -50,7 +50,7 @@ class Peer:
         self._from_control_server: Codec[ControlMessage] = Codec(ControlMessage)
         self._to_stage: Codec[AnswerMessage] = Codec(AnswerMessage)
         self._from_stage: Codec[StageMessage] = Codec(StageMessage)
-        self._control_server = self._dial(context, handoff["control_port"])
+        self._control_server = self._connect(context, handoff["control_port"])
         hello = make_hello(
             TransferConfig(), instance=secrets.token_hex(16), name="by hand", role="decode",
             fingerprint=handoff["fingerprint"], geometries=(geometry,), kv_pages=PAGES, max_model_len=2048,
@@ -133,7 +133,7 @@ class Peer:
         """A data connection to a stage. A stage may hear of a session later than its peer does."""
         attach = Attach(session=session, stage=rank, checksum="xxh3_64")
         while True:
-            socket = self._dial(context, self._stages[rank].data_port)
+            socket = self._connect(context, self._stages[rank].data_port)
             socket.send(self._to_stage.encode(attach))
             answer = self._take(socket)[0]
             if answer == Attached(stage=rank):
@@ -143,7 +143,7 @@ class Peer:
             socket.close(linger=0)
 
     @staticmethod
-    def _dial(context: Any, port: int) -> Any:
+    def _connect(context: Any, port: int) -> Any:
         socket = context.socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket

@@ -22,7 +22,7 @@ Way = Literal["whole", "streamed", "prefill"]
 Taking = Literal["leave", "delete", "late"]
 WAYS: tuple[Way, ...] = ("whole", "streamed", "prefill")
 MOST_TOKENS = 6
-TIMEOUT_S = 120.0  # far above any deadline of the servers: whoever waits so long has been forgotten
+TIMEOUT_S = 120.0  # far above any deadline of the servers: a request that waits so long has been forgotten
 FIRST_GUESS_S = 0.5
 
 
@@ -116,7 +116,7 @@ class Storm:
         errand = Errand(draw.choice(WAYS), draw.choice(self._prompts), draw.randint(1, MOST_TOKENS), {})
         errand.body = {"model": self._model, "max_tokens": errand.tokens, "temperature": 0}
         if draw.random() < 0.5:
-            errand.body["cache_salt"] = str(number)  # nobody else's pages: the whole prompt is computed
+            errand.body["cache_salt"] = str(number)  # no shared pages: the whole prompt is computed
         if errand.way == "prefill":
             errand.name(f"storm-{draw.getrandbits(64):x}")
         if draw.random() < self._taking:

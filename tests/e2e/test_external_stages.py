@@ -89,7 +89,7 @@ def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
         model.check(server, LENGTHS, TOKENS)
 
         strike(server, model.story(), second, signal.SIGKILL, "stage 1")
-        assert first.ended(10) == 1, "it ends, so that whoever started it starts it again"
+        assert first.ended(10) == 1, "it ends, so that its supervisor starts it again"
         first, second = stages.start_all()
         server.started()
         model.check(server, LENGTHS, TOKENS)

@@ -179,7 +179,7 @@ def test_signal_drains(model: Model, sig: int) -> None:
     server.close()
 
 
-def test_garbage_at_the_control_endpoint_and_data_sockets_disturbs_nobody(model: Model) -> None:
+def test_garbage_at_the_control_endpoint_and_data_sockets_disturbs_no_session(model: Model) -> None:
     random.seed(2)
     prompt = model.story()[:600]
     with pair(model.flags, model.flags) as (prefill, decode):

@@ -96,7 +96,7 @@ def test_the_peer_and_the_client_let_go(server: Server, peer: Peer) -> None:
         assert failed.code == "cancelled"
 
 
-def test_a_first_token_that_is_all_and_a_ticket_that_nobody_knows(server: Server, peer: Peer) -> None:
+def test_a_first_token_that_is_all_and_a_ticket_that_is_unknown(server: Server, peer: Peer) -> None:
     answer = hold(server, "short", 20, max_tokens=1)
     assert (answer["finish_reason"], answer["lease_s"]) == ("length", 0)
     finished = peer.answer("short", 20)

@@ -112,7 +112,7 @@ def test_texts_are_the_same_under_every_name(servers: Pair, path: str, body: dic
         first, second = servers.both(path, {**body, **servers.room(rooms)})
         assert texts(ok(second.result())) == expected
         assert len(texts(ok(first.result()))) == len(expected)
-    assert servers.posted() == posted, "the router posts, nobody else"
+    assert servers.posted() == posted, "only the router posts"
     servers.quiet()
 
 

@@ -16,7 +16,7 @@ STUB = ("--model", "stub:layers=4,hidden=32", "--dtype", "float32", "--peer-time
 
 
 class Trap:
-    """A port at which nobody has any business, and who came."""
+    """A port that no process should connect to, and the connections that came."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))

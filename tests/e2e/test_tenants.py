@@ -1,4 +1,4 @@
-"""Prefixes are shared within a tenant and by nobody else, on every route, at both servers of a pair, behind routers."""
+"""Prefixes are shared within a tenant and with no other, on every route, at both servers of a pair, behind routers."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def check(ask: Callable[[dict[str, Any]], Any]) -> None:
     """ask: what a tenant's prompt is answered, given the tenant's fields."""
     tenants = strangers()
     for tenant in tenants:
-        assert not any(cached(ask(tenant))), "somebody else's prefix"
+        assert not any(cached(ask(tenant))), "another tenant's prefix"
     for tenant in tenants:
         assert all(cached(ask(tenant))), "its own"
 

@@ -62,7 +62,7 @@ def attached(client: Client) -> Plain:
             return data
 
 
-def test_a_peer_that_pings_and_never_reads_loses_its_session_and_nobody_else_loses_anything() -> None:
+def test_a_peer_that_pings_and_never_reads_loses_its_session_and_others_lose_nothing() -> None:
     with serving("--role", "prefill", *MODEL, *DEADLINES, "--chunk-tokens", "256") as server, zmq_context() as context:
         target, before = target_of(server), {child.pid for child in server.children()}
         with closing(Client(context, target)) as honest, closing(Client(context, target)) as mute, ExitStack() as idle:
@@ -125,7 +125,7 @@ def flood(make: Callable[[], Plain], message: bytes, meanwhile: Callable[[], Non
     return peer, made
 
 
-def test_whoever_floods_a_port_and_reads_no_answer_costs_a_few_megabytes() -> None:
+def test_flooding_a_port_without_reading_answers_costs_a_few_megabytes() -> None:
     with everything() as (server, target, stage_port), zmq_context() as context:
         found = re.search(r"data   tcp://127\.0\.0\.1:(\d+)", server.log)
         assert found is not None

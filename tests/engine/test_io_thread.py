@@ -28,7 +28,7 @@ from headrace.core.runtime.frames import UNIX, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.types.geometry import Geometry
 from headrace.engine.io_thread import EventOutbox, StageIoThread
-from headrace.engine.order_connection import dial_scheduler
+from headrace.engine.order_connection import connect_scheduler
 from headrace.engine.telemetry.meter import Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.server.launch.stage_connections import FrameRouter
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
         self._came: list[tuple[bytes, list[bytes]]] = []
         self.router = FrameRouter(f"{folder}/stages")
-        control = dial_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
+        control = connect_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
         store = ArrayPageStore(GEOMETRY, 1)
         transfer = TransferConfig()
         self.inbox: queue.Queue[AnyOrder] = queue.Queue()

@@ -15,7 +15,7 @@ from headrace.transfer.data.receiver import Receiver
 from tests.conformance.peers import GEOMETRY
 from tests.conformance.scripted import FINGERPRINT, TICKET, TOKENS, Scripted, row
 from tests.fuzz.mutations import VALID, Mutator
-from tests.transfer.control.test_sessions import hello
+from tests.transfer.control.session_table import hello
 from tests.transfer.harness import CONFIG, Loop, random_store, value, zmq_context
 
 PAGES = [9, 3, 12]
@@ -41,7 +41,7 @@ class Victim:
         )
 
     def listen(self) -> None:
-        """Let the server hear what has come, and greet whoever says hello or attaches."""
+        """Let the server hear what has come, and answer each Hello and Attach."""
         server = self.server
         while server.control_server.poll(0) or server.stage.poll(0):
             for socket in (server.control_server, server.stage):

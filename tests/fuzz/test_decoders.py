@@ -118,7 +118,7 @@ def test_key_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
             assert read(path)
 
 
-def test_valid_messages_are_decoded_by_somebody() -> None:
+def test_valid_messages_are_decoded_by_at_least_one_codec() -> None:
     """Otherwise what is spoilt here would be rubbish from the start."""
     for data in VALID:
         found = 0

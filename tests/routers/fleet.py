@@ -27,7 +27,7 @@ class Site(NamedTuple):
     model: str
 
     def quiet(self) -> None:
-        """Wait until nobody holds pages."""
+        """Wait until no server holds pages."""
         for server in (self.prefill, self.decode):
             if server.process.poll() is None:
                 wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")

@@ -1,4 +1,4 @@
-"""What a client gets through a router when a side refuses, is full, or is down; nobody keeps pages of it."""
+"""What a client gets through a router when a side refuses, is full, or is down; no server keeps pages of it."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""For the tests with NIXL: handoffs that are closed when a test has ended."""
+"""Fixtures of the transfer tests: a ZMQ context, and handoffs over NIXL that are closed when a test has ended."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +7,12 @@ import pytest
 
 from tests.transfer.harness import zmq_context
 from tests.transfer.nixl_handoff import BIG, Handoff
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    with zmq_context() as made:
+        yield made
 
 
 @pytest.fixture

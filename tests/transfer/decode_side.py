@@ -101,7 +101,7 @@ class DecodeSide(Side):
     def handle(self, event: Any) -> None:
         match event:
             case PrefillUp():
-                self.dial(event)
+                self.connect(event)
             case PrefillDown(session=session) if session is not None:
                 self.session = "" if session == self.session else self.session
                 for one in self.of_session(session):
@@ -123,7 +123,7 @@ class DecodeSide(Side):
                 for one in [o for o in self.open.values() if (o.ticket, o.generation) == (ticket, generation)]:
                     self.finish(one)
 
-    def dial(self, up: PrefillUp) -> None:
+    def connect(self, up: PrefillUp) -> None:
         self.session = up.session
         order = OpenSession(
             seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries, window_bytes=up.window_bytes,

@@ -82,7 +82,7 @@ class Group:
                 ),
             )
 
-    def dial(self, receiver: Receiver) -> None:
+    def connect(self, receiver: Receiver) -> None:
         endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
         order = OpenSession(
             seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096,
@@ -112,7 +112,7 @@ class Group:
         )  # fmt: skip
 
     def hand_over(self, start: int, end: int, cuts: Sequence[int], pages: range, dst: range) -> None:
-        """SendChunk [start, end) in chunks to receivers that have dialled, and wait until it has arrived everywhere."""
+        """Send [start, end) in chunks to receivers that have connected, and wait until it has arrived everywhere."""
         self.expect(part(self.destinations[0].page_size, dst, 0, start, end - start), start, end - start)
         for chunk, (left, right) in enumerate(pairwise(cuts)):
             for sender in reversed(self.senders):

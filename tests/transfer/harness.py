@@ -124,7 +124,7 @@ class Pair:
         pages: int = 64,
         session: str = "s" * 32,
         admitted: bool = True,
-        dialled: bool = True,
+        connected: bool = True,
         receiver_config: TransferConfig | None = None,
         receiver_context: Any = None,
         server_key: str = "",
@@ -161,8 +161,8 @@ class Pair:
         self.loop = Loop(self.sender, self.receiver)
         if admitted:
             self.admit()
-        if dialled:
-            self.dial(self.sender.port)
+        if connected:
+            self.connect(self.sender.port)
 
     def admit(self) -> None:
         order = AdmitPeer(
@@ -175,7 +175,7 @@ class Pair:
         )
         self.loop.apply(self.sender, order)
 
-    def dial(self, port: int) -> None:
+    def connect(self, port: int) -> None:
         order = OpenSession(
             seq=0,
             session=self.session,

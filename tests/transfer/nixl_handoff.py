@@ -55,7 +55,7 @@ class Handoff:
     def join(self, session: str) -> None:
         """Begin a session with the decode stage that is here."""
         self.admit(session, self.destination, self.registered.memory)
-        self.loop.apply(self.receiver, self.dial(session))
+        self.loop.apply(self.receiver, self.open_session(session))
 
     def admit(self, session: str, geometry: Geometry, memory: NixlMemory) -> None:
         self.stage.order(
@@ -69,7 +69,7 @@ class Handoff:
             )
         )
 
-    def dial(self, session: str) -> OpenSession:
+    def open_session(self, session: str) -> OpenSession:
         return OpenSession(
             seq=0,
             session=session,
@@ -129,7 +129,7 @@ class Handoff:
 
     def join_elsewhere(self, peer: Process, session: str) -> None:
         self.admit(session, self.destination, NixlMemory(**peer.hello["memory"]))
-        peer.order(self.dial(session))
+        peer.order(self.open_session(session))
 
     def fetch_elsewhere(self, peer: Process, request: int, session: str, pages: range) -> None:
         """The same pages there as here."""

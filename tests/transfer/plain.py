@@ -5,6 +5,8 @@ import socket as tcp
 import struct
 from contextlib import suppress
 
+RUBBISH = b"\xc1"  # no msgpack
+
 
 class Plain:
     """A DEALER in bytes: ZMTP 3.0 without security. It takes in nothing unless it is asked for it."""

@@ -188,7 +188,9 @@ class ControlConnection:
         for stage in welcome.stages:
             if stage.data_host and not self._may_connect(stage.data_host, stage.data_port):
                 where = f"{stage.data_host}:{stage.data_port}"
-                reason = f"its stage {stage.rank} is at {where}, which may not be dialled: add it to --allow-prefill"
+                reason = (
+                    f"its stage {stage.rank} is at {where}, which may not be connected to: add it to --allow-prefill"
+                )
                 return self._down(reason, now, wait_s=LAST_RETRY_S, unfit=True)
         gone = self._forget_session("a new session replaces it")
         self.state, self.welcome, self._reason = "up", welcome, None

@@ -1,7 +1,7 @@
 """Messages of protocol version 1, as docs/protocol.md specifies them. Each is one msgpack map with a "type" key.
 
 Control connection: peer (DEALER) to control endpoint (ROUTER). Data connection: peer (DEALER) to one stage (ROUTER).
-The peer dials both. Every string, list and number that comes from outside is bounded here or in
+The peer opens both. Every string, list and number that comes from outside is bounded here or in
 transfer/protocol/matching.py.
 """
 
@@ -108,7 +108,7 @@ class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     data_port: PortNumber
     geometry: Geometry
     data_host: Host = ""
-    """Host of its data socket; "" is the host at which the peer dialled the control endpoint."""
+    """Host of its data socket; "" is the host at which the peer connected to the control endpoint."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -131,7 +131,7 @@ def test_bfloat16_is_as_accurate_as_that_of_transformers(
 
 def mean_error(ids: torch.Tensor, logprobs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Geometric mean over positions of the distance between log-probabilities [stretches, positions, SEEN] of the
-    tokens `ids` and the expected ones: no single position, and none that nobody is sure of, counts for more."""
+    tokens `ids` and the expected ones: no single position, and no uncertain one, counts for more."""
     distances = (logprobs - expected[:, : ids.shape[1]].gather(-1, ids)).norm(dim=-1)
     return distances.log().mean().exp()
 

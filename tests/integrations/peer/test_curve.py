@@ -85,7 +85,7 @@ def test_kv_comes_encrypted(server: Server, folder: Path, http: bool) -> None:
         assert not any("handshakes_refused" in name for name in server.metrics())
 
 
-def test_without_its_key_a_server_is_not_dialled(server: Server, folder: Path) -> None:
+def test_without_its_key_a_server_is_not_connected_to(server: Server, folder: Path) -> None:
     keys = (f"10.0.0.1={folder / 'prefill.key'}",)
     with closing(Client(server, folder / "allowed/vllm.key_secret", keys)) as client:
         failed = client.load("no-key")

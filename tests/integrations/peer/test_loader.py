@@ -1,123 +1,33 @@
-"""KvLoader: commands and events in, effects and results out, without sockets or a clock."""
+"""Loads of a KvLoader: pages, reservations, cancels and failures, without sockets or a clock."""
 
-import random
 from typing import Any
 
 import pytest
 
 from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
-from headrace.core.messages.peers import (
-    AskCancel,
-    AskRenew,
-    AskReserve,
-    ConnectPrefill,
-    DisconnectPrefill,
-    PrefillDown,
-    PrefillUp,
-    TicketFailed,
-    TicketFinished,
-)
-from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed, ReceivePrepared
-from headrace.core.types.allow_list import allowed_prefills
+from headrace.core.messages.peers import AskCancel, AskRenew, ConnectPrefill, TicketFailed, TicketFinished
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import FirstToken
 from headrace.integrations.peer.commands import (
-    AnyCommand,
-    AnyResult,
     CancelLoad,
-    ControlPortReply,
     LoadCancelled,
     Loaded,
     LoadFailed,
-    LoadKv,
-    LookUpControlPort,
     RejectTicket,
     ReleaseLoad,
     RenewLease,
-    TicketRef,
 )
-from headrace.integrations.peer.loader import IDLE_S, LOOKUP_S, METADATA_ROWS, KvLoader
-from headrace.integrations.peer.records import Limits, server_name
+from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
+from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.staging import PAGE_TOKENS
-
-FIRST = FirstToken(token=5, prompt_tokens=10, cached_tokens=0)
-CONTROL = "tcp://127.0.0.1:7000"
-PAGES = 4
-
-
-def ticket(name: str = "t", **changes: Any) -> TicketRef:
-    return TicketRef(**{"name": name, "host": "127.0.0.1", "port": 7000, **changes})
-
-
-class Bench:
-    """A KvLoader and its time; every step returns the effects that it asked for."""
-
-    def __init__(self) -> None:
-        rules = allowed_prefills((), ("127.0.0.0/8",))
-        self.limits = Limits(fingerprint="f", rules=rules, pages=PAGES, connect_timeout_s=10, load_timeout_s=30)
-        self.loader, self.now, self.sessions = KvLoader(self.limits), 100.0, 0
-        self.dialled = False
-
-    def do(self, command: AnyCommand) -> list[Any]:
-        self.loader.apply(command, self.now)
-        return self.asked()
-
-    def hear(self, event: Any) -> list[Any]:
-        self.loader.handle(event, self.now)
-        return self.asked()
-
-    def wait(self, seconds: float) -> list[Any]:
-        self.now += seconds
-        self.loader.tick(self.now)
-        return self.asked()
-
-    def asked(self) -> list[Any]:
-        asked = list(self.loader.effects)
-        self.loader.effects.clear()
-        for one in asked:
-            if isinstance(one, ConnectPrefill | DisconnectPrefill):
-                self.dialled = isinstance(one, ConnectPrefill)
-        return asked
-
-    def answers(self) -> list[AnyResult]:
-        answers = list(self.loader.results)
-        self.loader.results.clear()
-        return answers
-
-    def up(self, name: str = CONTROL) -> list[Any]:
-        self.sessions += 1
-        geometry = Geometry("float32", 1, 1, 1, 16)
-        event = PrefillUp(
-            name=name, session=f"s{self.sessions}", endpoints=("tcp://x:1",), geometries=(geometry,), window_bytes=1
-        )
-        return self.hear(event)
-
-    def down(self, reason: str = "silent", session: str | None = "", unfit: bool = False) -> list[Any]:
-        session = f"s{self.sessions}" if session == "" else session
-        return self.hear(PrefillDown(name=CONTROL, session=session, reason=reason, unfit=unfit))
-
-    def load(self, name: str = "a", tokens: int = 10, start: int = 0, **changes: Any) -> list[Any]:
-        command = LoadKv(id=name, ticket=ticket(name, **changes), start=start, tokens=tokens, prompt_hash="h")
-        return self.do(command)
-
-    def reserved(self, name: str = "a", tokens: int = 10, start: int = 0) -> AskReserve:
-        """Load a ticket as far as its reservation."""
-        [expect] = [one for one in self.load(name, tokens, start) if isinstance(one, PrepareReceive)]
-        [ask] = self.hear(ReceivePrepared(stage=0, request=expect.request))
-        assert isinstance(ask, AskReserve)
-        self.serial = expect.request
-        return ask
-
-    def empty(self) -> bool:
-        return len(self.loader) == 0 and self.loader.staging_pages.free_pages == PAGES
+from tests.integrations.peer.loader_bench import CONTROL, FIRST, PAGES, Bench, ticket
 
 
 def test_the_way_of_a_load() -> None:
     bench = Bench()
     assert bench.do(RenewLease(id="a", ticket=ticket("a"))) == [ConnectPrefill(name=CONTROL, endpoint=CONTROL)]
-    dial, renew = bench.up()
-    assert isinstance(dial, OpenSession)
+    opened, renew = bench.up()
+    assert isinstance(opened, OpenSession)
     assert renew == AskRenew(session="s1", ticket="a")
     ask = bench.reserved("a", tokens=PAGE_TOKENS + 10, start=PAGE_TOKENS - 1)
     assert (ask.session, ask.ticket, ask.prompt_tokens, ask.cached_tokens) == ("s1", "a", 74, 63)
@@ -130,17 +40,6 @@ def test_the_way_of_a_load() -> None:
     assert bench.do(ReleaseLoad(id="a")) == []
     assert bench.empty()
     assert bench.answers() == []
-
-
-def test_a_later_session_renews_and_begins_what_waited() -> None:
-    bench = Bench()
-    bench.do(RenewLease(id="k", ticket=ticket("k")))
-    bench.up()
-    bench.down()
-    assert bench.load("a") == []
-    asked = bench.up()
-    assert AskRenew(session="s2", ticket="k") in asked
-    assert [(one.session, one.ticket) for one in asked if isinstance(one, PrepareReceive)] == [("s2", "a")]
 
 
 @pytest.mark.parametrize("event", ["ticket", "fetch", "first token", "session", "silence"])
@@ -201,19 +100,6 @@ def test_a_cancel_is_answered_at_once_and_nothing_is_written_after_it() -> None:
     assert bench.empty()
 
 
-def test_a_ticket_is_released_when_there_is_a_session_to_do_it_in() -> None:
-    bench = Bench()
-    bench.do(RenewLease(id="a", ticket=ticket("a")))
-    bench.do(RenewLease(id="b", ticket=ticket("b")))
-    assert bench.do(CancelLoad(id="a")) == []
-    released = [one.ticket for one in bench.up() if isinstance(one, AskCancel)]
-    assert released == ["a"]
-    bench.down()
-    bench.do(CancelLoad(id="b"))
-    bench.wait(10)
-    assert bench.empty()
-
-
 def test_every_use_of_a_ticket_has_a_higher_generation() -> None:
     bench = Bench()
     bench.do(RenewLease(id="k", ticket=ticket("k")))
@@ -266,37 +152,9 @@ def test_what_cannot_be_loaded_is_refused_before_a_page_is_reserved(changes: dic
     assert answer.code == code
     assert not [one for one in asked if isinstance(one, PrepareReceive)]
     if code == "prefill_not_allowed":
-        assert asked == [], "that server is not even dialled"
+        assert asked == [], "that server is not even connected to"
     bench.wait(10)
     assert bench.empty()
-
-
-def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_while() -> None:
-    bench = Bench()
-    bench.load("a")
-    bench.down("not_ready: loading", session=None)
-    assert bench.answers() == []
-    bench.down("dtype_mismatch: dtype: a here, b there", session=None, unfit=True)
-    [answer] = bench.answers()
-    assert isinstance(answer, LoadFailed)
-    assert (answer.code, answer.message) == ("unfit", "dtype_mismatch: dtype: a here, b there")
-    bench.load("later")
-    [answer] = bench.answers()
-    assert isinstance(answer, LoadFailed)
-    assert (answer.id, answer.code) == ("later", "unfit"), "which is told of once only"
-    bench.down("no answer to the hello", session=None)
-    bench.load("b")
-    bench.wait(9)
-    assert bench.answers() == []
-    bench.wait(1)
-    [answer] = bench.answers()
-    assert isinstance(answer, LoadFailed)
-    assert answer.code == "peer_gone"
-    assert "no answer" in answer.message
-    bench.down("dtype_mismatch: dtype: a here, b there", session=None, unfit=True)
-    bench.load("c")
-    bench.up()
-    assert bench.reserved("d").ticket == "d", "it was started again, as another one"
 
 
 def test_a_refused_load_releases_what_was_kept() -> None:
@@ -307,107 +165,3 @@ def test_a_refused_load_releases_what_was_kept() -> None:
     assert isinstance(cancel, AskCancel)
     assert bench.answers() == [LoadFailed(id="a", code="c", message="m")]
     assert bench.empty()
-
-
-def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:
-    bench = Bench()
-    name = server_name(ticket(http=True, port=8000))
-    assert bench.load("a", http=True, port=8000) == [LookUpControlPort(name=name, host="127.0.0.1", port=8000)]
-    assert bench.hear(ControlPortReply(name=name, reason="refused")) == []
-    assert bench.wait(LOOKUP_S / 2) == []
-    assert [type(one) for one in bench.wait(LOOKUP_S / 2)] == [LookUpControlPort]
-    assert bench.hear(ControlPortReply(name=name, control_port=7001)) == [
-        ConnectPrefill(name=name, endpoint="tcp://127.0.0.1:7001")
-    ]
-    assert [type(one) for one in bench.up(name)] == [OpenSession, AskRenew, PrepareReceive]
-    bench.load("b", http=True, port=8000)
-    asked = bench.hear(PrefillDown(name=name, session="s1", reason="gone"))
-    assert CloseSession(seq=0, session="s1") in asked
-    assert DisconnectPrefill(name=name) in asked
-
-
-def test_an_idle_session_is_closed() -> None:
-    bench = Bench()
-    bench.do(RenewLease(id="a", ticket=ticket("a")))
-    bench.up()
-    bench.wait(IDLE_S + 1)
-    bench.do(CancelLoad(id="a"))
-    assert bench.wait(IDLE_S - 1) == []
-    assert bench.wait(2) == [DisconnectPrefill(name=CONTROL), CloseSession(seq=0, session="s1")]
-    assert bench.loader.next_deadline() is None
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_schedules_answer_every_load_once_and_end_empty(seed: int) -> None:
-    """The other side does anything at any time. Pages that are expected never overlap, and the owner hears of each load
-    once."""
-    rng, bench = random.Random(seed), Bench()
-    open_names: dict[str, bool] = {}  # whether a load was asked for
-    answered: dict[str, AnyResult] = {}
-    expects: dict[int, PrepareReceive] = {}
-    asks: list[AskReserve] = []
-    up, number = False, 0
-
-    def note(asked: list[Any]) -> None:
-        for one in asked:
-            if isinstance(one, PrepareReceive):
-                taken = [page for other in expects.values() for page in memoryview(other.pages).cast("i")]
-                assert not set(taken) & set(memoryview(one.pages).cast("i"))
-                assert one.row not in {other.row for other in expects.values()}
-                expects[one.request] = one
-                note(bench.hear(ReceivePrepared(stage=0, request=one.request)))
-            elif isinstance(one, CancelReceive):
-                del expects[one.request]
-            elif isinstance(one, AskReserve):
-                asks.append(one)
-        for answer in bench.answers():
-            assert answer.id not in answered
-            answered[answer.id] = answer
-
-    for _ in range(300):
-        step = rng.randrange(9)
-        names = list(open_names)
-        if step == 0:
-            number += 1
-            open_names[str(number)] = False
-            note(bench.do(RenewLease(id=str(number), ticket=ticket(str(number)))))
-        elif step in (1, 2) and names:
-            name = rng.choice(names)
-            if not open_names[name]:
-                open_names[name] = True
-                note(bench.load(name, tokens=rng.randint(2, 200), start=rng.randint(0, 1)))
-        elif step == 3 and names:
-            name = rng.choice(names)
-            if isinstance(answered.get(name), Loaded):
-                note(bench.do(ReleaseLoad(id=name)))
-                del open_names[name]
-            elif rng.random() < 0.3:
-                note(bench.do(CancelLoad(id=name)))
-                del open_names[name]
-        elif step == 4:
-            if up and rng.random() < 0.5:
-                up = False
-                note(bench.down())
-            elif not up and bench.dialled:
-                up = True
-                note(bench.up())
-        elif step == 5 and expects:
-            serial = rng.choice(list(expects))
-            del expects[serial]
-            note(bench.hear(KvReceived(stage=0, request=serial, first=FIRST, bytes=1, chunks=1)))
-        elif step == 6 and asks:
-            ask = rng.choice(asks)
-            error = ErrorInfo(code="x", message="m", status=500)
-            key = {"session": ask.session, "ticket": ask.ticket, "generation": ask.generation}
-            note(bench.hear(TicketFailed(**key, error=error)))
-        else:
-            note(bench.wait(rng.choice((0.0, 1.0, 12.0))))
-        up = up and bench.dialled
-    for name, loading in list(open_names.items()):
-        note(bench.do(ReleaseLoad(id=name) if isinstance(answered.get(name), Loaded) else CancelLoad(id=name)))
-        assert not loading or name in answered
-    note(bench.wait(60))
-    for name in [name for name, answer in answered.items() if isinstance(answer, Loaded)]:
-        note(bench.do(ReleaseLoad(id=name)))
-    assert bench.empty()
-    assert sorted(bench.loader._rows) == list(range(METADATA_ROWS))

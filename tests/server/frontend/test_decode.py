@@ -1,120 +1,17 @@
-"""A decode server: discovery and choice of prefill servers, prompts sent to them, failures, fallback."""
+"""A decode server's prompts at its prefill servers: what is sent, relayed and refused, and local fallback."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import (
-    Abort,
-    AddPrefill,
-    AnySchedulerReply,
-    PrefillState,
-    RemovePrefill,
-    Submit,
-    Tokens,
-)
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.messages.frontend import Abort, AddPrefill, AnySchedulerReply, Submit, Tokens
 from headrace.core.types.request import DecodeHere, FetchFrom, SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_prefills import ANSWER, ONE, Prefills, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
-
-ONE, TWO = "http://p1:8001", "http://p2:8001"
-ANSWER = {
-    "timing_ms": {"queue": 1.0, "bootstrap": 2.0, "forward": 30.0, "transfer": 4.0, "total": 37.0},
-    "prompt_logprobs": None,
-}
-
-
-class Prefills(httpx.AsyncBaseTransport):
-    """Prefill servers as an HTTP transport. answer: returns the response to a prompt. posts: prompts received."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], httpx.Response] | None = None) -> None:
-        self.answer = answer or (lambda _body: httpx.Response(200, json=ANSWER))
-        self.control_ports = {"p1": 5001, "p2": 5002}
-        self.instance = "a" * 32
-        self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
-        self.more: dict[str, Any] = {}
-        self.discoveries = 0
-        self.hold = asyncio.Event()
-        self.hold.set()
-        self.posted = asyncio.Event()
-        self.dropped = asyncio.Event()
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        if host not in self.control_ports:
-            raise httpx.ConnectError("connection refused", request=request)
-        if request.url.path == "/v1/handoff":
-            self.discoveries += 1
-            found = {
-                "protocol": [1],
-                "instance": self.instance,
-                "control_port": self.control_ports[host],
-                "model": "tiny",
-            }
-            return httpx.Response(200, json=found | self.more)
-        assert request.url.path == "/v1/prefill"
-        body = msgspec.json.decode(await request.aread())
-        self.posts.append((host, body, request.headers))
-        self.posted.set()
-        try:
-            await self.hold.wait()
-        except asyncio.CancelledError:
-            self.dropped.set()
-            raise
-        return self.answer(body)
-
-
-def welcoming(link: FakeLink, *urls: str) -> None:
-    """Have the scheduler report that these servers are up."""
-    for url in urls:
-        link.say(PrefillState(name=url, up=True))
-
-
-def prefill_of(submit: Submit) -> str:
-    """The prefill server that a request is fetched from."""
-    assert isinstance(submit.route, FetchFrom)
-    return submit.route.prefill
-
-
-async def until_ready(http: httpx.AsyncClient) -> None:
-    while (await http.get("/ready")).status_code != 200:
-        await asyncio.sleep(0)
-
-
-def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], list[AnySchedulerReply]]:
-    """A script: Reserved, then tokens, as if the KV had come."""
-
-    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
-        return [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
-
-    return script
-
-
-@in_loop
-async def test_a_server_is_found_after_whatever_went_wrong(tokenizer: Tokenizer) -> None:
-    class Odd(Prefills):
-        errors: tuple[Exception, ...] = (
-            httpx.InvalidURL("no URL"),
-            OSError(24, "Too many open files"),
-            ValueError("?"),
-        )
-
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            if self.errors:
-                error, *rest = self.errors
-                self.errors = tuple(rest)
-                raise error
-            return await super().handle_async_request(request)
-
-    link = FakeLink(fetched(tokenizer))
-    async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Odd()) as service:
-        await link.wait_for(AddPrefill)
-        assert service.prefills.servers()[0].dialled is not None
 
 
 @in_loop
@@ -263,70 +160,6 @@ async def test_responses_that_cannot_be_decoded_are_a_bad_gateway(broken: bytes,
 
 
 @in_loop
-async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(reserving), Prefills()
-    prefills.hold.clear()
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE, TWO), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill, 2)
-        welcoming(link, ONE, TWO)
-        await until_ready(http)
-        asked = []
-        for number, length in enumerate((50, 20, 20, 20), 1):
-            asked.append(asyncio.create_task(http.post("/v1/completions", json={"prompt": [5] * length})))
-            await link.wait_for(Submit, number)
-        assert [prefill_of(submit) for submit in link.of(Submit)] == [ONE, TWO, TWO, TWO]
-        for submit in link.of(Submit):
-            for output in saying(tokenizer, "hello")(link, submit):
-                link.say(output)
-        prefills.hold.set()
-        assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
-        await http.post("/v1/models")
-        asked = [asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))]
-        await link.wait_for(Submit, 5)
-        assert prefill_of(link.of(Submit)[4]) == ONE, "the load of answered prompts is gone"
-        asked[0].cancel()
-
-
-@in_loop
-async def test_a_server_that_went_down_gets_no_prompts_and_is_discovered_again(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill)
-        welcoming(link, ONE)
-        await until_ready(http)
-        prefills.instance, prefills.control_ports["p1"] = "b" * 32, 6001
-        link.say(PrefillState(name=ONE, up=False, reason="silent"))
-        assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
-        assert link.of(RemovePrefill) == [RemovePrefill(name=ONE)]
-        refused = await http.post("/v1/completions", json={"prompt": "x"})
-        assert (refused.status_code, json_of(refused)["error"]["code"]) == (503, "no_prefill_server")
-        assert refused.headers["retry-after"] == "1"
-        welcoming(link, ONE)
-        await until_ready(http)
-        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-
-
-@in_loop
-async def test_a_server_that_starts_later_is_discovered(tokenizer: Tokenizer) -> None:
-    link, prefills = FakeLink(), Prefills()
-    control_server = prefills.control_ports.pop("p1")
-    async with running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service:
-        while (
-            "connection refused"
-            not in (service.readiness.not_ready() or ErrorInfo(code="", message="", status=0)).message
-        ):
-            await asyncio.sleep(0)
-        prefills.control_ports["p1"] = control_server
-        await link.wait_for(AddPrefill)
-
-
-@in_loop
 async def test_a_client_that_leaves_closes_the_call_to_the_prefill_server(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(reserving), Prefills()
     prefills.hold.clear()
@@ -360,7 +193,7 @@ async def test_local_fallback(said: str, tokenizer: Tokenizer) -> None:
         ) as service,
         client(service) as http,
     ):
-        assert (await http.get("/ready")).status_code == 200, "it can serve without anybody"
+        assert (await http.get("/ready")).status_code == 200, "it can serve without a prefill server"
         answer = await http.post("/v1/completions", json={"prompt": "x"})
         assert json_of(answer)["choices"][0]["text"] == "hello"
         assert [submit.route for submit in link.of(Submit)] == [DecodeHere()]

@@ -26,8 +26,8 @@ from headrace.core.types.request import DecodeHere, FetchFrom
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
+from tests.server.fake_prefills import ONE, Prefills, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying, ticket_of
-from tests.server.frontend.test_decode import ONE, Prefills, fetched, until_ready, welcoming
 
 HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
 MOONCAKE = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p1:8001"}
@@ -225,7 +225,7 @@ async def test_the_prefill_server_is_notified_of_overload_here(tokenizer: Tokeni
     ],
 )
 @in_loop
-async def test_servers_that_are_not_allowed_are_not_dialled(
+async def test_servers_that_are_not_allowed_are_not_connected_to(
     tokenizer: Tokenizer, fields: dict[str, Any], shown: str
 ) -> None:
     link, prefills = FakeLink(), Prefills()
@@ -256,7 +256,7 @@ async def test_a_configured_server_that_is_down_is_still_allowed(tokenizer: Toke
 
 
 @in_loop
-async def test_an_allowed_control_endpoint_is_dialled_when_a_request_names_it(tokenizer: Tokenizer) -> None:
+async def test_an_allowed_control_endpoint_is_connected_to_when_a_request_names_it(tokenizer: Tokenizer) -> None:
     link = FakeLink(fetched(tokenizer))
     async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.0/24",)) as (service, http):
         assert (await http.get("/ready")).status_code == 200, "no prefill server is required"
@@ -291,7 +291,7 @@ async def test_an_allowed_bootstrap_port_is_asked_where_the_control_endpoint_is(
 async def test_an_allowed_server_that_does_not_answer_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.server.upstream.prefill_pool.DIAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("headrace.server.upstream.prefill_pool.CONNECT_TIMEOUT_S", 0.05)
     link = FakeLink()
     async with decode(link, tokenizer, prefill=(), allow_prefill=("10.0.0.9",)) as (_, http):
         for _ in range(2):

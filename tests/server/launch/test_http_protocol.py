@@ -131,7 +131,7 @@ def crowded() -> Iterator[int]:
         yield port
 
 
-def dial(port: int) -> socket.socket:
+def connect(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
@@ -154,9 +154,9 @@ def ask(connection: socket.socket) -> None:
         came += part
 
 
-def test_idle_connections_keep_nobody_out(crowded: int) -> None:
+def test_idle_connections_keep_no_client_out(crowded: int) -> None:
     with ExitStack() as stack:
-        idle = [stack.enter_context(dial(crowded)) for _ in range(4 * LIMIT)]
+        idle = [stack.enter_context(connect(crowded)) for _ in range(4 * LIMIT)]
         assert answer(crowded, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2")
         for connection in idle[: 3 * LIMIT + 1]:
             assert came(connection) == b"", "the oldest ones are closed"
@@ -165,10 +165,10 @@ def test_idle_connections_keep_nobody_out(crowded: int) -> None:
 
 def test_half_a_head_is_idle_and_half_a_body_is_not(crowded: int) -> None:
     with ExitStack() as stack:
-        busy = stack.enter_context(dial(crowded))
+        busy = stack.enter_context(connect(crowded))
         busy.sendall(START + b"content-length: 6\r\nexpect: 100-continue\r\n\r\n")
         assert busy.recv(100).startswith(b"HTTP/1.1 100"), "its head has come"
-        slow = [stack.enter_context(dial(crowded)) for _ in range(2 * LIMIT)]
+        slow = [stack.enter_context(connect(crowded)) for _ in range(2 * LIMIT)]
         for connection in slow:
             with suppress(ConnectionError):
                 connection.sendall(START)
@@ -181,7 +181,7 @@ def test_an_answered_connection_is_idle_again(crowded: int) -> None:
     with ExitStack() as stack:
         kept = []
         for _ in range(3 * LIMIT):
-            connection = stack.enter_context(dial(crowded))
+            connection = stack.enter_context(connect(crowded))
             ask(connection)
             kept.append(connection)
         assert came(kept[0]) == b""
@@ -191,10 +191,10 @@ def test_an_answered_connection_is_idle_again(crowded: int) -> None:
 def test_where_all_connections_are_busy_a_new_one_is_told(crowded: int) -> None:
     with ExitStack() as stack:
         for _ in range(LIMIT):
-            busy = stack.enter_context(dial(crowded))
+            busy = stack.enter_context(connect(crowded))
             busy.sendall(START + b"content-length: 6\r\nexpect: 100-continue\r\n\r\n")
             assert busy.recv(100).startswith(b"HTTP/1.1 100")
-        with dial(crowded) as refused:
+        with connect(crowded) as refused:
             assert came(refused).startswith(b"HTTP/1.1 503")
         busy.sendall(b"abcdef")
         assert came(busy).endswith(b"\r\n\r\n6")
@@ -210,7 +210,7 @@ def test_a_lack_of_descriptors_is_said_once_and_passes(caplog: pytest.LogCapture
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
-        with dial(server.config.port) as connection:
+        with connect(server.config.port) as connection:
             with no_descriptors():
                 while not any(sample.value for sample in errors.statistics()):
                     await asyncio.sleep(0.01)

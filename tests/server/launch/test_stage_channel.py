@@ -15,7 +15,7 @@ from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
 from headrace.core.types.geometry import Geometry
-from headrace.engine.order_connection import OrderConnection, dial_scheduler
+from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
 from headrace.transfer.sockets.connections import Connections
@@ -41,7 +41,7 @@ class Ends:
             self.router = ZmqRouter(order_socket(context, self._endpoint, connections.watch), connections)
 
     def stage(self, stage: int, epoch: int) -> OrderConnection:
-        made = dial_scheduler(self._context, self._endpoint, stage_identity(stage, epoch))
+        made = connect_scheduler(self._context, self._endpoint, stage_identity(stage, epoch))
         self._stages.append(made)
         return made
 

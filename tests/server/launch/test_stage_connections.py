@@ -134,7 +134,7 @@ def test_a_stage_comes_in_when_there_are_descriptors_again(
     waiting.close()
 
 
-def test_accept_is_called_only_when_somebody_waits(router: FrameRouter) -> None:
+def test_accept_is_called_only_when_a_connection_waits(router: FrameRouter) -> None:
     with no_descriptors():
         assert list(router.receive(0.0)) == []
     assert router.next_deadline() is None

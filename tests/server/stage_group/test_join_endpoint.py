@@ -50,7 +50,7 @@ class Bench:
         self.channel = StageChannel(router, 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
         self.sockets: list[Socket] = []
 
-    def dial(self, identity: bytes | None = None) -> Socket:
+    def connect(self, identity: bytes | None = None) -> Socket:
         socket = self.context.socket(zmq.DEALER)
         socket.linger = 0
         socket.rcvtimeo = 5000
@@ -73,7 +73,7 @@ class Bench:
 
     def complete(self, now: float = 0.0) -> tuple[list[Socket], str]:
         """Two admitted stages, and the session of their group."""
-        members = [self.dial(), self.dial()]
+        members = [self.connect(), self.connect()]
         self.join(members[0], join(0, key="k"), now)
         reply, _ = self.join(members[1], join(1, key="k"), now)
         assert isinstance(reply, JoinAccepted)
@@ -105,7 +105,7 @@ def ready(stage: int, epoch: int = 1) -> StageReady:
 def test_stages_join_and_the_scheduler_hears_of_the_progress(bench: Bench) -> None:
     events = bench.channel.tick(0.0)
     assert events == [JoinProgress(message="waiting for stages 0 and 1 of 2 to join at tcp://here:1")]
-    first, second = bench.dial(), bench.dial()
+    first, second = bench.connect(), bench.connect()
     reply, events = bench.join(first, join(0))
     assert isinstance(reply, JoinRefused)
     assert events == []
@@ -117,7 +117,7 @@ def test_stages_join_and_the_scheduler_hears_of_the_progress(bench: Bench) -> No
     assert isinstance(REPLIES.decode(first.recv()), JoinAccepted), "sent without another JoinRequest"
     assert events == [JoinProgress(message="all 2 stages have joined and are loading")]
     session = reply.config.session
-    orders = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
+    orders = [bench.connect(stage_identity(stage, 1, session)) for stage in (0, 1)]
     for stage, socket in enumerate(orders):
         socket.send(EVENTS.encode(ready(stage)))
         assert bench.receive() == [ready(stage)]
@@ -128,7 +128,7 @@ def test_stages_join_and_the_scheduler_hears_of_the_progress(bench: Bench) -> No
 
 def test_garbage_and_forged_routing_ids_change_nothing(bench: Bench) -> None:
     _, session = bench.complete()
-    members = [bench.dial(stage_identity(stage, 1, session)) for stage in (0, 1)]
+    members = [bench.connect(stage_identity(stage, 1, session)) for stage in (0, 1)]
     for stage, socket in enumerate(members):
         socket.send(EVENTS.encode(ready(stage)))
         bench.receive()
@@ -137,7 +137,7 @@ def test_garbage_and_forged_routing_ids_change_nothing(bench: Bench) -> None:
     frames = (b"", random.randbytes(300), EVENTS.encode(ready(0, epoch=9)), EVENTS.encode(done))
     names = (None, stage_identity(0, 1), stage_identity(1, 1, "guessed"), stage_identity(0, 2, session))
     for name in names:
-        stranger = bench.dial(name)
+        stranger = bench.connect(name)
         for frame in frames:
             stranger.send(frame)
             assert bench.receive() == []
@@ -171,7 +171,7 @@ def test_a_member_whose_process_exits_is_reported_at_a_heartbeat(bench: Bench) -
 
 
 def test_a_process_that_joins_without_end_is_answered_a_few_times(bench: Bench) -> None:
-    loud = bench.dial()
+    loud = bench.connect()
     sent = 5 * int(REPLY_BURST)
     for _ in range(sent):
         loud.send(JOINS.encode(join(0, key="wrong")))
@@ -184,7 +184,7 @@ def test_a_process_that_joins_without_end_is_answered_a_few_times(bench: Bench) 
         assert isinstance(REPLIES.decode(loud.recv()), JoinRefused)
         answers += 1
     assert answers == REPLY_BURST
-    assert isinstance(bench.join(bench.dial(), join(0, key="k"))[0], JoinPending)
+    assert isinstance(bench.join(bench.connect(), join(0, key="k"))[0], JoinPending)
     assert isinstance(bench.join(loud, join(0, key="wrong"), now=1.0)[0], JoinRefused), (
         "a second later it may ask again"
     )
@@ -193,7 +193,7 @@ def test_a_process_that_joins_without_end_is_answered_a_few_times(bench: Bench) 
 def test_a_stage_that_takes_too_long_to_load_fails(context: "zmq.Context[Socket]") -> None:
     bench = Bench(context, start_timeout_s=10.0)
     _, session = bench.complete(now=100.0)
-    loaded = bench.dial(stage_identity(0, 1, session))
+    loaded = bench.connect(stage_identity(0, 1, session))
     loaded.send(EVENTS.encode(ready(0)))
     bench.receive(105.0)
     for now in (107.0, 109.0):

@@ -23,7 +23,7 @@ from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore, copies, overlap, pages_for
 from headrace.transfer.protocol.matching import choose_backend
 from headrace.transfer.protocol.messages import Goodbye, Hello, Refuse, Welcome
-from tests.transfer.control.test_sessions import CONFIG, GEOMETRY, OFFER, book, hello
+from tests.transfer.control.session_table import CONFIG, GEOMETRY, OFFER, book, hello
 from tests.transfer.harness import random_store
 
 HERE, ELSEWHERE = "boot.1a", "boot.1b"

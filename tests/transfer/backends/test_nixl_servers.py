@@ -94,7 +94,7 @@ def test_a_killed_prefill_server_gives_the_pages_back(texts: dict[str, str]) -> 
             prefill.kill()
             assert asking.getresponse().status in (502, 503)
         give_back(decode)
-        assert decode.metrics()["headrace_quarantined_pages"] == 0, "nobody's word is needed"
+        assert decode.metrics()["headrace_quarantined_pages"] == 0, "no confirmation is needed"
         with running(Server("--role", "prefill", *FLAGS, port=prefill.port)):
             served = lambda: decode.post("/v1/completions", body("x")).status_code == 200  # noqa: E731
             wait_until(served, 30, f"they meet again\n{decode.log}")

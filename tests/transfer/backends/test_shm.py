@@ -128,7 +128,7 @@ SPOILED: list[tuple[str, Callable[[Path], object], str]] = [
     ("not in memory", _holes, "holes"),
 ]
 if os.geteuid() == 0:
-    SPOILED.append(("somebody else's", lambda path: os.chown(path, 12345, -1), "another user"))
+    SPOILED.append(("another user's", lambda path: os.chown(path, 12345, -1), "another user"))
 
 
 @pytest.mark.parametrize(("spoil", "says"), [case[1:] for case in SPOILED], ids=[case[0] for case in SPOILED])
@@ -220,7 +220,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 def changes(pool: SharedPool) -> bool:
-    """Whether anybody writes into the pool within a tenth of a second."""
+    """Whether any process writes into the pool within a tenth of a second."""
     before = bytes(pool.buffer)
     signal.sigtimedwait([], 0.1)
     return bytes(pool.buffer) != before
@@ -249,7 +249,7 @@ def test_a_stopped_writer_keeps_its_right_and_a_killed_one_loses_it(pool: Shared
     assert (poison == 0xEE).all()
 
 
-def test_the_pool_of_a_killed_owner_is_removed_by_whoever_comes_by() -> None:
+def test_the_pool_of_a_killed_owner_is_removed_when_its_writer_closes_it() -> None:
     owner = child(OWNER)
     try:
         memory = msgspec.json.decode(line_of(owner), type=SharedMemory)
@@ -259,7 +259,7 @@ def test_the_pool_of_a_killed_owner_is_removed_by_whoever_comes_by() -> None:
     finally:
         owner.kill()
         owner.communicate()
-    pages.write(0, 0, 8, np.ones((3, 2, 2, 8, 8), np.uint8))  # into memory that nobody reads: no harm, no signal
+    pages.write(0, 0, 8, np.ones((3, 2, 2, 8, 8), np.uint8))  # into memory that is not read: no harm, no signal
     assert path_of(memory).exists()
     pages.close()
     assert not path_of(memory).exists()

@@ -103,9 +103,7 @@ def ordered(pair: Pair, slow: SlowPool) -> None:
     pair.loop.until(lambda: slow.writes)
 
 
-def test_a_chunk_is_announced_when_its_bytes_have_come_without_anybody_else_having_to_say_something(
-    pair: Pair, slow: SlowPool
-) -> None:
+def test_a_chunk_is_announced_when_its_bytes_have_come_without_another_message(pair: Pair, slow: SlowPool) -> None:
     ordered(pair, slow)
     for _ in range(5):
         pair.loop.turn()

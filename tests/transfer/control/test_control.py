@@ -1,16 +1,11 @@
-"""ControlServer and control client over real sockets: sessions, tickets, restarts, and peers that send rubbish."""
+"""ControlServer and ControlClient over real sockets: sessions, tickets, and the messages that end them."""
 
 import socket as sockets
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
@@ -33,84 +28,12 @@ from headrace.core.messages.peers import (
     TicketFinished,
 )
 from headrace.core.runtime import process
-from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.transfer.control.client import ControlClient
-from headrace.transfer.control.server import ControlServer
-from headrace.transfer.protocol.messages import (
-    CONTROL_FRAME_BYTES,
-    ControlMessage,
-    Hello,
-    PeerMessage,
-    Ping,
-    Pong,
-    Refuse,
-    Welcome,
-)
-from tests.scarcity import no_descriptors
-from tests.transfer.control.test_sessions import FIRST, OFFER, hello
-from tests.transfer.harness import CLOCK, Loop, value, zmq_context
-
-CONFIG = TransferConfig(peer_timeout_s=1.0)
-PEER: Codec[PeerMessage] = Codec(PeerMessage)
-CONTROL: Codec[ControlMessage] = Codec(ControlMessage)
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
-
-
-class Both:
-    """A control endpoint and a control client, the control client told to dial the control endpoint."""
-
-    def __init__(self, context: Any, *, ready: bool = True, control_context: Any = None) -> None:
-        self.context = context
-        self.control_server = ControlServer(CONFIG, control_context or context)
-        self.control_client = ControlClient(CONFIG, context)
-        self.loop = Loop(self.control_server, self.control_client)
-        if ready:
-            self.control_server.ready(OFFER)
-        self.control_client.ready(hello())
-        self.endpoint = f"tcp://127.0.0.1:{self.control_server.port}"
-        self.loop.apply(self.control_client, ConnectPrefill(name="p", endpoint=self.endpoint))
-
-    @property
-    def up(self) -> PrefillUp:
-        return self.loop.wait_for(self.control_client, PrefillUp)
-
-    def reserve(self, ticket: str = "t", generation: int = 1) -> PeerReserved:
-        seen = len(self.loop.of(self.control_server, PeerReserved))
-        ask = AskReserve(
-            session=self.up.session, ticket=ticket, generation=generation, prompt_tokens=40, cached_tokens=0,
-            pages=pack([8, 9]), row=0,
-        )  # fmt: skip
-        self.loop.apply(self.control_client, ask)
-        return self.loop.wait_for(self.control_server, PeerReserved, seen + 1)
-
-
-@pytest.fixture
-def both(context: Any) -> Iterator[Both]:
-    made = Both(context)
-    yield made
-    made.loop.close()
-
-
-class Stranger:
-    """A DEALER that says to the control endpoint what it is told."""
-
-    def __init__(self, context: Any, both: Both) -> None:
-        self.both = both
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.connect(both.endpoint)
-        both.loop.raw.append(self.socket)
-
-    def ask(self, *frames: bytes) -> ControlMessage:
-        self.socket.send_multipart(frames)
-        self.both.loop.until(lambda: self.socket.poll(0))
-        return CONTROL.decode(self.socket.recv())
+from tests.transfer.control.harness import CONFIG, PEER, Both, Stranger
+from tests.transfer.control.session_table import FIRST, OFFER, hello
+from tests.transfer.harness import CLOCK, Loop, value
 
 
 def test_hello_reserve_and_the_three_ends_of_a_ticket(both: Both) -> None:
@@ -179,43 +102,6 @@ def test_what_a_reservation_says_of_its_prompt_gets_to_the_scheduler(both: Both)
         assert (reserved.ticket, reserved.wait, reserved.prompt_hash) == (ask.ticket, wait, digest)
 
 
-def test_pings_keep_a_quiet_session_alive(both: Both) -> None:
-    session = both.up.session
-    end = CLOCK.now() + 2 * CONFIG.peer_timeout_s
-    both.loop.until(lambda: CLOCK.now() >= end)
-    assert not both.loop.of(both.control_server, PeerGone)
-    assert not both.loop.of(both.control_client, PrefillDown)
-    assert both.reserve().session == session
-
-
-def test_a_peer_that_falls_silent_is_gone_by_the_clock_alone(both: Both) -> None:
-    session = both.up.session
-    assert both.control_server.tick(CLOCK.now() + 0.4) == []
-    [gone] = both.control_server.tick(CLOCK.now() + 10)
-    assert gone == PeerGone(session=session, reason="silent for 1 s")
-
-
-def test_a_prefill_server_that_falls_silent_is_down_and_dialled_again(both: Both) -> None:
-    session = both.up.session
-    alone = Loop(both.control_client)  # the control endpoint is not turned
-    down = alone.wait_for(both.control_client, PrefillDown)
-    assert down == PrefillDown(name="p", session=session, reason="silent for 1 s")
-    again = both.loop.wait_for(both.control_client, PrefillUp, 2)
-    assert again.session != session
-    assert both.loop.wait_for(both.control_server, PeerGone).session == session  # replaced by the same instance
-
-
-def test_without_descriptors_a_control_endpoint_is_dialled_later(context: Any) -> None:
-    control_server, control_client = ControlServer(CONFIG, context), ControlClient(CONFIG, context)
-    loop = Loop(control_server, control_client)
-    control_server.ready(OFFER)
-    control_client.ready(hello())
-    with no_descriptors():
-        loop.apply(control_client, ConnectPrefill(name="p", endpoint=f"tcp://127.0.0.1:{control_server.port}"))
-    loop.wait_for(control_client, PrefillUp)
-    loop.close()
-
-
 def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,15 +124,6 @@ def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
         connection.close()
 
 
-def test_a_server_that_is_not_ready_is_asked_again_and_reported_once(context: Any) -> None:
-    both = Both(context, ready=False)
-    both.loop.until(lambda: value(both.control_server.statistics(), "refusals_total", ("control", "not_ready")) >= 3)
-    assert len(both.loop.of(both.control_client, PrefillDown)) == 1
-    both.control_server.ready(OFFER)
-    assert both.up
-    both.loop.close()
-
-
 def test_a_mismatch_is_reported_with_both_values(context: Any) -> None:
     both = Both(context, ready=False)
     both.control_server.ready(replace(OFFER, fingerprint="model-2"))
@@ -256,21 +133,6 @@ def test_a_mismatch_is_reported_with_both_values(context: Any) -> None:
     assert down.session is None
     assert down.reason == "fingerprint_mismatch: fingerprint: model-2 here, model-1 there"
     both.loop.close()
-
-
-def test_a_restarted_prefill_server_at_the_same_address_is_down_then_up(context: Any) -> None:
-    with zmq_context() as first_process:  # ends without a goodbye: it was killed
-        both = Both(context, control_context=first_process)
-        first = both.up
-    control_server = ControlServer(replace(CONFIG, control_port=both.control_server.port), context)
-    control_server.ready(replace(OFFER, instance="q" * 32, data_ports=(7002,)))
-    loop = Loop(control_server, both.control_client)
-    second = loop.wait_for(both.control_client, PrefillUp)
-    [down] = loop.of(both.control_client, PrefillDown)
-    assert down.session == first.session
-    assert loop.events[both.control_client].index(down) < loop.events[both.control_client].index(second)
-    assert second.endpoints == ("tcp://127.0.0.1:7002",)
-    loop.close()
 
 
 def test_goodbyes_end_the_session_on_the_other_side_at_once(both: Both, context: Any) -> None:
@@ -297,10 +159,10 @@ def test_asking_on_a_session_that_has_ended_is_answered_here(both: Both) -> None
     assert isinstance(failed, TicketFailed)
     assert failed.error.code == "peer_gone"
     cancel = AskCancel(session=session, ticket="t", generation=1, reason="")
-    assert both.control_client.apply(cancel, CLOCK.now()) == []  # no promise of anybody
+    assert both.control_client.apply(cancel, CLOCK.now()) == []  # no answer is owed
 
 
-def test_nobody_is_dialled_before_the_control_client_knows_what_to_say(context: Any) -> None:
+def test_no_connection_is_made_before_the_control_client_has_its_hello(context: Any) -> None:
     control_client = ControlClient(CONFIG, context)
     control_client.apply(ConnectPrefill(name="p", endpoint="tcp://127.0.0.1:9"), CLOCK.now())
     assert (control_client.sockets(), control_client.next_deadline()) == ([], None)
@@ -309,58 +171,3 @@ def test_nobody_is_dialled_before_the_control_client_knows_what_to_say(context: 
     control_client.tick(CLOCK.now())
     assert len(control_client.sockets()) == 1
     control_client.close()
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.binary(max_size=300), min_size=1, max_size=3))
-@example([PEER.encode(hello())[:-1]])
-@example([PEER.encode(hello()), b""])
-@example([CONTROL.encode(Pong(number=1))])
-@example([b""])
-def test_rubbish_at_the_control_endpoint_is_refused_and_disturbs_nobody(both: Both, frames: list[bytes]) -> None:
-    session = both.up.session
-    stranger = Stranger(both.context, both)
-    answer = stranger.ask(*frames)
-    assert isinstance(answer, Refuse)
-    assert answer.code == "bad_message"
-    both.loop.raw.remove(stranger.socket)
-    stranger.socket.close(linger=0)
-    assert not both.loop.of(both.control_server, PeerGone)
-    assert both.up.session == session
-
-
-def test_oversized_frames_are_refused_and_far_larger_ones_cut_off(both: Both) -> None:
-    session = both.up.session
-    stranger = Stranger(both.context, both)
-    answer = stranger.ask(b"x" * (CONTROL_FRAME_BYTES + 1))
-    assert isinstance(answer, Refuse)
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
-    cut_off = Stranger(both.context, both)
-    cut_off.socket.send(b"x" * (4 * CONTROL_FRAME_BYTES))
-    assert both.reserve("still here").session == session
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
-
-
-def test_a_session_survives_its_own_bad_frame(both: Both) -> None:
-    stranger = Stranger(both.context, both)
-    answer = stranger.ask(PEER.encode(hello(instance="e" * 32)))
-    assert isinstance(answer, Welcome)
-    assert isinstance(stranger.ask(b"\x81"), Refuse)
-    assert stranger.ask(PEER.encode(Ping(number=3))) == Pong(number=3)
-
-
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""])
-def test_bytes_that_are_not_zmq_disturb_nobody(both: Both, data: bytes) -> None:
-    session = both.up.session
-    with sockets.create_connection(("127.0.0.1", both.control_server.port)) as connection:
-        connection.sendall(data)
-        assert both.reserve().session == session
-
-
-@given(st.binary(max_size=400))
-def test_decoders_return_a_bounded_message_or_raise_decode_error(data: bytes) -> None:
-    try:
-        message = PEER.decode(data)
-    except DecodeError:
-        return
-    assert not isinstance(message, Hello) or len(message.name) <= 256

@@ -37,7 +37,7 @@ from headrace.transfer.protocol.messages import (
     Welcome,
 )
 from tests.fuzz.mutations import VALID, Mutator
-from tests.transfer.control.test_sessions import CONFIG, OFFER, hello, joined, reserve
+from tests.transfer.control.session_table import CONFIG, OFFER, hello, joined, reserve
 from tests.transfer.harness import Loop, random_store, zmq_context
 from tests.transfer.raw import SESSION, RawStage
 
@@ -180,11 +180,11 @@ def test_chunks_cannot_go_on_for_ever() -> None:
 @contextmanager
 def watched_context() -> Iterator[tuple[Any, list[str]]]:
     """A context, and the addresses that sockets of it are connected to."""
-    dialled: list[str] = []
+    addresses: list[str] = []
 
     class Watched(zmq.Socket[bytes]):
         def connect(self, addr: str) -> Any:
-            dialled.append(addr)
+            addresses.append(addr)
             return super().connect(addr)
 
     class Context(zmq.Context[Watched]):
@@ -192,7 +192,7 @@ def watched_context() -> Iterator[tuple[Any, list[str]]]:
 
     context: Any = Context()
     try:
-        yield context, dialled
+        yield context, addresses
     finally:
         context.destroy(linger=0)
 
@@ -211,11 +211,11 @@ def answers(loop: Loop, peer: Any, *greeting: bytes) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=20, deadline=None)
-def test_control_endpoint_and_stage_dial_nobody_whatever_they_are_told(seed: int) -> None:
+def test_control_endpoint_and_stage_connect_to_no_address_that_they_are_told(seed: int) -> None:
     """Their sockets are bound, and connected to none but the inside of their process."""
     mutator = Mutator(seed)
     geometry = OFFER.geometries[0]
-    with watched_context() as (context, dialled), zmq_context() as outside:
+    with watched_context() as (context, addresses), zmq_context() as outside:
         control_server = ControlServer(CONFIG, context)
         sender = Sender(CONFIG, stage=0, geometry=geometry, store=random_store(geometry, 4), context=context)
         loop = Loop(control_server, sender)
@@ -233,10 +233,10 @@ def test_control_endpoint_and_stage_dial_nobody_whatever_they_are_told(seed: int
                 peer.send(mutator.any(VALID))
             answers(loop, peer, told)
         loop.close()
-        assert [to for to in dialled if not to.startswith("inproc:")] == []
+        assert [to for to in addresses if not to.startswith("inproc:")] == []
         with context.socket(zmq.DEALER) as control:
             control.connect("tcp://127.0.0.1:9")
-        assert "tcp://127.0.0.1:9" in dialled, "it would have been seen"
+        assert "tcp://127.0.0.1:9" in addresses, "it would have been seen"
 
 
 GEOMETRIES = st.builds(

@@ -1,71 +1,17 @@
 """The control endpoint's decisions about peers, without a socket and with time by hand: who is let in, and when a
 session ends."""
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerGone, PeerJoined, PrefillUp, TellCancelled
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.session_table import RESTARTED, SessionTable
-from headrace.transfer.protocol.matching import BackendOffer, check_welcome, make_hello
-from headrace.transfer.protocol.messages import (
-    ControlMessage,
-    Failed,
-    Goodbye,
-    Hello,
-    Ping,
-    Pong,
-    Refuse,
-    Reserve,
-    Welcome,
-)
-
-CONFIG = TransferConfig(max_peers=2, max_tickets_per_peer=3, peer_timeout_s=3.0)
-GEOMETRY = Geometry("float32", layers=4, kv_heads=2, head_dim=8, page_size=16)
-OFFER = BackendOffer(
-    instance="p" * 32,
-    fingerprint="model-1",
-    geometries=(GEOMETRY,),
-    data_ports=(7001,),
-    max_model_len=4096,
-)
-FIRST = FirstToken(token=7, prompt_tokens=40, cached_tokens=0, finish_reason="stop")
-
-
-def hello(**changes: Any) -> Hello:
-    made = make_hello(
-        CONFIG, instance="d" * 32, name="decode", role="decode", fingerprint="model-1",
-        geometries=(replace(GEOMETRY, page_size=32),), kv_pages=100, max_model_len=2048, metadata_rows=8,
-    )  # fmt: skip
-    return replace(made, **changes)
-
-
-def book(config: TransferConfig = CONFIG, offer: BackendOffer = OFFER) -> SessionTable:
-    sessions = iter(range(100))
-    made = SessionTable(config, lambda: f"{next(sessions):032x}")
-    made.ready(offer)
-    return made
-
-
-def joined(route: bytes = b"a", now: float = 0.0, **changes: Any) -> tuple[SessionTable, str]:
-    made = book()
-    outcome = made.receive(route, hello(**changes), now)
-    [(_, welcome)] = outcome.replies
-    assert isinstance(welcome, Welcome)
-    return made, welcome.session
-
-
-def reserve(ticket: str = "t", generation: int = 1, **changes: Any) -> Reserve:
-    made = Reserve(ticket=ticket, generation=generation, prompt_tokens=40, cached_tokens=0, pages=pack([8, 9]), row=0)
-    return replace(made, **changes)
+from headrace.transfer.protocol.matching import check_welcome
+from headrace.transfer.protocol.messages import ControlMessage, Failed, Goodbye, Ping, Pong, Refuse, Welcome
+from tests.transfer.control.session_table import CONFIG, GEOMETRY, OFFER, book, hello, joined, reserve
 
 
 def test_a_fitting_hello_is_welcomed_with_what_both_keep_to() -> None:
@@ -118,7 +64,7 @@ def test_checksums_are_used_unless_both_sides_have_switched_them_off() -> None:
         assert welcome.checksum == agreed
 
 
-def test_stages_on_other_machines_are_dialled_there_and_the_others_at_the_control_endpoint() -> None:
+def test_stages_on_other_machines_are_at_their_own_hosts_and_the_others_at_that_of_the_control_endpoint() -> None:
     geometries = tuple(replace(GEOMETRY, layers=1, layer_start=start) for start in range(4))
     offer = replace(
         OFFER, geometries=geometries, data_ports=(1, 2, 3, 4), data_hosts=("", "10.0.0.6", "fe80::7", "node-8")

@@ -21,7 +21,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.request import TokenLogprob
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.messages import Cancel, Cancelled, Failed, Finished, Ping, Pong, Refuse
-from tests.transfer.control.test_sessions import FIRST, joined, reserve
+from tests.transfer.control.session_table import FIRST, joined, reserve
 
 
 def test_a_reservation_passes_and_a_repeated_or_older_one_is_dropped() -> None:

@@ -19,12 +19,6 @@ from tests.transfer.raw import RawStage
 
 
 @pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
-
-
-@pytest.fixture
 def stage(context: Any) -> Iterator[RawStage]:
     made = RawStage(context)
     yield made

@@ -1,6 +1,5 @@
 """Prefill and decode with different tensor and pipeline degrees, over real sockets."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from headrace.core.messages.stage_events import ChunkAcked
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
 from tests.transfer.group import Group
-from tests.transfer.harness import value, zmq_context
+from tests.transfer.harness import value
 from tests.transfer.ranks import grid
 from tests.transfer.raw import RawPeer
 
@@ -26,12 +25,6 @@ PAIRS: list[tuple[str, Split, Split]] = [
 ]
 
 
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
-
-
 @pytest.mark.parametrize(("source", "destination"), [pair[1:] for pair in PAIRS], ids=[pair[0] for pair in PAIRS])
 @pytest.mark.parametrize(("source_size", "destination_size", "start"), [(16, 16, 0), (8, 32, 5), (5, 3, 7)])
 def test_every_rank_gets_its_own_layers_and_heads_and_no_byte_more(
@@ -42,7 +35,7 @@ def test_every_rank_gets_its_own_layers_and_heads_and_no_byte_more(
     untouched = [store.data.copy() for store in group.targets]
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     for sender, geometry in zip(group.senders, group.sources, strict=True):
         assert sum(event.bytes for event in group.loop.of(sender, ChunkAcked)) == (end - start) * geometry.token_bytes
@@ -62,7 +55,7 @@ def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
     ranks = [halves[0], halves[0], halves[1], halves[1]]
     group = Group(context, grid(16, [2, 2], [2]), ranks)
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(0, 40, [0, 20, 40], range(3), range(5, 8))
     sent = group.positions(group.stores, group.sources, range(3), 0, 40)
     for pair in ((0, 2), (1, 3)):

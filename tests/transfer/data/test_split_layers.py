@@ -1,6 +1,6 @@
 """Prefill and decode with different pipeline degrees, over real sockets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,13 @@ from headrace.core.messages.stage_events import ChunkAcked, SendCancelled
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Refuse
 from tests.transfer.group import Group
-from tests.transfer.harness import value, zmq_context
+from tests.transfer.harness import value
 from tests.transfer.ranks import grid
 from tests.transfer.raw import SESSION, RawPeer
 
 
 def stages(page_size: int, layers: Sequence[int]) -> list[Geometry]:
     return grid(page_size, layers, heads=[2])
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 @pytest.mark.parametrize(
@@ -39,7 +33,7 @@ def test_every_stage_gets_its_own_layers_and_no_byte_more(
     group = Group(context, stages(source_size, source_split), stages(destination_size, destination_split))
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     for sender, geometry in zip(group.senders, group.sources, strict=True):
         assert [event.chunk for event in group.loop.of(sender, ChunkAcked)] == [0, 1, 2]

@@ -27,18 +27,12 @@ from headrace.core.messages.stage_events import (
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.protocol.messages import ANSWER_FRAME_BYTES, Ack, Attach, Attached, Chunk, Refuse
-from tests.transfer.harness import FIRST, Pair, gather, part, value, zmq_context
+from tests.transfer.harness import FIRST, Pair, gather, part, value
 from tests.transfer.raw import ANSWERS, STAGE, RawPeer
 
 
 def geometry(page_size: int, dtype: str = "float32") -> Geometry:
     return Geometry(dtype, layers=3, kv_heads=2, head_dim=8, page_size=page_size)
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 @pytest.fixture(params=[ZMQ, SHM])
@@ -197,7 +191,7 @@ def test_expecting_on_an_unknown_session_fails(pair: Pair) -> None:
 
 
 def test_attaching_anew_brings_unacknowledged_chunks_again(context: Any) -> None:
-    pair = Pair(context, geometry(16), geometry(16), dialled=False)
+    pair = Pair(context, geometry(16), geometry(16), connected=False)
     first = RawPeer(context, pair.loop, pair.sender.port)
     assert isinstance(first.take()[0], Attached)
     for chunk in range(3):
@@ -224,7 +218,7 @@ def test_attaching_anew_brings_unacknowledged_chunks_again(context: Any) -> None
 
 
 def test_attaching_to_the_wrong_stage_is_refused(context: Any) -> None:
-    pair = Pair(context, geometry(16), geometry(16), dialled=False)
+    pair = Pair(context, geometry(16), geometry(16), connected=False)
     peer = RawPeer(context, pair.loop, pair.sender.port, stage=3)
     answer, _ = peer.take()
     assert answer == Refuse(code="wrong_stage", message="stage 0 here, 3 asked for")
@@ -232,7 +226,7 @@ def test_attaching_to_the_wrong_stage_is_refused(context: Any) -> None:
 
 
 def test_a_partial_page_leaves_without_its_foreign_slots(context: Any) -> None:
-    pair = Pair(context, geometry(16), geometry(16), dialled=False)
+    pair = Pair(context, geometry(16), geometry(16), connected=False)
     peer = RawPeer(context, pair.loop, pair.sender.port)
     peer.take()
     pair.send(1, 0, 0, 5, pages=[0], dst_pages=[0], last=True)
@@ -242,9 +236,9 @@ def test_a_partial_page_leaves_without_its_foreign_slots(context: Any) -> None:
     pair.close()
 
 
-def test_a_peer_that_does_not_read_holds_up_nobody_else(context: Any) -> None:
+def test_a_peer_that_does_not_read_holds_up_no_other(context: Any) -> None:
     """G7: its window fills and no more is sent to it; the other session gets everything meanwhile."""
-    pair = Pair(context, geometry(16), geometry(16), dialled=True)
+    pair = Pair(context, geometry(16), geometry(16), connected=True)
     silent = "z" * 32
     pair.loop.apply(
         pair.sender,
@@ -286,7 +280,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_the_pages_of_a_stopped_process_come_back_when_its_session_ends(context: Any) -> None:
     """Frames that libzmq holds for it pin their pages, until the control endpoint misses its pings."""
-    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
+    pair = Pair(context, BIG, BIG, config=ROOMY, connected=False)
     attach = ANSWERS.encode(Attach(session=pair.session, stage=0, checksum="xxh3_64"))
     endpoint = f"tcp://127.0.0.1:{pair.sender.port}"
     process = subprocess.Popen([sys.executable, "-c", STOPPED_PEER, endpoint, attach.hex()])
@@ -308,7 +302,7 @@ def test_the_pages_of_a_stopped_process_come_back_when_its_session_ends(context:
 @example([b"x" * (ANSWER_FRAME_BYTES + 1)])
 @example([ANSWERS.encode(Attach(session="s" * 32, stage=0, checksum="xxh3_64"))[:-1]])
 @example([ANSWERS.encode(Ack(ticket="t", generation=1, chunk=0)), b""])
-def test_rubbish_at_the_data_socket_is_refused_and_disturbs_nobody(
+def test_rubbish_at_the_data_socket_is_refused_and_disturbs_no_session(
     context: Any, pair: Pair, frames: list[bytes]
 ) -> None:
     stranger = context.socket(zmq.DEALER)

@@ -84,7 +84,7 @@ def test_each_part_of_a_chunk_from_when_it_was_sent_to_its_answer(bench: Bench) 
     assert second.ended <= halfway <= first.ended
 
 
-def test_a_refused_chunk_and_one_that_nobody_answers(bench: Bench) -> None:
+def test_a_refused_chunk_and_one_without_an_answer(bench: Bench) -> None:
     bench.transfers.start()
     refused = bench.send(5, 0)[0]
     bench.send(6, 0)

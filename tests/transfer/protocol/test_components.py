@@ -1,6 +1,5 @@
 """Draft model KV and MLA latents beside keys and values, over real sockets, split otherwise on the two sides."""
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -15,7 +14,7 @@ from headrace.transfer.backends.shm import host_token
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Nack, Refuse
 from tests.transfer.group import PAGES, Group
-from tests.transfer.harness import value, zmq_context
+from tests.transfer.harness import value
 from tests.transfer.layouts import random_layout
 from tests.transfer.ranks import grid
 from tests.transfer.raw import RawPeer, RawStage
@@ -73,12 +72,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
-
-
 @pytest.mark.parametrize("backend", [ZMQ, pytest.param(SHM, marks=pytest.mark.skipif(not host_token(), reason="shm"))])
 @pytest.mark.parametrize(("source", "destination"), [pair[1:] for pair in PAIRS], ids=[pair[0] for pair in PAIRS])
 @pytest.mark.parametrize(("source_size", "destination_size", "start"), [(16, 16, 0), (8, 32, 5), (5, 3, 7)])
@@ -93,7 +86,7 @@ def test_components_come_with_the_pages_of_their_tokens_and_no_byte_more(
     untouched = [{name: data.copy() for name, data in store.tensors.items()} for store in group.targets]
     pages, dst = range(40, 40 + -(-end // source_size)), range(30, 30 + -(-end // destination_size))
     for receiver in group.receivers:
-        group.dial(receiver)
+        group.connect(receiver)
     group.hand_over(start, end, [start, 16, 45, end], pages, dst)
     moved = sum(event.bytes for sender in group.senders for event in group.loop.of(sender, ChunkAcked))
     assert moved == (end - start) * sum(rank.token_bytes for rank in destinations)

@@ -13,7 +13,7 @@ from headrace.core.types.geometry import Component, Geometry
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.protocol.matching import check_geometries, check_welcome, components_of
 from headrace.transfer.protocol.messages import ComponentShape, Refuse, StageInfo, Welcome
-from tests.transfer.control.test_sessions import GEOMETRY, OFFER, book, hello, joined
+from tests.transfer.control.session_table import GEOMETRY, OFFER, book, hello, joined
 from tests.transfer.ranks import sides, with_components
 
 HALF = replace(GEOMETRY, layers=2)

@@ -19,7 +19,7 @@ from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.sockets.curve_keys import read_public
-from tests.transfer.control.test_sessions import OFFER, hello
+from tests.transfer.control.session_table import OFFER, hello
 from tests.transfer.data.test_transfer import geometry
 from tests.transfer.harness import Loop, Pair, value, zmq_context
 
@@ -94,7 +94,7 @@ def test_a_peer_that_is_allowed_gets_a_session(keys: Keys, contexts: tuple[Any, 
         ("", "", "no_curve", "no CURVE handshake", "set --curve-server-key here"),
     ],
 )
-def test_whoever_may_not_is_refused_and_both_sides_say_what_to_check(
+def test_a_peer_that_is_not_allowed_is_refused_and_both_sides_say_what_to_check(
     keys: Keys,
     contexts: tuple[Any, Any],
     caplog: pytest.LogCaptureFixture,
@@ -188,9 +188,9 @@ def test_a_data_connection_needs_a_key_even_with_the_session_known(
     pair.close()
 
 
-def test_a_stage_without_peers_lets_nobody_in(keys: Keys, contexts: tuple[Any, Any]) -> None:
+def test_a_stage_without_peers_accepts_no_connection(keys: Keys, contexts: tuple[Any, Any]) -> None:
     """A decode server's, which has keys and no folder."""
-    pair = Pair(contexts[0], geometry(16), geometry(16), dialled=False)
+    pair = Pair(contexts[0], geometry(16), geometry(16), connected=False)
     sender = Sender(keys.peer(), stage=0, geometry=geometry(16), store=pair.store, context=contexts[1])
     loop = Loop(sender)
     socket = contexts[0].socket(zmq.DEALER)

@@ -1,7 +1,5 @@
 """Peers that talk and do not read, over real sockets: what is queued for them is bounded, and goes when they do."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
@@ -22,32 +20,22 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled
 from headrace.core.runtime.codec import Codec
-from headrace.core.stats import Stats
 from headrace.transfer.control import client
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer, unread_replies
 from headrace.transfer.data import receiver, sender
 from headrace.transfer.data.outbound import PARTS_IN_FLIGHT
 from headrace.transfer.protocol.messages import Ack, Attach, Attached, Chunk, Goodbye, PeerMessage, Ping
-from headrace.transfer.sockets.connections import Connection, Connections
-from headrace.transfer.sockets.listener import CLOSE_S, REFUSALS, Listener
-from headrace.transfer.sockets.zmq_sockets import bind
-from tests.transfer.control.test_sessions import OFFER, hello
+from headrace.transfer.sockets.listener import REFUSALS
+from tests.transfer.control.session_table import OFFER, hello
 from tests.transfer.data.test_transfer import BIG, geometry
-from tests.transfer.harness import CLOCK, Loop, Pair, value, zmq_context
-from tests.transfer.plain import Plain
+from tests.transfer.harness import CLOCK, Loop, Pair, value
+from tests.transfer.plain import RUBBISH, Plain
 from tests.transfer.raw import ANSWERS, RawPeer, RawStage
 
 ROOMY = TransferConfig(window_bytes=1 << 30)
 PEER: Codec[PeerMessage] = Codec(PeerMessage)
-RUBBISH = b"\xc1"  # no msgpack
 PING = ANSWERS.encode(Ping(number=1))
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    with zmq_context() as made:
-        yield made
 
 
 def insist(loop: Loop, peer: Plain, message: bytes, enough: Callable[[], object]) -> None:
@@ -82,7 +70,7 @@ def stuck(pair: Pair) -> Plain:
 
 
 def test_pages_come_back_when_the_session_ends_though_the_peer_pings_and_reads_nothing(context: Any) -> None:
-    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
+    pair = Pair(context, BIG, BIG, config=ROOMY, connected=False)
     with stuck(pair) as peer:
         end, pings = CLOCK.now() + 0.5, iter(range(100))  # more unread Pongs would have the connection closed for them
         pair.loop.until(lambda: (peer.say(PING) if next(pings, None) is not None else None) or CLOCK.now() >= end)
@@ -96,7 +84,7 @@ def test_pages_come_back_when_the_session_ends_though_the_peer_pings_and_reads_n
 
 
 def test_a_connection_that_another_one_replaces_holds_no_pages(context: Any) -> None:
-    pair = Pair(context, BIG, BIG, config=ROOMY, dialled=False)
+    pair = Pair(context, BIG, BIG, config=ROOMY, connected=False)
     with stuck(pair) as peer:
         second = RawPeer(context, pair.loop, pair.sender.port, session=pair.session)
         assert isinstance(second.take()[0], Attached)
@@ -139,7 +127,7 @@ def test_a_peer_that_leaves_the_answers_to_its_pings_unread_loses_its_connection
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "QUEUED_MESSAGES", 100)
-    pair = Pair(context, geometry(16), geometry(16), dialled=False)
+    pair = Pair(context, geometry(16), geometry(16), connected=False)
     with attached(pair) as peer:
         insist(pair.loop, peer, PING, lambda: closed(pair.sender, "data", "unread"))
         pair.loop.until(lambda: peer.closed)
@@ -153,7 +141,7 @@ def test_acknowledging_what_it_does_not_read_gets_a_peer_no_more_than_its_queue(
 ) -> None:
     """The window opens with every acknowledgement; libzmq's queue does not."""
     monkeypatch.setattr(sender, "QUEUED_MESSAGES", 8)
-    pair = Pair(context, BIG, BIG, config=TransferConfig(window_bytes=1), dialled=False)
+    pair = Pair(context, BIG, BIG, config=TransferConfig(window_bytes=1), connected=False)
     with attached(pair) as peer:
         for chunk in range(60):
             pair.send(1, chunk, chunk * 64, 64, pages=range(60), dst_pages=range(60))
@@ -167,7 +155,7 @@ def test_acknowledging_what_it_does_not_read_gets_a_peer_no_more_than_its_queue(
 
 
 def test_however_small_chunks_are_only_so_many_are_in_flight(context: Any) -> None:
-    pair = Pair(context, geometry(1), geometry(1), config=ROOMY, pages=PARTS_IN_FLIGHT + 10, dialled=False)
+    pair = Pair(context, geometry(1), geometry(1), config=ROOMY, pages=PARTS_IN_FLIGHT + 10, connected=False)
     peer = RawPeer(context, pair.loop, pair.sender.port)
     assert isinstance(peer.take()[0], Attached)
     pages = range(PARTS_IN_FLIGHT + 10)
@@ -180,39 +168,6 @@ def test_however_small_chunks_are_only_so_many_are_in_flight(context: Any) -> No
         peer.say(Ack(ticket=header.ticket, generation=1, chunk=header.chunk))
     pair.loop.wait_for(pair.sender, ChunkAcked, len(pages))
     pair.close()
-
-
-def test_a_connection_does_not_pay_for_the_one_that_had_its_descriptor_before(context: Any) -> None:
-    """What a closed connection has said may be read when the next one stands: only their names tell the two apart."""
-    config = TransferConfig()
-    listener = Listener(config, context, "test", port=0, max_frame=1 << 14, queue=100, unread=1000)
-    now = 0.0
-
-    def turn(after_s: float) -> None:
-        nonlocal now
-        now += after_s
-        for arrival in listener.receive(now):
-            if arrival.body == [RUBBISH]:
-                listener.refuse(arrival, b"no", now)
-
-    for _ in range(20):
-        with Plain(listener.port) as first:
-            first.say(RUBBISH, 200)
-        with Plain(listener.port) as second:
-            turn(0.0)
-            second.say(b"hello")
-            assert listener.socket.poll(5000)
-            turn(0.0)
-            turn(2 * CLOSE_S)
-            assert not second.closed
-    with Plain(listener.port) as first:
-        first.say(RUBBISH, 200)
-        assert listener.socket.poll(5000)
-        turn(0.0)
-        assert listener.next_deadline() == now + CLOSE_S
-        turn(CLOSE_S)
-        first.heard()
-    listener.close()
 
 
 class ServerBench:
@@ -289,14 +244,16 @@ def test_unread_replies_have_room_for_every_ticket_of_a_peer() -> None:
     assert unread_replies(TransferConfig(max_tickets_per_peer=500)) >= 2 * 500
 
 
-def test_a_stage_that_does_not_read_its_answers_is_dialled_anew(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_read_its_answers_is_connected_to_again(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receiver, "QUEUED_ANSWERS", 50)
     stage = RawStage(context, options={zmq.RCVHWM: 1, zmq.RCVBUF: 4096})
     stage.loop.raw.remove(stage.socket)  # it is not read from now on
 
     def given_up() -> bool:
         for number in range(100):
-            stage.send(0, ticket="x" * 200, chunk=number)  # that nobody has asked for
+            stage.send(0, ticket="x" * 200, chunk=number)  # which was not asked for
         return closed(stage.receiver, "receiver", "unread") == 1
 
     stage.loop.until(given_up, timeout_s=30)
@@ -333,79 +290,3 @@ def test_a_control_endpoint_that_does_not_read_is_down(context: Any, monkeypatch
     alone.until(down, timeout_s=30)
     assert alone.of(asking, PrefillDown)[0].reason == "it does not read what it is told"
     loop.close()
-
-
-def test_a_descriptor_that_is_used_again_is_another_connection(context: Any) -> None:
-    """Descriptors are given out again at once: what was meant for a connection that is closed must not hit the next."""
-    watched = Connections(context, "test")
-    router, port = bind(context, "127.0.0.1", 0, max_frame=100, queue=10, prepare=watched.watch)
-
-    def heard(peer: Plain) -> Connection:
-        peer.say(b"hello")
-        assert router.poll(5000)
-        found = watched.of(router.recv_multipart(copy=False)[-1])
-        assert found is not None
-        return found
-
-    def again() -> bool:
-        with Plain(port) as peer:
-            new = heard(peer)
-            if new.descriptor != old.descriptor:
-                return False
-            watched.close_one(old, "unread", 0.0)
-            assert heard(peer) == new, "it stands"
-            watched.close_one(new, "unread", 0.0)
-            watched.close_one(new, "unread", 0.0)
-            peer.heard()
-            return True
-
-    with Plain(port) as first:
-        old = heard(first)
-    assert any(again() for _ in range(100))
-    assert value(Stats(watched.statistics()), "connections_closed_total", ("test", "unread")) == 1
-    watched.close()
-    router.close()
-
-
-SLEEPER = """
-import sys, time, zmq
-from headrace.core.config import TransferConfig
-from headrace.server.launch.stage_connections import bound_port, order_socket
-from headrace.transfer.sockets.connections import Connections
-from headrace.transfer.sockets.listener import Listener
-context = zmq.Context()
-if sys.argv[1] == "data":
-    config = TransferConfig(peer_timeout_s=0.6)
-    listener = Listener(config, context, "data", port=0, max_frame=1 << 14, queue=100, unread=100)
-    socket, port = listener.socket, listener.port
-else:
-    connections = Connections(context, "stages")
-    socket = order_socket(context, "tcp://127.0.0.1:*", connections.watch, 0.6)
-    port = bound_port(socket)
-print(port, flush=True)
-if socket.poll(5000):  # libzmq shows what it has taken in when it takes in no more
-    print("full", flush=True)
-sys.stdin.readline()
-taken = 0
-while socket.poll(200):
-    socket.recv_multipart()
-    taken += 1
-print(taken, flush=True)
-"""
-
-
-@pytest.mark.parametrize("which", ["data", "stages"])
-def test_a_connection_that_breaks_while_its_queue_is_full_ends_no_process(which: str) -> None:
-    """libzmq aborts where ZMTP heartbeats are on: this process reads nothing for longer than one would take."""
-    command = [sys.executable, "-c", SLEEPER, which]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        peer = Plain(int(process.stdout.readline()))
-        peer.say(b"hello", 2000)
-        assert process.stdout.readline() == "full\n"
-        peer.reset()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.5)
-        print(file=process.stdin, flush=True)
-        assert int(process.stdout.readline()) >= 100

@@ -1,0 +1,78 @@
+"""Prefill servers as an HTTP transport, for the front end of a decode server."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from headrace.core.messages.frontend import AnySchedulerReply, PrefillState, Submit
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fakes import FakeLink, reserving, saying
+
+ONE, TWO = "http://p1:8001", "http://p2:8001"
+ANSWER = {
+    "timing_ms": {"queue": 1.0, "bootstrap": 2.0, "forward": 30.0, "transfer": 4.0, "total": 37.0},
+    "prompt_logprobs": None,
+}
+
+
+class Prefills(httpx.AsyncBaseTransport):
+    """Prefill servers as an HTTP transport. answer: returns the response to a prompt. posts: prompts received."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], httpx.Response] | None = None) -> None:
+        self.answer = answer or (lambda _body: httpx.Response(200, json=ANSWER))
+        self.control_ports = {"p1": 5001, "p2": 5002}
+        self.instance = "a" * 32
+        self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
+        self.more: dict[str, Any] = {}
+        self.discoveries = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.posted = asyncio.Event()
+        self.dropped = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host not in self.control_ports:
+            raise httpx.ConnectError("connection refused", request=request)
+        if request.url.path == "/v1/handoff":
+            self.discoveries += 1
+            found = {
+                "protocol": [1],
+                "instance": self.instance,
+                "control_port": self.control_ports[host],
+                "model": "tiny",
+            }
+            return httpx.Response(200, json=found | self.more)
+        assert request.url.path == "/v1/prefill"
+        body = msgspec.json.decode(await request.aread())
+        self.posts.append((host, body, request.headers))
+        self.posted.set()
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.dropped.set()
+            raise
+        return self.answer(body)
+
+
+def welcoming(link: FakeLink, *urls: str) -> None:
+    """Have the scheduler report that these servers are up."""
+    for url in urls:
+        link.say(PrefillState(name=url, up=True))
+
+
+async def until_ready(http: httpx.AsyncClient) -> None:
+    while (await http.get("/ready")).status_code != 200:
+        await asyncio.sleep(0)
+
+
+def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Submit], list[AnySchedulerReply]]:
+    """A script: Reserved, then tokens, as if the KV had come."""
+
+    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        return [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
+
+    return script
