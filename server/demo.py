@@ -74,7 +74,7 @@ def conversations() -> list[Conversation]:
 
 def main(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run the demonstration. Returns 0 when all texts have come, no checksum failed and, where results are
-    reproducible, every text equals the colocated one. Raises ConfigError for a model or a dtype that cannot be served here."""
+    reproducible, every text equals the colocated one. Raises ConfigError for a model or a dtype that does not work."""
     config = resolve(load({"model": arguments.model, "dtype": arguments.dtype}, environ)).config
     console = Console()
     servers: list[LocalServer] = []

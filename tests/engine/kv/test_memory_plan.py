@@ -86,6 +86,13 @@ def test_dtype_and_kernels_follow_the_flags_of_the_cpu(tmp_path: Path) -> None:
         "float32", "bfloat16", "bfloat16", "float32",
     ]  # fmt: skip
     assert [has_wide_vectors(each) for each in (plain, units, arm, none)] == [False, True, False, False]
+    amd = Path(units).read_text()
+    for vendor, flag, expected in (
+        ("AuthenticAMD", "", "bfloat16"), ("GenuineIntel", "", "float32"), ("GenuineIntel", " amx_bf16", "bfloat16"),
+    ):  # fmt: skip
+        of_vendor = tmp_path / f"{vendor}{flag}"
+        of_vendor.write_text(f"vendor_id : {vendor}\n" + amd.replace("avx512_bf16", f"avx512_bf16{flag}"))
+        assert resolve_dtype("auto", "cpu", str(of_vendor)) == expected
     for each in (plain, units):
         assert has_matrix_units("float32", "cpu", each)
         assert not has_matrix_units("float16", "cpu", each)
