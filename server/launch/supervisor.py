@@ -36,6 +36,9 @@ CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its con
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
 NO_RESOURCES = (OSError, RuntimeError)  # of starting a process, and of the thread in which asyncio waits for it
+# Turns that an OpenMP thread waits for the others before it sleeps, some 50 to 150 µs. By default it is a hundred times
+# as many: on cores that others use, too, it keeps the thread that it waits for from running.
+SPINS = "3000"
 
 
 class StartFailed(Exception):
@@ -67,7 +70,8 @@ class Child:
         self._config = msgspec.json.encode(config)
         # One thread count for every library with a pool of its own; tokenizers must not add another one.
         own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        self._environment = {**os.environ, **own, **(environment or {})}
+        waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
+        self._environment = {**waiting, **os.environ, **own, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

@@ -1,5 +1,6 @@
 """The wheel: it brings headrace alone, its base needs four packages, a pair runs among modules of other projects."""
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -80,7 +81,12 @@ def site(folder: Path) -> Path:
 def test_wheel_and_sdist_bring_nothing_but_headrace(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.split("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
+        tops = {name.split("/")[0] for name in names}
+    if shutil.which("gcc") is not None:
+        assert len([name for name in names if name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))]) == 2, (
+            "both are compiled"
+        )
     assert {top for top in tops if not top.endswith(".dist-info")} == {"headrace"}
     with tarfile.open(source) as archive:
         tops = {"/".join(member.name.split("/")[1:3]) for member in archive.getmembers() if member.isfile()}

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.core.messages.frontend import StageDown
 from headrace.server.launch import supervisor as module
-from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Child, StartFailed, Supervisor
+from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, SPINS, Child, StartFailed, Supervisor
 from tests.scarcity import no_descriptors
 from tests.server.launch.child import Script
 
@@ -198,3 +198,24 @@ async def test_a_child_that_ends_before_it_has_read_its_configuration(monkeypatc
     gone = Child("json", Script(1, "x" * (8 << 20)), threads=1)  # "python -m json" reads nothing
     await gone.start()
     assert await gone.wait() != 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon_unless_told_otherwise(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        made = child()
+        await made.start()
+        (process,) = children()
+        assert process.environ().get("GOMP_SPINCOUNT") == expected
+        await made.kill()
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    asyncio.run(main())

@@ -1,0 +1,73 @@
+"""Prefill tokens/s beside busy neighbours on the same cores, and what each engine keeps of its own speed.
+
+`python -m benchmarks.contention`, with the interpreters of other engines as in benchmarks.peers. A neighbour is a
+process that computes without a pause. Each round goes through all numbers of neighbours, and through all engines in
+turns.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from benchmarks.arguments import make_parser
+from benchmarks.peers import PAUSE_S, add_engines, engines
+from benchmarks.report import console, print_table, prompt, run, spread
+
+BUSY = "while True: pass"
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Processes that compute meanwhile."""
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table. Raises what peers.engines() raises."""
+    parser = make_parser("contention", __doc__)
+    add_engines(parser)
+    parser.add_argument("--tokens", type=int, default=512, metavar="TOKENS", help="length of the prompt")
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="numbers of them")
+    given = parser.parse_args(arguments)
+    counts: list[int] = sorted({0, *given.neighbours})
+    with engines(given) as started:
+        rates: dict[tuple[int, str], list[float]] = {(count, name): [] for count in counts for name in started}
+        for number in range(given.rounds + 1):  # the first one warms up
+            for count in counts:
+                with neighbours(count), console.status(f"{count} neighbours"):
+                    for name, seconds in started.items():
+                        time.sleep(PAUSE_S)
+                        taken = seconds([prompt(given.tokens, 1000 * number + count)])
+                        if number:
+                            rates[count, name].append(given.tokens / taken)
+    kept = {
+        key: statistics.median(one / alone for one, alone in zip(values, rates[0, key[1]], strict=True))
+        for key, values in rates.items()
+    }
+    print_table(
+        f"tokens/s of a prompt of {given.tokens}, {given.dtype}, {given.threads} threads: median (range) of "
+        f"{given.rounds} rounds, and the share of the engine's speed alone",
+        ("busy neighbours", *started, *(f"{name} keeps" for name in started)),
+        [
+            (
+                str(count),
+                *(spread(rates[count, name]) for name in started),
+                *(f"{kept[count, name]:.2f}" for name in started),
+            )
+            for count in counts
+        ],
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
