@@ -18,7 +18,14 @@ from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.decoder import Decoder
-from headrace.engine.device import available_memory, has_matrix_units, has_wide_vectors, resolve_device, resolve_dtype
+from headrace.engine.device import (
+    available_memory,
+    has_bfloat16_vectors,
+    has_matrix_units,
+    has_wide_vectors,
+    resolve_device,
+    resolve_dtype,
+)
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
@@ -141,7 +148,7 @@ class ModelRunner:
         native = has_matrix_units(dtype, device, engine.cpuinfo)
         kernels = None
         if device == "cpu" and (dtype != "float16" or not native):
-            kernels = load_kernels(wide=has_wide_vectors(engine.cpuinfo))
+            kernels = load_kernels(wide=has_wide_vectors(engine.cpuinfo), bfloat16=has_bfloat16_vectors(engine.cpuinfo))
         plan = plan_memory(
             spec,
             dtype,

@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.slots import SlotWriter
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import POOL_DTYPES, STEP, ItemRecord, Kernels, PassRecord, SpanRecord
+from headrace.engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 
 # Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
 ITEM_ROWS = (768, 384, 192, 96)
@@ -29,8 +29,7 @@ ITEMS_PER_THREAD = 6
 class NativeAttention:
     """Attention by native kernels, for CPU pools of any dtype.
 
-    Queries in bfloat16 are multiplied as such where the pool is bfloat16, too; otherwise, and for a head_dim that the
-    kernel does not take, attention is computed in float32.
+    Attention is computed in float32, or in bfloat16 where queries and pool are, if there is a kernel for that.
     """
 
     def __init__(self, pool: KVPool, kernels: Kernels) -> None:
@@ -59,15 +58,13 @@ class NativePass:
             record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.ctypes.data
             row += span.count
         self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
-        in_bfloat16 = pool.tensor.dtype == torch.bfloat16 and pool.geometry.head_dim % STEP == 0
-        self._dtypes = {torch.float32, torch.bfloat16} if in_bfloat16 else {torch.float32}
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
         self._writer.write(layer, keys_values)
         if self._pass is None:
             self._pass = self._plan(query.shape[1] // self._pool.geometry.kv_heads)
-        if query.dtype in self._dtypes:
+        if self._kernels.attends(query.dtype, self._pool.tensor.dtype, self._pool.geometry.head_dim):
             return self._kernels.attend(self._pass, layer, query, self._scale)
         return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
 

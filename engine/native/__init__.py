@@ -60,9 +60,9 @@ class Kernels:
     Rows may be strided where a method says so; the elements of a row are contiguous.
     """
 
-    def __init__(self, library: ctypes.CDLL, bits: Literal[256, 512], *, emulate: bool = False) -> None:
-        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. emulate: see
-        load_kernels."""
+    def __init__(self, library: ctypes.CDLL, bits: Literal[256, 512], attend_bfloat16: str = "") -> None:
+        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. attend_bfloat16:
+        name of the attention kernel for bfloat16, if there is to be one."""
 
         def kernel(name: str, *arguments: Any) -> Any:
             function = library[name]
@@ -75,12 +75,10 @@ class Kernels:
         self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
         self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
         self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I)
-        in_bfloat16 = "headrace_attend_bfloat16" + ("_emulated" if emulate else "")
         attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
-        self._attend = {
-            torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend),
-            torch.bfloat16: kernel(in_bfloat16, *attend),
-        }
+        self._attend = {torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend)}
+        if attend_bfloat16:
+            self._attend[torch.bfloat16] = kernel(attend_bfloat16, *attend)
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the layout that linear() multiplies fastest.
@@ -136,11 +134,17 @@ class Kernels:
         self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
         return activated
 
+    def attends(self, query_dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether attend() takes such queries over such a pool."""
+        return query_dtype == torch.float32 or (
+            query_dtype in self._attend and query_dtype == pool_dtype and head_dim % STEP == 0
+        )
+
     def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
         """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend.
 
-        query: rows may be strided; bfloat16 only over a pool of bfloat16, with a head_dim that is a multiple of STEP.
-        scale: of the scores, times log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
+        query: rows may be strided; of a dtype for which attends() is true. scale: of the scores, times
+        log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
         """
         width = query.shape[-1]
         _require(query.dtype in self._attend and query.stride()[1:] == (width, 1))
@@ -155,12 +159,12 @@ class Kernels:
 
 
 @cache
-def load_kernels(*, wide: bool, emulate: bool = False) -> Kernels | None:
+def load_kernels(*, wide: bool, bfloat16: bool, emulate: bool = False) -> Kernels | None:
     """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
     OpenMP runtime is shared.
 
-    wide: with vectors of 512 bits, where the CPU has them. emulate: attention in bfloat16 by the slow emulation of its
-    instructions, even where the CPU has them.
+    wide: with vectors of 512 bits. bfloat16: with attention in bfloat16. Both only where the CPU has the instructions.
+    emulate: with the slow emulation of those of bfloat16.
     """
     library = load_library(Path(__file__).parent, "kernels")
     if library is None:
@@ -170,8 +174,9 @@ def load_kernels(*, wide: bool, emulate: bool = False) -> Kernels | None:
         )
     if library is None or not library.headrace_has_256():
         return None
+    attend = "headrace_attend_bfloat16" if bfloat16 and library.headrace_has_bfloat16() else ""
     bits: Literal[256, 512] = 512 if wide and library.headrace_has_512() else 256
-    return Kernels(library, bits, emulate=emulate or not library.headrace_has_bfloat16())
+    return Kernels(library, bits, "headrace_attend_bfloat16_emulated" if emulate else attend)
 
 
 def _sixteen_bit_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ TOKENS = 4  # sampled after each prompt
 
 
 def native(wide: bool) -> Kernels:
-    kernels = load_kernels(wide=wide)
+    kernels = load_kernels(wide=wide, bfloat16=True)
     if kernels is None:
         pytest.skip("no compiler, or a CPU without AVX2")
     return kernels
@@ -134,7 +134,7 @@ def test_attention_does_not_depend_on_chunks_and_batches(
 
 def emulating(wide: bool) -> Kernels:
     """Kernels with the emulation of what this CPU may have."""
-    found = load_kernels(wide=wide, emulate=True)
+    found = load_kernels(wide=wide, bfloat16=True, emulate=True)
     if found is None:
         pytest.skip("no compiler, or a CPU without AVX2")
     return found

@@ -12,7 +12,7 @@ from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import Attention, AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
 from headrace.engine.attention.sdpa import SdpaAttention
-from headrace.engine.device import has_matrix_units, has_wide_vectors
+from headrace.engine.device import has_bfloat16_vectors, has_matrix_units, has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import load_kernels
 from tests.cpus import KINDS, cpuinfo
@@ -75,7 +75,7 @@ def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, s
         native = kind == "sdpa" or has_matrix_units(dtype, "cpu", cpuinfo(kind))
         attention: Attention = SdpaAttention(pool)
         if kind != "sdpa":
-            kernels = load_kernels(wide=has_wide_vectors(cpuinfo(kind)))
+            kernels = load_kernels(wide=has_wide_vectors(cpuinfo(kind)), bfloat16=has_bfloat16_vectors(cpuinfo(kind)))
             attention = choose_attention(pool, native_units=native, kernels=kernels)
         compute = torch_dtype if native else torch.float32
         tokens = sum(span.count for span in spans)

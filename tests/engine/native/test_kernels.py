@@ -31,7 +31,7 @@ PAGES = 96
 @pytest.fixture(scope="module", params=["256 bits", "512 bits"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     wide = request.param == "512 bits"
-    found = load_kernels(wide=wide)
+    found = load_kernels(wide=wide, bfloat16=wide)
     if found is None:
         assert shutil.which("gcc") is None or "avx2" not in torch.backends.cpu.get_cpu_capability().lower()
         pytest.skip("no compiler, or a CPU without AVX2")
@@ -199,7 +199,7 @@ def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, 
     answers = []
     for found in (kernels, None):
         with monkeypatch.context() as patch:
-            patch.setattr(headrace.engine.runner, "load_kernels", lambda wide, found=found: found)
+            patch.setattr(headrace.engine.runner, "load_kernels", lambda found=found, **_: found)
             runner = make_runner("smollm2", dtype=dtype, cpuinfo=cpuinfo("avx2"))
         for row in prompt.chunks(64)[:-1]:
             runner.execute([row])
