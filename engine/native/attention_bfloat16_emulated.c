@@ -6,17 +6,20 @@
 #pragma GCC target("avx2,fma")
 #endif
 
+/* Not inlined: the loops of the kernel would take half a minute to compile. */
+#define APART static __attribute__((noinline))
+
 /* The instructions take subnormal numbers for 0, and make 0 of them. */
 INLINE vec flushed(vec v) { return blend(((pairs)v & 0x7f800000u) != 0, v, (vec)((pairs)v & 0x80000000u)); }
 
 /* Odd elements first and two roundings, as the instruction does it. Products of bfloat16 are exact in float32. */
-INLINE vec dot(vec sum, pairs a, pairs b)
+APART vec dot(vec sum, pairs a, pairs b)
 {
     sum = flushed(flushed(sum) + flushed((vec)(a & 0xffff0000u)) * flushed((vec)(b & 0xffff0000u)));
     return flushed(sum + flushed((vec)(a << 16)) * flushed((vec)(b << 16)));
 }
 
-INLINE vec fused(vec a, vec b, vec c)
+APART vec fused(vec a, vec b, vec c)
 {
     vec to;
     for (int i = 0; i < WIDE; i++)
@@ -24,7 +27,7 @@ INLINE vec fused(vec a, vec b, vec c)
     return to;
 }
 
-INLINE vec rounded_down(vec x)
+APART vec rounded_down(vec x)
 {
     vec to;
     for (int i = 0; i < WIDE; i++)
@@ -32,7 +35,7 @@ INLINE vec rounded_down(vec x)
     return to;
 }
 
-INLINE vec scaled(vec p, vec exponent)
+APART vec scaled(vec p, vec exponent)
 {
     vec to;
     for (int i = 0; i < WIDE; i++) {
@@ -42,7 +45,7 @@ INLINE vec scaled(vec p, vec exponent)
     return to;
 }
 
-INLINE int any(ivec which)
+APART int any(ivec which)
 {
     int found = 0;
     for (int i = 0; i < WIDE; i++)
@@ -57,7 +60,7 @@ INLINE pairs rounded(vec v)
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-INLINE pairs narrowed(vec low, vec high) { return rounded(low) | rounded(high) << 16; }
+APART pairs narrowed(vec low, vec high) { return rounded(low) | rounded(high) << 16; }
 
 #define ATTEND headrace_attend_bfloat16_emulated
 #include "attention_bfloat16.h"

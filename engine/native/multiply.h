@@ -33,13 +33,14 @@ void EXPORT(multiply)(const float *x, const float *packed, float *out, int64_t r
 /* ---- by rows of the weight ---------------------------------------------------------------------------------------- */
 
 #define COLUMNS 64 /* rows of the weight per work item */
+#define DOT_ROWS 4 /* rows of x at a time; with two of the weight, enough sums to hide the latency of an addition */
 
 /* Adds elements i .. i + n of `rows` rows of x times one or two rows of the weight. */
-INLINE void add_products(int rows, int columns, vec sums[MOST_ROWS][2], const float *x, const float *weight,
+INLINE void add_products(int rows, int columns, vec sums[DOT_ROWS][2], const float *x, const float *weight,
                          int64_t depth, int64_t i, int64_t n)
 {
     const vec w0 = load_part(weight, i, n, FLOAT32), w1 = load_part(weight + (columns - 1) * depth, i, n, FLOAT32);
-#pragma GCC unroll 12
+#pragma GCC unroll 4
     for (int row = 0; row < rows; row++) {
         const vec factor = load_part(x + row * depth, i, n, FLOAT32);
         sums[row][0] += factor * w0;
@@ -51,12 +52,12 @@ INLINE void add_products(int rows, int columns, vec sums[MOST_ROWS][2], const fl
 INLINE void dot_products(int rows, int columns, float *out, int64_t out_stride, const float *x, const float *weight,
                          int64_t depth)
 {
-    vec sums[MOST_ROWS][2];
-#pragma GCC unroll 12
+    vec sums[DOT_ROWS][2];
+#pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
         sums[row][0] = sums[row][1] = splat(0);
     BY_VECTORS(depth, add_products(rows, columns, sums, x, weight, depth, i, n));
-#pragma GCC unroll 12
+#pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
         for (int column = 0; column < columns; column++)
             out[row * out_stride + column] = horizontal_sum(sums[row][column]);
@@ -73,7 +74,7 @@ void EXPORT(multiply_by_rows)(const float *x, const float *weight, float *out, i
         const int64_t first = piece % across * COLUMNS, last = first + COLUMNS < columns ? first + COLUMNS : columns;
         const int64_t top = piece / across * ROWS, bottom = top + ROWS < rows ? top + ROWS : rows;
         for (int64_t row = top, n; row < bottom; row += n) {
-            n = bottom - row < MOST_ROWS ? bottom - row : MOST_ROWS;
+            n = bottom - row < DOT_ROWS ? bottom - row : DOT_ROWS;
             for (int64_t column = first; column < last; column += 2) {
                 float *to = out + row * columns + column;
                 const float *left = x + row * depth, *right = weight + column * depth;
@@ -85,10 +86,7 @@ void EXPORT(multiply_by_rows)(const float *x, const float *weight, float *out, i
             dot_products(rows, 1, to, columns, left, right, depth);                                       \
         break;
                 switch (n) {
-#if WIDE == 16
-                    CASE(12) CASE(11) CASE(10) CASE(9) CASE(8) CASE(7)
-#endif
-                    CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
+                    CASE(4) CASE(3) CASE(2) CASE(1)
                 }
 #undef CASE
             }
