@@ -64,7 +64,8 @@ def has_bfloat16_vectors(cpuinfo: str) -> bool:
     Intel's CPUs execute it at half the rate of float32 (measured: 84 GFLOP/s of one core beside 160, Xeon of the fifth
     generation). Their units for bfloat16 are those of AMX, which virtual machines often lack.
     """
-    return "avx512_bf16" in cpu_flags(cpuinfo) and _cpu_fields(cpuinfo).get("vendor_id") != "GenuineIntel"
+    fields = _cpu_fields(cpuinfo)
+    return "avx512_bf16" in fields.get("flags", "").split() and fields.get("vendor_id") != "GenuineIntel"
 
 
 def has_wide_vectors(cpuinfo: str) -> bool:

@@ -27,7 +27,6 @@ DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV ca
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
 STAGE = "run one pipeline stage of a server started with --stages external, under torchrun, srun or Kubernetes"
 DEMO = "hand four prompts from a prefill to a decode server on this machine, and compare the texts with one server's"
-DEMO_DTYPE = "as in headrace serve (default: auto)"
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
 
@@ -111,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo = commands.add_parser("demo", help=DEMO, description=DEMO, allow_abbrev=False)
     demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
-    demo.add_argument("--dtype", default="auto", help=DEMO_DTYPE)
+    demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
     bench = commands.add_parser("bench", help="run benchmarks; needs a checkout of the repository", allow_abbrev=False)
     bench.add_argument("benchmark", nargs="?", help="a module of benchmarks/ (default: all)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")

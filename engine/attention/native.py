@@ -1,7 +1,7 @@
 """Attention on the CPU in float32 or bfloat16 by one native kernel call per layer.
 
 Flash attention (arXiv 2205.14135) with queries side by side: the query heads that share a KV head, token by token, each
-in a lane of its own (engine/native/attention_float32.c, attention_bfloat16.h). Keys and values are read in tiles
+in a lane of its own (engine/native/attention_float32.h, attention_bfloat16.h). Keys and values are read in tiles
 straight from the pages, where those of the pass itself are written first; each tile in the cache is used by all query
 rows of a work item. All spans of a batch share one parallel region, the longest first.
 
@@ -64,7 +64,7 @@ class NativePass:
         self._writer.write(layer, keys_values)
         if self._pass is None:
             self._pass = self._plan(query.shape[1] // self._pool.geometry.kv_heads)
-        if self._kernels.attends(query.dtype, self._pool.tensor.dtype, self._pool.geometry.head_dim):
+        if self._kernels.attends(self._pass, query):
             return self._kernels.attend(self._pass, layer, query, self._scale)
         return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
 

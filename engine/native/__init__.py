@@ -134,11 +134,12 @@ class Kernels:
         self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
         return activated
 
-    def attends(self, query_dtype: torch.dtype, pool_dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether attend() takes such queries over such a pool."""
-        return query_dtype == torch.float32 or (
-            query_dtype in self._attend and query_dtype == pool_dtype and head_dim % STEP == 0
-        )
+    def attends(self, record: PassRecord, query: Tensor) -> bool:
+        """Whether attend() takes queries of this dtype over the pool of a pass."""
+        if query.dtype == torch.float32:
+            return True
+        same = query.dtype in self._attend and record.dtype == POOL_DTYPES[query.dtype]
+        return same and record.width % STEP == 0
 
     def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
         """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend.
@@ -147,8 +148,7 @@ class Kernels:
         log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
         """
         width = query.shape[-1]
-        _require(query.dtype in self._attend and query.stride()[1:] == (width, 1))
-        _require(query.dtype == torch.float32 or (record.dtype == POOL_DTYPES[query.dtype] and width % STEP == 0))
+        _require(self.attends(record, query) and query.stride()[1:] == (width, 1))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         failed = self._attend[query.dtype](
             ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), scale

@@ -4,7 +4,9 @@
 #ifndef HEADRACE_ATTENTION_H
 #define HEADRACE_ATTENTION_H
 
+#include <omp.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 /* Rows [row, row + count) of the batch are positions [start, start + count) of one request; pages: ids covering
  * [0, start + count). */
@@ -43,6 +45,14 @@ static inline int64_t run_length(const struct pass *pass, int64_t position, int6
 {
     const int64_t left = pass->page_size - position % pass->page_size;
     return left < count ? left : count;
+}
+
+/* Working memory for every thread that OpenMP may start: *bytes each, rounded up to whole cache lines. NULL when memory
+ * ran out. */
+static inline char *new_scratch(int64_t *bytes)
+{
+    *bytes = (*bytes + 63) / 64 * 64;
+    return aligned_alloc(64, *bytes * omp_get_max_threads());
 }
 
 #endif

@@ -292,37 +292,32 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
 int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_t query_stride, bfloat16 *output,
            float scale)
 {
-    const int64_t width = pass->width, panels = (pass->most_tokens * pass->group + LANES - 1) / LANES;
-    const int64_t lanes = panels * LANES, copied = pass->page_size % STEP ? TILE * (width / 2) : 0;
-    const int64_t words = lanes * (width / 2 + width + 3) + TILE / 2 * (width + LANES) + copied;
-    int failed = 0;
+    const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
+    const int64_t copied = pass->page_size % STEP ? TILE * (width / 2) : 0;
+    int64_t bytes = (lanes * (width / 2 + width + 3) + TILE / 2 * (width + LANES) + copied) * sizeof(float);
+    char *memory = new_scratch(&bytes);
+    if (!memory)
+        return -1;
 #pragma omp parallel
     {
-        float *memory = aligned_alloc(64, (words * sizeof(float) + 63) / 64 * 64);
         struct scratch own;
-        if (memory) {
-            own.outputs = memory;
-            own.tops = own.outputs + lanes * width;
-            own.sums = own.tops + lanes;
-            own.ends = (int32_t *)(own.sums + lanes);
-            own.queries = (uint32_t *)(own.ends + lanes);
-            own.values = own.queries + lanes * (width / 2);
-            own.powers = own.values + TILE / 2 * width;
-            own.copies = own.powers + TILE / 2 * LANES;
-        } else {
-#pragma omp atomic write
-            failed = 1;
-        }
+        own.outputs = (float *)(memory + omp_get_thread_num() * bytes);
+        own.tops = own.outputs + lanes * width;
+        own.sums = own.tops + lanes;
+        own.ends = (int32_t *)(own.sums + lanes);
+        own.queries = (uint32_t *)(own.ends + lanes);
+        own.values = own.queries + lanes * (width / 2);
+        own.powers = own.values + TILE / 2 * width;
+        own.copies = own.powers + TILE / 2 * LANES;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pass->item_count; i++)
-            if (memory) {
-                const struct item *item = &pass->items[i];
-                const int64_t token = pass->spans[item->span].row + item->first;
-                const int64_t head = item->head * pass->group * width;
-                attend_item(pass, item, layer, query + token * query_stride + head, query_stride,
-                            output + token * pass->kv_heads * pass->group * width + head, scale, &own);
-            }
-        free(memory);
+        for (int64_t i = 0; i < pass->item_count; i++) {
+            const struct item *item = &pass->items[i];
+            const int64_t token = pass->spans[item->span].row + item->first;
+            const int64_t head = item->head * pass->group * width;
+            attend_item(pass, item, layer, query + token * query_stride + head, query_stride,
+                        output + token * pass->kv_heads * pass->group * width + head, scale, &own);
+        }
     }
-    return failed ? -1 : 0;
+    free(memory);
+    return 0;
 }

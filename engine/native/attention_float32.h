@@ -136,30 +136,25 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
 int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
                             float *output, float scale)
 {
-    const int64_t panels = (pass->most_tokens * pass->group + LANES - 1) / LANES, width = pass->width;
-    const int64_t floats = panels * LANES * (2 * width + 2) + TILE * (2 * width + LANES);
-    int failed = 0;
+    const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
+    int64_t bytes = (lanes * (2 * width + 2) + TILE * (2 * width + LANES)) * sizeof(float);
+    char *memory = new_scratch(&bytes);
+    if (!memory)
+        return -1;
 #pragma omp parallel
     {
-        float *memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
         struct scratch scratch;
-        if (memory) {
-            scratch.queries = memory;
-            scratch.outputs = scratch.queries + panels * width * LANES;
-            scratch.keys = scratch.outputs + panels * width * LANES;
-            scratch.values = scratch.keys + TILE * width;
-            scratch.scores = scratch.values + TILE * width;
-            scratch.maxima = scratch.scores + TILE * LANES;
-            scratch.sums = scratch.maxima + panels * LANES;
-        } else {
-#pragma omp atomic write
-            failed = 1;
-        }
+        scratch.queries = (float *)(memory + omp_get_thread_num() * bytes);
+        scratch.outputs = scratch.queries + lanes * width;
+        scratch.keys = scratch.outputs + lanes * width;
+        scratch.values = scratch.keys + TILE * width;
+        scratch.scores = scratch.values + TILE * width;
+        scratch.maxima = scratch.scores + TILE * LANES;
+        scratch.sums = scratch.maxima + lanes;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++)
-            if (memory)
-                attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch);
-        free(memory);
+            attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch);
     }
-    return failed ? -1 : 0;
+    free(memory);
+    return 0;
 }

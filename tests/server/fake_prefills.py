@@ -1,15 +1,17 @@
 """Prefill servers as an HTTP transport, for the front end of a decode server."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import msgspec
 
-from headrace.core.messages.frontend import AnySchedulerReply, PrefillState, Submit
+from headrace.core.messages.frontend import AddPrefill, AnySchedulerReply, PrefillState, Submit
+from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, reserving, saying
+from tests.server.fakes import FakeLink, client, reserving, running, saying
 
 ONE, TWO = "http://p1:8001", "http://p2:8001"
 ANSWER = {
@@ -76,3 +78,21 @@ def fetched(tokenizer: Tokenizer, text: str = "hello") -> Callable[[FakeLink, Su
         return [*reserving(link, submit), *saying(tokenizer, text)(link, submit)]
 
     return script
+
+
+@asynccontextmanager
+async def decode(
+    link: FakeLink, tokenizer: Tokenizer, prefills: Prefills | None = None, *, up: bool = True, **server: Any
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    """A decode server with one configured prefill server, which is up."""
+    fields = {"prefill": (ONE,), **server}
+    async with (
+        running(link, tokenizer, role="decode", prefill_transport=prefills or Prefills(), **fields) as service,
+        client(service) as http,
+    ):
+        if fields["prefill"]:
+            await link.wait_for(AddPrefill)
+            if up:
+                welcoming(link, ONE)
+                await until_ready(http)
+        yield service, http

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.messages.frontend import Abort, AddPrefill, AnySchedulerReply, Submit, Tokens
 from headrace.core.types.request import DecodeHere, FetchFrom, SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fake_prefills import ANSWER, ONE, Prefills, fetched, until_ready, welcoming
+from tests.server.fake_prefills import ANSWER, ONE, Prefills, decode, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
 
 
@@ -61,13 +61,7 @@ async def test_a_prefill_server_takes_exactly_what_a_decode_server_sends(tokeniz
                     return await super().handle_async_request(request)
                 return await far_http.post("/v1/prefill", content=await request.aread())
 
-        async with (
-            running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=Relay()) as service,
-            client(service) as http,
-        ):
-            await link.wait_for(AddPrefill)
-            welcoming(link, ONE)
-            await until_ready(http)
+        async with decode(link, tokenizer, Relay()) as (_, http):
             for stream in (False, True):
                 options = {"stream": stream, "stream_options": {"include_progress": stream}}
                 response = await http.post("/v1/completions", json={**body, **options})
@@ -131,13 +125,7 @@ async def test_what_the_prefill_server_refuses_ends_the_request_here(
 ) -> None:
     link = FakeLink(reserving)
     prefills = Prefills(lambda _body: httpx.Response(status, json={"error": error}, headers=headers))
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill)
-        welcoming(link, ONE)
-        await until_ready(http)
+    async with decode(link, tokenizer, prefills) as (_, http):
         response = await http.post("/v1/completions", json={"prompt": "x"})
     assert (response.status_code, json_of(response)["error"]["code"]) == (told, code)
     assert error["message"] in json_of(response)["error"]["message"]
@@ -149,13 +137,7 @@ async def test_what_the_prefill_server_refuses_ends_the_request_here(
 @in_loop
 async def test_responses_that_cannot_be_decoded_are_a_bad_gateway(broken: bytes, tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(reserving), Prefills(lambda _body: httpx.Response(200, content=broken))
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill)
-        welcoming(link, ONE)
-        await until_ready(http)
+    async with decode(link, tokenizer, prefills) as (_, http):
         assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 502
 
 
@@ -163,13 +145,7 @@ async def test_responses_that_cannot_be_decoded_are_a_bad_gateway(broken: bytes,
 async def test_a_client_that_leaves_closes_the_call_to_the_prefill_server(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(reserving), Prefills()
     prefills.hold.clear()
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill)
-        welcoming(link, ONE)
-        await until_ready(http)
+    async with decode(link, tokenizer, prefills) as (_, http):
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await prefills.posted.wait()
         asked.cancel()

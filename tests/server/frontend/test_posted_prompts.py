@@ -1,11 +1,9 @@
 """A decode server behind routers, which have sent the prompts to prefill servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from typing import Any
 
-import httpx
 import pytest
 
 from headrace.core.messages.frontend import (
@@ -23,33 +21,14 @@ from headrace.core.messages.frontend import (
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import DecodeHere, FetchFrom
-from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
-from tests.server.fake_prefills import ONE, Prefills, fetched, until_ready, welcoming
+from tests.server.fake_prefills import ONE, Prefills, decode, fetched, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying, ticket_of
 
 HELD = {"do_remote_prefill": True, "remote_host": "p1", "remote_port": 5001, "ticket": "t"}
 MOONCAKE = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://p1:8001"}
 ROOM = {"bootstrap_host": "p1", "bootstrap_port": 8001, "bootstrap_room": 7}
-
-
-@asynccontextmanager
-async def decode(
-    link: FakeLink, tokenizer: Tokenizer, prefills: Prefills | None = None, *, up: bool = True, **server: Any
-) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
-    """A decode server with one configured prefill server, which is up."""
-    fields = {"prefill": (ONE,), **server}
-    async with (
-        running(link, tokenizer, role="decode", prefill_transport=prefills or Prefills(), **fields) as service,
-        client(service) as http,
-    ):
-        if fields["prefill"]:
-            await link.wait_for(AddPrefill)
-            if up:
-                welcoming(link, ONE)
-                await until_ready(http)
-        yield service, http
 
 
 @pytest.mark.parametrize(

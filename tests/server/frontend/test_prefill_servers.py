@@ -8,7 +8,7 @@ from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePref
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FetchFrom
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fake_prefills import ONE, TWO, Prefills, fetched, until_ready, welcoming
+from tests.server.fake_prefills import ONE, TWO, Prefills, decode, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, in_loop, json_of, reserving, running, saying
 
 
@@ -71,13 +71,7 @@ async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer
 @in_loop
 async def test_a_server_that_went_down_gets_no_prompts_and_is_discovered_again(tokenizer: Tokenizer) -> None:
     link, prefills = FakeLink(fetched(tokenizer)), Prefills()
-    async with (
-        running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
-        client(service) as http,
-    ):
-        await link.wait_for(AddPrefill)
-        welcoming(link, ONE)
-        await until_ready(http)
+    async with decode(link, tokenizer, prefills) as (_, http):
         prefills.instance, prefills.control_ports["p1"] = "b" * 32, 6001
         link.say(PrefillState(name=ONE, up=False, reason="silent"))
         assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
