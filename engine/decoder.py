@@ -1,7 +1,6 @@
 """Llama-family decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import rotary_tables
-from headrace.engine.model.weights import LayerWeights, load_head, load_layer
+from headrace.engine.model.weights import LayerReader, LayerWeights, load_head, load_layer
 
 LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
 
@@ -45,10 +44,14 @@ class Decoder:
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
-        # Packing is for weights held in the compute dtype; others are converted for every product.
-        pack = arithmetic.pack if precision.held == precision.compute else TorchArithmetic().pack
+        # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
+        packs = precision.int8 or precision.held == precision.compute
+        pack = arithmetic.pack if packs else TorchArithmetic().pack
+
+        def load(layer: int) -> LayerWeights:
+            return load_layer(spec, LayerReader(checkpoint, layer, precision, device), pack)
+
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            load = partial(load_layer, spec, checkpoint, precision=precision, pack=pack, device=device)
             self._layers: list[LayerWeights] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,
@@ -82,7 +85,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]. Last stage only."""
-        return self._arithmetic.linear(self._norm(hidden, self._head.norm), self._head.head).float()
+        return self._arithmetic.logits(self._norm(hidden, self._head.norm), self._head.head)
 
     def _attend(
         self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from headrace.core.config import Dtype
+from headrace.core.config import Dtype, Quantize
 from headrace.core.types.errors import ConfigError
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
@@ -48,6 +48,16 @@ def resolve_dtype(dtype: Dtype, device: str, cpuinfo: str) -> ResolvedDtype:
     return "bfloat16" if has_matrix_units("bfloat16", device, cpuinfo) else "float32"
 
 
+def computes_in(dtype: str, device: str, quantize: Quantize, cpuinfo: str) -> bool:
+    """Whether a stage computes in the model's dtype; in float32 otherwise. Raises ConfigError for a quantisation that
+    the device does not compute in."""
+    if quantize == "int8" and device != "cpu":
+        raise ConfigError(f"--quantize int8 is for the CPU, not for {device}; write --device cpu")
+    if quantize == "int8" and dtype == "float16":
+        return False  # its kernels take rows in float32 and bfloat16
+    return has_matrix_units(dtype, device, cpuinfo)
+
+
 def has_matrix_units(dtype: str, device: str, cpuinfo: str) -> bool:
     """Whether matrices of this dtype are multiplied in hardware, and not slower than in float32."""
     if dtype == "float32" or device != "cpu":
@@ -71,6 +81,11 @@ def has_bfloat16_vectors(cpuinfo: str) -> bool:
 def has_wide_vectors(cpuinfo: str) -> bool:
     """Whether the CPU computes with vectors of 512 bits (AVX-512)."""
     return "avx512f" in cpu_flags(cpuinfo)
+
+
+def has_int8_vectors(cpuinfo: str) -> bool:
+    """Whether the CPU multiplies 8 bits with vectors of 512 bits (AVX512-VNNI)."""
+    return {"avx512f", "avx512_vnni"} <= cpu_flags(cpuinfo)
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:

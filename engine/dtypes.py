@@ -16,3 +16,5 @@ class Precision(NamedTuple):
     """In which weights are kept in memory."""
     compute: torch.dtype
     """In which a stage multiplies and adds, and of hidden states between stages."""
+    int8: bool = False
+    """Linear layers are in 8 bits; the embedding and the output head are held in `held`."""

@@ -20,8 +20,9 @@ from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.decoder import Decoder
 from headrace.engine.device import (
     available_memory,
+    computes_in,
     has_bfloat16_vectors,
-    has_matrix_units,
+    has_int8_vectors,
     has_wide_vectors,
     resolve_device,
     resolve_dtype,
@@ -145,10 +146,15 @@ class ModelRunner:
         device = resolve_device(model.device)
         dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
         length = spec.resolve_length(max_model_len or model.max_model_len)
-        native = has_matrix_units(dtype, device, engine.cpuinfo)
+        int8 = model.quantize == "int8"
+        native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
         kernels = None
         if device == "cpu" and (dtype != "float16" or not native):
-            kernels = load_kernels(wide=has_wide_vectors(engine.cpuinfo), bfloat16=has_bfloat16_vectors(engine.cpuinfo))
+            kernels = load_kernels(
+                wide=has_wide_vectors(engine.cpuinfo),
+                bfloat16=has_bfloat16_vectors(engine.cpuinfo),
+                vnni=has_int8_vectors(engine.cpuinfo),
+            )
         plan = plan_memory(
             spec,
             dtype,
@@ -158,6 +164,7 @@ class ModelRunner:
             max_model_len=length,
             layers=layers,
             native_units=native,
+            int8=int8,
         )
         checkpoint = open_checkpoint(source, spec)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
@@ -166,6 +173,7 @@ class ModelRunner:
             model=TORCH_DTYPES[dtype],
             held=TORCH_DTYPES[plan.weight_dtype],
             compute=TORCH_DTYPES[dtype] if native else torch.float32,
+            int8=int8,
         )
         self._decoder = Decoder(
             spec,
@@ -176,7 +184,7 @@ class ModelRunner:
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
         )
-        self.fingerprint = fingerprint(spec, checkpoint)
+        self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)

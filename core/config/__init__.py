@@ -2,7 +2,7 @@
 
 from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
-from headrace.core.config.model import Compile, Dtype, EngineConfig, ModelConfig
+from headrace.core.config.model import Compile, Dtype, EngineConfig, ModelConfig, Quantize
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import Role, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
@@ -19,6 +19,7 @@ __all__ = [
     "KvEventsConfig",
     "ModelConfig",
     "Policy",
+    "Quantize",
     "Role",
     "SchedulerConfig",
     "ServerConfig",

@@ -7,6 +7,7 @@ import msgspec
 from headrace.core.config.flag import KV_CACHE, MODEL, STAGES, Flag
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
 
 
@@ -16,6 +17,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Flag("model", MODEL, "smollm2, a Hugging Face folder, a .gguf file or a hub id")] = "smollm2"
     dtype: Annotated[Dtype, Flag("dtype", MODEL, "data type of weights and KV cache")] = "auto"
     """Resolved, never "auto", when a stage gets it."""
+    quantize: Annotated[
+        Quantize,
+        Flag(
+            "quantize",
+            MODEL,
+            "int8: linear layers in 8 bits (weights per output channel, or the blocks of a Q8_0 file; activations per "
+            "token), on the CPU; the KV cache stays in --dtype",
+        ),
+    ] = "none"
     device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
     """Resolved, never "auto", when a stage gets it."""
     max_model_len: Annotated[

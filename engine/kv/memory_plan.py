@@ -16,7 +16,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_bytes: int
     weight_dtype: str
-    """In which the weights are held; wider than the model's dtype where the device does not multiply that."""
+    """In which the weights are held, apart from linear layers in 8 bits; wider than the model's dtype where the device
+    does not multiply that."""
     page_bytes: int
     kv_pages: int
     available_bytes: int
@@ -47,13 +48,18 @@ def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
     """Number of parameters on a stage with these layers; None takes all."""
     layers = layers or range(spec.layers)
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    attention = spec.hidden_size * (2 * query + 2 * kv)
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
-    total = len(layers) * (attention + biases + norms + 3 * spec.hidden_size * spec.intermediate_size)
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
+    total = linear_count(spec, layers) + len(layers) * (biases + norms)
     return total + tables * spec.vocab_size * spec.hidden_size + last * spec.hidden_size
+
+
+def linear_count(spec: ModelSpec, layers: range) -> int:
+    """Number of weights of the linear layers, apart from the output head."""
+    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+    return len(layers) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
 
 
 def plan_memory(
@@ -66,19 +72,23 @@ def plan_memory(
     max_model_len: int = 0,
     layers: range | None = None,
     native_units: bool = True,
+    int8: bool = False,
 ) -> MemoryPlan:
     """Decide in which dtype weights are held and how many KV pages to allocate.
 
     kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
     the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
-    not, weights are held in float32 if there is room, so that no forward pass converts them. Raises ConfigError when
-    the weights and one request of max_model_len do not fit, or the configured pages do not.
+    not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
+    8 bits. Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do
+    not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
     count = weight_count(spec, layers)
-    weight_dtype = dtype if native_units or 4 * count > WIDE_SHARE * available_bytes else "float32"
-    weights = count * (geometry.item_bytes if weight_dtype == dtype else 4)
+    wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
+    weight_dtype = "float32" if wide else dtype
+    in_8_bits = linear_count(spec, layers or range(spec.layers)) if int8 else 0
+    weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
     room = available_bytes - weights
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:
@@ -102,6 +112,7 @@ def plan_memory(
             f"{_mib(needed)} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
             f"{_mib(weights)}; write --max-model-len {max(1, min(kv_pages, fitting)) * page_size} or less"
         )
+    held = f"int8 and {weight_dtype}" if int8 else weight_dtype
     return MemoryPlan(
         weight_bytes=weights,
         weight_dtype=weight_dtype,
@@ -109,7 +120,7 @@ def plan_memory(
         kv_pages=kv_pages,
         available_bytes=available_bytes,
         explanation=(
-            f"weights {_mib(weights)} ({weight_dtype}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
+            f"weights {_mib(weights)} ({held}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),

@@ -6,18 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine.model import int8
+from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.rope import rotate
+
+Weight = Tensor | Int8Weight
+"""A matrix [out, in] of a linear layer."""
 
 
 class Arithmetic(Protocol):
     """The operations of a layer; implemented in torch, in compiled kernels (compiled.py) and in C (engine/native)."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] in the layout that linear() multiplies fastest, for rows of the same dtype."""
+    def pack(self, weight: Weight) -> Weight:
+        """A weight [out, in] in the layout that linear() multiplies fastest, for rows of the same dtype if it is not in
+        8 bits."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] @ weight.T + bias [out] → [rows, out], in x's dtype. weight: from pack()."""
+        ...
+
+    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """x [rows, in] @ head.T → float32 [rows, out]: the output head [out, in], as an embedding is held."""
         ...
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -36,13 +46,17 @@ class Arithmetic(Protocol):
 class TorchArithmetic:
     """Arithmetic in plain torch, on any device and in any dtype."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Weight) -> Weight:
         """The weight itself."""
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """See Arithmetic."""
         return linear(x, weight, bias)
+
+    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """See Arithmetic."""
+        return linear(x, head).float()
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See Arithmetic."""
@@ -57,8 +71,10 @@ class TorchArithmetic:
         return gate(gate_up)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight [out, in].T + bias [out] → [rows, out]; weight and bias are converted to x's dtype."""
+    if isinstance(weight, Int8Weight):
+        return int8.linear(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.source import ModelSource, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -37,14 +38,22 @@ _GGUF_LAYER = {
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-class Checkpoint(Protocol):
-    """Weights by Hugging Face name, read on demand; safe for several threads."""
+class Tensors(Protocol):
+    """Weights by Hugging Face name."""
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
         """A tensor in its stored dtype, of the given shape; with rows, only these rows of its first axis.
 
         Raises ConfigError when it is missing or has another shape.
         """
+        ...
+
+
+class Checkpoint(Tensors, Protocol):
+    """Weights of a file, read on demand; safe for several threads."""
+
+    def read_int8(self, name: str, shape: tuple[int, int]) -> Int8Weight | None:
+        """A matrix as it is stored, in 8 bits; None if it is stored otherwise. Raises what read() raises."""
         ...
 
 
@@ -87,6 +96,9 @@ class SafetensorsCheckpoint:
         tensor: Tensor = file.get_tensor(name)
         return tensor if rows is None else tensor[rows]
 
+    def read_int8(self, name: str, shape: tuple[int, int]) -> None:
+        """None: checkpoints in 8 bits are not read."""
+
     def _open(self, name: str) -> Any:
         if name not in self._files:
             try:
@@ -97,7 +109,7 @@ class SafetensorsCheckpoint:
 
 
 class GgufCheckpoint:
-    """Weights of a GGUF file, dequantised to float32."""
+    """Weights of a GGUF file, dequantised to float32; those of kind Q8_0 also as they are."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         """Read the header. Raises ConfigError for a file that is no readable GGUF."""
@@ -107,16 +119,25 @@ class GgufCheckpoint:
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
         """See Checkpoint."""
+        gguf_name = self._checked_name(name, shape)
+        order = self._row_order(name, shape[0])
+        if rows is not None:
+            order = np.array(rows) if order is None else order[rows]
+        return torch.from_numpy(self._file.read(gguf_name, order))
+
+    def read_int8(self, name: str, shape: tuple[int, int]) -> Int8Weight | None:
+        """See Checkpoint."""
+        found = self._file.read_q8(self._checked_name(name, shape), self._row_order(name, shape[0]))
+        return None if found is None else Int8Weight(*map(torch.from_numpy, found))
+
+    def _checked_name(self, name: str, shape: tuple[int, ...]) -> str:
         gguf_name = gguf_tensor_name(name)
         if gguf_name not in self._file.tensors:
             raise _missing(f"{name} ({gguf_name})", shape, self._path)
         found = self._file.tensors[gguf_name].shape
         if found != shape:
             raise _misshapen(f"{name} ({gguf_name})", shape, found)
-        order = self._row_order(name, shape[0])
-        if rows is not None:
-            order = np.array(rows) if order is None else order[rows]
-        return torch.from_numpy(self._file.read(gguf_name, order))
+        return gguf_name
 
     def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
         """Row order that undoes llama.cpp's permutation of query and key weights; None for other tensors.

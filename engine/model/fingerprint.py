@@ -1,25 +1,29 @@
-"""Model fingerprint: equal for the same model in any dtype, on any stage and in any file format."""
+"""Model fingerprint: equal for the same model in any dtype, on any stage and in any file format, but not in 8 bits."""
 
 import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
-from headrace.engine.model.checkpoint import Checkpoint
+from headrace.core.config import Quantize
+from headrace.engine.model.checkpoint import Tensors
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import inverse_frequencies
 
 SAMPLED_ROWS = 8  # of each sampled matrix
 
 
-def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none") -> str:
     """Hash of the sizes, the rotary frequencies and sampled rows of a few tensors, rounded to bfloat16: xxh3, 128 bits,
     hex.
 
-    Independent of how the model is stored (tied or not, notation of the rope scaling, dtype, position limit). Raises
-    ConfigError for a missing or misshapen tensor.
+    Independent of how the model is stored (tied or not, notation of the rope scaling, dtype, position limit). A
+    quantised model has another one, so that its KV is not mixed with that of the model itself. Raises ConfigError for a
+    missing or misshapen tensor.
     """
     digest = xxhash.xxh3_128()
+    if quantize != "none":
+        digest.update(quantize.encode())
     digest.update(msgspec.msgpack.encode(_sizes(spec)))
     frequencies, scale = inverse_frequencies(spec.rope, spec.head_dim)
     digest.update(_rounded(frequencies))

@@ -23,6 +23,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 JOINED_ROWS = 64  # rows dequantised as one
+Q8_BLOCK = 32  # values of a block of kind Q8_0, after their scale in float16
 
 
 class TensorInfo(NamedTuple):
@@ -67,13 +68,31 @@ class GgufFile:
 
         Raises KeyError for an unknown name.
         """
-        info = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
+        info, raw = self.tensors[name], self._raw(name)
         if rows is None:
             return _floats(raw, info.kind).reshape(info.shape)
         if len(info.shape) == 1:
             return _floats(raw, info.kind).reshape(-1)[rows]
         return _floats(raw[rows], info.kind).reshape(len(rows), *info.shape[1:])
+
+    def read_q8(
+        self, name: str, rows: NDArray[np.intp] | None = None
+    ) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
+        """The values [rows, columns] and scales [rows, columns / 32] of a matrix of kind Q8_0; None for other kinds.
+
+        rows: only these. Raises KeyError for an unknown name.
+        """
+        info, raw = self.tensors[name], self._raw(name)
+        if info.kind != GGMLQuantizationType.Q8_0:
+            return None
+        blocks = (raw if rows is None else raw[rows]).reshape(-1, info.shape[-1] // Q8_BLOCK, Q8_BLOCK + 2)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0].astype(np.float32)
+        return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(blocks), -1), scales
+
+    def _raw(self, name: str) -> NDArray[np.uint8]:
+        """A tensor as it is stored: [rows, bytes of a row]."""
+        info = self.tensors[name]
+        return np.frombuffer(self._data, np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
 
 
 def spec_from_gguf(file: GgufFile) -> ModelSpec:

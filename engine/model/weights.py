@@ -7,23 +7,26 @@ import torch
 from torch import Tensor
 
 from headrace.engine.dtypes import Precision
+from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.int8 import join, quantize
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. Shapes are those before Arithmetic.pack(), which packs the four matrices."""
+    """Weights of one layer. Shapes are those before Arithmetic.pack(), which packs the four matrices. Norms and biases
+    are in the dtype of computation."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden], packed
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden], packed
     qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden, heads * head_dim], packed
+    output: Weight  # [hidden, heads * head_dim], packed
     output_bias: Tensor | None  # [hidden]
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden], packed
-    down: Tensor  # [hidden, intermediate], packed
+    gate_up: Weight  # [2 * intermediate, hidden], packed
+    down: Weight  # [hidden, intermediate], packed
 
 
 class HeadWeights(NamedTuple):
@@ -34,41 +37,64 @@ class HeadWeights(NamedTuple):
     head: Tensor  # [vocabulary, hidden]
 
 
-def load_layer(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    layer: int,
-    precision: Precision,
-    pack: Callable[[Tensor], Tensor],
-    device: str,
-) -> LayerWeights:
-    """Read the weights of a layer, counted from the model's first. pack: Arithmetic.pack. Raises ConfigError for a
-    missing or misshapen tensor."""
-    prefix = f"model.layers.{layer}"
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+class LayerReader:
+    """Reads tensors of one layer; tensors that are read together are joined along their first axis."""
 
-    def fused(parts: dict[str, int], kind: str, *columns: int) -> Tensor:
-        whole = torch.empty((sum(parts.values()), *columns), dtype=precision.held, device=device)
+    def __init__(self, checkpoint: Checkpoint, layer: int, precision: Precision, device: str) -> None:
+        """layer: counted from the model's first."""
+        self._checkpoint = checkpoint
+        self._prefix = f"model.layers.{layer}"
+        self._precision = precision
+        self._device = device
+
+    def vector(self, parts: dict[str, int], kind: str = "weight") -> Tensor:
+        """Norms or biases [out], in the dtype of computation. parts: sizes by name. Raises ConfigError for a missing or
+        misshapen tensor."""
+        return self._fused(self._precision.compute, parts, kind)
+
+    def matrix(self, parts: dict[str, int], columns: int) -> Weight:
+        """Weights [out, columns], not packed. parts: rows by name. Raises ConfigError for a missing or misshapen
+        tensor."""
+        if not self._precision.int8:
+            return self._fused(self._precision.held, parts, "weight", columns)
+        shapes = {self._name(name, "weight"): (rows, columns) for name, rows in parts.items()}
+        stored = [self._checkpoint.read_int8(name, shape) for name, shape in shapes.items()]
+        found = [part for part in stored if part is not None]
+        if len(found) == len(parts):
+            return join(found)
+        return join([quantize(self._checkpoint.read(name, shape)) for name, shape in shapes.items()])
+
+    def _fused(self, dtype: torch.dtype, parts: dict[str, int], kind: str, *columns: int) -> Tensor:
+        whole = torch.empty((sum(parts.values()), *columns), dtype=dtype, device=self._device)
         start = 0
         for name, rows in parts.items():
-            read = checkpoint.read(f"{prefix}.{name}.{kind}", (rows, *columns))
-            whole[start : start + rows] = read.to(precision.model)
+            whole[start : start + rows] = self._read(name, kind, (rows, *columns)).to(self._precision.model)
             start += rows
         return whole
 
+    def _read(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        return self._checkpoint.read(self._name(name, kind), shape)
+
+    def _name(self, name: str, kind: str) -> str:
+        return f"{self._prefix}.{name}.{kind}"
+
+
+def load_layer(spec: ModelSpec, read: LayerReader, pack: Callable[[Weight], Weight]) -> LayerWeights:
+    """Read the weights of a layer. pack: Arithmetic.pack. Raises ConfigError for a missing or misshapen tensor."""
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     return LayerWeights(
-        input_norm=fused({"input_layernorm": hidden}, "weight"),
-        qkv=pack(fused(attention, "weight", hidden)),
-        qkv_bias=fused(attention, "bias") if spec.qkv_bias else None,
-        q_norm=fused({"self_attn.q_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
-        k_norm=fused({"self_attn.k_norm": spec.head_dim}, "weight") if spec.qk_norm else None,
-        output=pack(fused({"self_attn.o_proj": hidden}, "weight", query)),
-        output_bias=fused({"self_attn.o_proj": hidden}, "bias") if spec.output_bias else None,
-        post_norm=fused({"post_attention_layernorm": hidden}, "weight"),
-        gate_up=pack(fused({"mlp.gate_proj": inner, "mlp.up_proj": inner}, "weight", hidden)),
-        down=pack(fused({"mlp.down_proj": hidden}, "weight", inner)),
+        input_norm=read.vector({"input_layernorm": hidden}),
+        qkv=pack(read.matrix(attention, hidden)),
+        qkv_bias=read.vector(attention, "bias") if spec.qkv_bias else None,
+        q_norm=read.vector({"self_attn.q_norm": spec.head_dim}) if spec.qk_norm else None,
+        k_norm=read.vector({"self_attn.k_norm": spec.head_dim}) if spec.qk_norm else None,
+        output=pack(read.matrix({"self_attn.o_proj": hidden}, query)),
+        output_bias=read.vector({"self_attn.o_proj": hidden}, "bias") if spec.output_bias else None,
+        post_norm=read.vector({"post_attention_layernorm": hidden}),
+        gate_up=pack(read.matrix({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)),
+        down=pack(read.matrix({"mlp.down_proj": hidden}, inner)),
     )
 
 
@@ -82,12 +108,12 @@ def load_head(
     nothing = torch.empty(0, dtype=precision.held, device=device)
     table = (spec.vocab_size, spec.hidden_size)
 
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(name: str, shape: tuple[int, ...], dtype: torch.dtype = precision.held) -> Tensor:
         rounded = checkpoint.read(name, shape).to(precision.model)
-        return rounded.to(device=device, dtype=precision.held, copy=True)  # a copy, so that the file can be unmapped
+        return rounded.to(device=device, dtype=dtype, copy=True)  # a copy, so that the file can be unmapped
 
     embedding = read("model.embed_tokens.weight", table) if first or (last and spec.tied) else nothing
     if not last:
         return HeadWeights(embedding, nothing, nothing)
     head = embedding if spec.tied else read("lm_head.weight", table)
-    return HeadWeights(embedding, read("model.norm.weight", (spec.hidden_size,)), head)
+    return HeadWeights(embedding, read("model.norm.weight", (spec.hidden_size,), precision.compute), head)

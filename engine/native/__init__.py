@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from headrace.core.runtime.native_library import load_library
-from headrace.engine.model.arithmetic import linear
+from headrace.engine.model.arithmetic import Weight, linear
+from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.native import onednn
+from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +62,16 @@ class Kernels:
     Rows may be strided where a method says so; the elements of a row are contiguous.
     """
 
-    def __init__(self, library: ctypes.CDLL, bits: Literal[256, 512], attend_bfloat16: str = "") -> None:
-        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. attend_bfloat16:
-        name of the attention kernel for bfloat16, if there is to be one."""
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        bits: Literal[256, 512],
+        int8_bits: Literal[256, 512] = 256,
+        attend_bfloat16: str = "",
+    ) -> None:
+        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. int8_bits: of
+        those that products in 8 bits use. attend_bfloat16: name of the attention kernel for bfloat16, if there is to
+        be one."""
 
         def kernel(name: str, *arguments: Any) -> Any:
             function = library[name]
@@ -74,37 +83,71 @@ class Kernels:
         self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
         self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
         self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
-        self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I)
+        self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I, _I)
+        self._int8_lanes = int8_bits // 16
+        self._multiply_int8 = kernel(
+            f"headrace_multiply_int8_{int8_bits}", _P, _I, ctypes.POINTER(Int8Record), _P, _P, _I, _I
+        )
         attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
         self._attend = {torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend)}
         if attend_bfloat16:
             self._attend[torch.bfloat16] = kernel(attend_bfloat16, *attend)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Weight) -> Weight:
         """A weight [out, in] in the layout that linear() multiplies fastest.
 
-        float32: [out / lanes, in, lanes], where lanes divides out. bfloat16: oneDNN's own layout, where it multiplies
-        that. Otherwise unchanged.
+        8 bits: see pack_int8(). float32: [out / lanes, in, lanes], where lanes divides out. bfloat16: oneDNN's own
+        layout, where it multiplies that. Otherwise unchanged.
         """
+        if isinstance(weight, Int8Weight):
+            return pack_int8(weight, self._int8_lanes)
         if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
             return onednn.pack(weight)
         if weight.dtype != torch.float32 or weight.shape[0] % self._lanes:
             return weight
         return weight.view(-1, self._lanes, weight.shape[1]).transpose(1, 2).contiguous()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: [out, in], or from pack(). Raises ValueError for
-        a float32 x that is not dense."""
-        if x.dtype != torch.float32:
-            return _sixteen_bit_linear(x, weight, bias)
-        weight = weight if weight.dtype == x.dtype else self.pack(weight.float())
-        depth = weight.shape[1]
-        _require(x.is_contiguous() and x.shape[1] == depth and weight.is_contiguous())
-        columns = weight.numel() // depth
-        output = x.new_empty(len(x), columns)
-        multiply = self._multiply if weight.dim() == 3 else self._multiply_by_rows
-        multiply(x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), columns, depth)
+        an x that is not dense or of another width, and MemoryError when there is no memory to quantise it."""
+        if isinstance(weight, PackedInt8):
+            return self._linear_int8(x, weight, bias)
+        if isinstance(weight, Int8Weight) or x.dtype != torch.float32:
+            return _other_linear(x, weight, bias)
+        packed = weight if weight.dtype == x.dtype else self.pack(weight.float())
+        assert isinstance(packed, Tensor)
+        if packed.dim() == 2:
+            output = self.logits(x, packed)
+        else:
+            depth = packed.shape[1]
+            _require(x.is_contiguous() and x.shape[1] == depth and packed.is_contiguous())
+            output = x.new_empty(len(x), packed.numel() // depth)
+            self._multiply(x.data_ptr(), packed.data_ptr(), output.data_ptr(), *output.shape, depth)
         return output if bias is None else output.add_(bias)
+
+    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """x [rows, in] @ head.T → float32 [rows, out]. head: [out, in], not packed. Raises what linear() raises."""
+        if x.dtype != torch.float32:
+            return _other_linear(x, head, None).float()
+        head = head.float() if head.dtype == torch.float16 else head
+        _require(x.is_contiguous() and x.shape[1] == head.shape[1] and head.is_contiguous())
+        output = x.new_empty(len(x), len(head))
+        self._multiply_by_rows(
+            x.data_ptr(), head.data_ptr(), output.data_ptr(), *output.shape, x.shape[1], _dtype(head)
+        )  # fmt: skip
+        return output
+
+    def _linear_int8(self, x: Tensor, weight: PackedInt8, bias: Tensor | None) -> Tensor:
+        _require(x.is_contiguous() and x.shape[1] == weight.width)
+        output = x.new_empty(len(x), weight.columns)
+        wide = None if bias is None else bias.float().contiguous()
+        failed = self._multiply_int8(
+            x.data_ptr(), weight.width, ctypes.byref(weight.record), None if wide is None else wide.data_ptr(),
+            output.data_ptr(), len(x), _dtype(x),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory to quantise activations")
+        return output
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
@@ -159,12 +202,12 @@ class Kernels:
 
 
 @cache
-def load_kernels(*, wide: bool, bfloat16: bool, emulate: bool = False) -> Kernels | None:
+def load_kernels(*, wide: bool, bfloat16: bool, vnni: bool = False, emulate: bool = False) -> Kernels | None:
     """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
     OpenMP runtime is shared.
 
-    wide: with vectors of 512 bits. bfloat16: with attention in bfloat16. Both only where the CPU has the instructions.
-    emulate: with the slow emulation of those of bfloat16.
+    wide: with vectors of 512 bits. bfloat16: with attention in bfloat16. vnni: with AVX512-VNNI for products in 8 bits.
+    All only where the CPU has the instructions. emulate: with the slow emulation of those of bfloat16.
     """
     library = load_library(Path(__file__).parent, "kernels")
     if library is None:
@@ -176,15 +219,18 @@ def load_kernels(*, wide: bool, bfloat16: bool, emulate: bool = False) -> Kernel
         return None
     attend = "headrace_attend_bfloat16" if bfloat16 and library.headrace_has_bfloat16() else ""
     bits: Literal[256, 512] = 512 if wide and library.headrace_has_512() else 256
-    return Kernels(library, bits, "headrace_attend_bfloat16_emulated" if emulate else attend)
+    int8_bits: Literal[256, 512] = 512 if vnni and library.headrace_has_512_vnni() else 256
+    return Kernels(library, bits, int8_bits, "headrace_attend_bfloat16_emulated" if emulate else attend)
 
 
-def _sixteen_bit_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product by oneDNN. A single row is computed as one of two: oneDNN has a kernel for one that sums in another
-    order."""
+def _other_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """A product in 16 bits by oneDNN, or by weights in 8 bits that are not packed. A single row is computed as one of
+    two: oneDNN has a kernel for one that sums in another order."""
     if len(x) == 1:
-        return _sixteen_bit_linear(torch.cat((x, x)), weight, bias)[:1]
-    return onednn.linear(x, weight, bias) if weight.is_mkldnn else linear(x, weight, bias)
+        return _other_linear(torch.cat((x, x)), weight, bias)[:1]
+    if isinstance(weight, Tensor) and weight.is_mkldnn:
+        return onednn.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def _dtype(rows: Tensor) -> int:

@@ -23,6 +23,16 @@ int headrace_has_512(void)
 #endif
 }
 
+/* Whether headrace_multiply_int8_512 may be called. */
+int headrace_has_512_vnni(void)
+{
+#if defined(__x86_64__)
+    return headrace_has_512() && __builtin_cpu_supports("avx512vnni");
+#else
+    return 0;
+#endif
+}
+
 /* Whether headrace_attend_bfloat16 may be called. */
 int headrace_has_bfloat16(void)
 {

@@ -18,3 +18,4 @@
 #include "elementwise.h"
 #include "multiply.h"
 #include "attention_float32.h"
+#include "int8.h"

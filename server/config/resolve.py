@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import available_memory, has_matrix_units, resolve_device, resolve_dtype
+from headrace.engine.device import available_memory, computes_in, resolve_device, resolve_dtype
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.source import load_spec, resolve_source
@@ -34,8 +34,15 @@ def resolve(config: Config) -> Resolved:
     dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
-    native = has_matrix_units(dtype, device, config.engine.cpuinfo)
-    plan = partial(plan_memory, spec, dtype, config.engine.page_size, max_model_len=length, native_units=native)
+    plan = partial(
+        plan_memory,
+        spec,
+        dtype,
+        config.engine.page_size,
+        max_model_len=length,
+        native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
+        int8=config.model.quantize == "int8",
+    )
     available = available_memory(device)
     # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
     whole = plan(config.engine.kv_pages, available)

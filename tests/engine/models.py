@@ -105,11 +105,12 @@ def make_runner(
     dtype: Any = "float32",
     max_model_len: int = 256,
     cpuinfo: str = "",
+    quantize: Any = "none",
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
     runner = ModelRunner(
-        ModelConfig(model=str(folder), dtype=dtype, device="cpu"),
+        ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize),
         EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
         max_model_len,
         layers,

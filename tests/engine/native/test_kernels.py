@@ -109,6 +109,9 @@ def test_weights_held_in_16_bits_are_widened(kernels: Kernels) -> None:
             held = normal(columns, 32).to(dtype)
             expected = kernels.linear(x, kernels.pack(held.float()))
             torch.testing.assert_close(kernels.linear(x, held), expected, atol=0, rtol=0)
+            expected = kernels.logits(x, held.float())
+            torch.testing.assert_close(kernels.logits(x, held), expected, atol=0, rtol=0)
+            torch.testing.assert_close(expected, TorchArithmetic().logits(x, held.float()))
 
 
 spans_of = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 150))), min_size=1, max_size=4)
