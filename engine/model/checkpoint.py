@@ -128,7 +128,10 @@ class GgufCheckpoint:
     def read_int8(self, name: str, shape: tuple[int, int]) -> Int8Weight | None:
         """See Checkpoint."""
         found = self._file.read_q8(self._checked_name(name, shape), self._row_order(name, shape[0]))
-        return None if found is None else Int8Weight(*map(torch.from_numpy, found))
+        if found is None:
+            return None
+        values, scales = map(torch.from_numpy, found)
+        return Int8Weight(values, scales, shape[1])
 
     def _checked_name(self, name: str, shape: tuple[int, ...]) -> str:
         gguf_name = gguf_tensor_name(name)

@@ -138,11 +138,11 @@ class Kernels:
         return output
 
     def _linear_int8(self, x: Tensor, weight: PackedInt8, bias: Tensor | None) -> Tensor:
-        _require(x.is_contiguous() and x.shape[1] == weight.width)
+        _require(x.is_contiguous() and x.shape[1] == weight.inputs)
         output = x.new_empty(len(x), weight.columns)
         wide = None if bias is None else bias.float().contiguous()
         failed = self._multiply_int8(
-            x.data_ptr(), weight.width, ctypes.byref(weight.record), None if wide is None else wide.data_ptr(),
+            x.data_ptr(), weight.inputs, ctypes.byref(weight.record), None if wide is None else wide.data_ptr(),
             output.data_ptr(), len(x), _dtype(x),
         )  # fmt: skip
         if failed:

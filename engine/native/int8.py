@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.model.int8 import Int8Weight
@@ -14,18 +15,17 @@ _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 class Int8Record(ctypes.Structure):
-    """struct int8_matrix of int8.h. values, scales and offsets are addresses; the caller keeps their memory alive."""
+    """struct int8_matrix of int8.h. values, scales and zeros are addresses; the caller keeps their memory alive."""
 
-    _fields_ = (("values", _P), ("scales", _P), ("offsets", _P), ("columns", _I), ("depth", _I), ("block", _I))
+    _fields_ = (("values", _P), ("scales", _P), ("zeros", _P), ("columns", _I), ("depth", _I), ("block", _I))
 
 
 @dataclass(frozen=True)
 class PackedInt8(Int8Weight):
-    """An Int8Weight for the kernels; columns and depth are filled up with zeros."""
+    """An Int8Weight for the kernels; columns are filled up with zeros."""
 
     # values: int8 [panels, depth / QUAD, lanes, QUAD]; scales: float32 [panels, blocks, lanes]
-    offsets: Tensor  # int32 [panels, blocks, lanes]: what QUANTIZED_ZERO adds to the sums
-    width: int  # inputs
+    zeros: Tensor  # int32 [panels, blocks, lanes]: what sums begin with, for activations of QUANTIZED_ZERO
     record: Int8Record
 
     @property
@@ -37,18 +37,13 @@ class PackedInt8(Int8Weight):
 
 def pack_int8(weight: Int8Weight, lanes: int) -> PackedInt8:
     """Lay out a weight for kernels of so many lanes."""
-    columns, width = weight.values.shape
+    columns, depth = weight.values.shape
     blocks = weight.scales.shape[1]
-    panels, depth = -(-columns // lanes), -(-width // QUAD) * QUAD
-    filled = torch.zeros(panels * lanes, depth, dtype=torch.int8)
-    filled[:columns, :width] = weight.values
-    values = filled.view(panels, lanes, depth // QUAD, QUAD).transpose(1, 2).contiguous()
-    sums = filled.view(panels, lanes, blocks, depth // blocks).sum(dim=3, dtype=torch.int32)
-    offsets = (sums * QUANTIZED_ZERO).transpose(1, 2).contiguous()
-    scales = torch.zeros(panels * lanes, blocks)
-    scales[:columns] = weight.scales
-    scales = scales.view(panels, lanes, blocks).transpose(1, 2).contiguous()
-    record = Int8Record(
-        values.data_ptr(), scales.data_ptr(), offsets.data_ptr(), columns, depth, depth // blocks
-    )  # fmt: skip
-    return PackedInt8(values, scales, offsets, width, record)
+    missing = -columns % lanes
+    values = F.pad(weight.values, (0, 0, 0, missing)).view(-1, lanes, depth)
+    sums = values.view(-1, lanes, blocks, depth // blocks).sum(dim=3, dtype=torch.int32)
+    zeros = (sums * -QUANTIZED_ZERO).transpose(1, 2).contiguous()
+    scales = F.pad(weight.scales, (0, 0, 0, missing)).view(-1, lanes, blocks).transpose(1, 2).contiguous()
+    values = values.view(-1, lanes, depth // QUAD, QUAD).transpose(1, 2).contiguous()
+    addresses = (tensor.data_ptr() for tensor in (values, scales, zeros))
+    return PackedInt8(values, scales, weight.inputs, zeros, Int8Record(*addresses, columns, depth, depth // blocks))

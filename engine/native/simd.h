@@ -50,6 +50,14 @@ INLINE float horizontal_sum(vec v)
     return v[0];
 }
 
+INLINE float horizontal_max(vec v)
+{
+    for (int half = WIDE / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            v[i] = v[i + half] > v[i] ? v[i + half] : v[i];
+    return v[0];
+}
+
 /* 2 to the power of x for x < 128; infinity at 128, 0 below the smallest normal number, NaN for NaN. Range reduction to
  * [-1/2, 1/2], a Taylor polynomial of degree 7 (error below one unit in the last place), times a power of two set in the
  * exponent bits. */

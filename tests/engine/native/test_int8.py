@@ -35,7 +35,7 @@ def in_blocks(columns: int, blocks: int, length: int, seed: int) -> Int8Weight:
     values = torch.randint(
         -128, 128, (columns, blocks * length), generator=torch.Generator().manual_seed(seed), dtype=torch.int8
     )
-    return Int8Weight(values, normal(columns, blocks, seed=seed).abs() / 100)
+    return Int8Weight(values, normal(columns, blocks, seed=seed).abs() / 100, blocks * length)
 
 
 @settings(max_examples=80, deadline=None)
@@ -70,19 +70,19 @@ def test_products_by_weights_in_blocks_equal_torch(
 
 
 def test_the_largest_sums_do_not_overflow(kernels: Kernels) -> None:
-    """Every product the largest there is, over a depth beyond those of the largest models."""
+    """Every product the largest there is, in one block of a depth beyond those of the largest models."""
     depth = 32768
     for sign in (1, -1):
         x = torch.full((3, depth), 2.0 * sign)
-        weight = Int8Weight(torch.full((40, depth), 127, dtype=torch.int8), torch.ones(40, 1))
+        weight = Int8Weight(torch.full((40, depth), 127, dtype=torch.int8), torch.ones(40, 1), depth)
         torch.testing.assert_close(kernels.linear(x, kernels.pack(weight)), torch.full((3, 40), 254.0 * sign * depth))
 
 
-@pytest.mark.parametrize("blocks", [1, 18])
+@pytest.mark.parametrize("blocks", [9, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: Kernels, dtype: torch.dtype, blocks: int) -> None:
     x = normal(400, 576).to(dtype)
-    packed = kernels.pack(quantize(normal(200, 576)) if blocks == 1 else in_blocks(200, blocks, 576 // blocks, 1))
+    packed = kernels.pack(in_blocks(200, blocks, 576 // blocks, 1))
     whole = kernels.linear(x, packed)
     for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 25, 191, 192, 193, 399):
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
@@ -104,6 +104,7 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(kernels: Kernels, value: fl
     x[7, 33] = value
     found = kernels.linear(x, packed)
     assert found[7].isnan().all()
+    assert int8.linear(x, quantize(normal(40, 50)))[7].isnan().all()
     assert torch.equal(found[:7], expected[:7])
     assert torch.equal(found[8:], expected[8:])
 
