@@ -109,6 +109,7 @@ bench-peers: venv $(VLLM_STAMP) $(OPENVINO_STAMP) ## Measure beside vLLM and Ope
 	for dtype in float32 bfloat16; do \
 		$(BIN)/python -m benchmarks.peers --dtype $$dtype --vllm $(VLLM)/bin/python --openvino $(OPENVINO)/bin/python || exit 1; \
 	done
+	$(BIN)/python -m benchmarks.peers --quantize int8 --openvino $(OPENVINO)/bin/python
 
 $(OPENVINO_STAMP): requirements/openvino.txt
 	$(PYTHON) -m venv $(OPENVINO)

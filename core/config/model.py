@@ -22,8 +22,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "quantize",
             MODEL,
-            "int8: linear layers in 8 bits, weights and activations, on the CPU; Q8_0 weights of a .gguf file are used as "
-            "they are; the KV cache stays in --dtype",
+            "int8: linear layers in 8 bits, weights and activations, on the CPU; Q8_0 weights of a .gguf file are used "
+            "as they are; the KV cache stays in --dtype",
         ),
     ] = "none"
     device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
