@@ -92,6 +92,8 @@ def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float,
     arithmetic = runner._decoder._arithmetic
     with (
         patch.object(arithmetic, "linear", products.timed(arithmetic.linear)),
+        patch.object(arithmetic, "gated_linear", products.timed(arithmetic.gated_linear)),
+        patch.object(arithmetic, "logits", products.timed(arithmetic.logits)),
         patch.object(runner, "_attention", TimedAttention(runner._attention, attention)),
     ):
         started = time.perf_counter()

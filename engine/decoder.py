@@ -107,4 +107,4 @@ class Decoder:
 
     def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         arithmetic = self._arithmetic
-        return arithmetic.linear(arithmetic.gate(arithmetic.linear(normed, weights.gate_up)), weights.down)
+        return arithmetic.linear(arithmetic.gated_linear(normed, weights.gate_up), weights.down)

@@ -83,10 +83,11 @@ class Kernels:
         self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
         self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
         self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
+        self._multiply_gate = kernel(f"headrace_multiply_gate_{bits}", _P, _P, _P, _I, _I, _I)
         self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I, _I)
         self._int8_lanes = int8_bits // 16
         self._multiply_int8 = kernel(
-            f"headrace_multiply_int8_{int8_bits}", _P, _I, ctypes.POINTER(Int8Record), _P, _P, _I, _I
+            f"headrace_multiply_int8_{int8_bits}", _P, _I, ctypes.POINTER(Int8Record), _P, _P, _I, _I, _I
         )
         attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
         self._attend = {torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend)}
@@ -111,7 +112,7 @@ class Kernels:
         """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: [out, in], or from pack(). Raises ValueError for
         an x that is not dense or of another width, and MemoryError when there is no memory to quantise it."""
         if isinstance(weight, PackedInt8):
-            return self._linear_int8(x, weight, bias)
+            return self._multiply_by_int8(x, weight, bias)
         if isinstance(weight, Int8Weight) or x.dtype != torch.float32:
             return _other_linear(x, weight, bias)
         packed = weight if weight.dtype == x.dtype else self.pack(weight.float())
@@ -137,13 +138,15 @@ class Kernels:
         )  # fmt: skip
         return output
 
-    def _linear_int8(self, x: Tensor, weight: PackedInt8, bias: Tensor | None) -> Tensor:
+    def _multiply_by_int8(
+        self, x: Tensor, weight: PackedInt8, bias: Tensor | None = None, *, gate: bool = False
+    ) -> Tensor:
         _require(x.is_contiguous() and x.shape[1] == weight.inputs)
-        output = x.new_empty(len(x), weight.columns)
+        output = x.new_empty(len(x), weight.columns // (2 if gate else 1))
         wide = None if bias is None else bias.float().contiguous()
         failed = self._multiply_int8(
             x.data_ptr(), weight.inputs, ctypes.byref(weight.record), None if wide is None else wide.data_ptr(),
-            output.data_ptr(), len(x), _dtype(x),
+            output.data_ptr(), len(x), _dtype(x), gate,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory to quantise activations")
@@ -160,6 +163,19 @@ class Kernels:
             hidden.data_ptr(), other, weight.data_ptr(), normed.data_ptr(), *hidden.shape, eps, _dtype(hidden)
         )  # fmt: skip
         return normed
+
+    def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
+        """SwiGLU gate of a product: gate(linear(x, gate_up)), bit by bit. Raises what linear() raises."""
+        if isinstance(gate_up, PackedInt8) and gate_up.columns % (2 * self._int8_lanes) == 0:
+            return self._multiply_by_int8(x, gate_up, gate=True)
+        if isinstance(gate_up, Int8Weight) or gate_up.dtype != torch.float32 or len(gate_up) % 2 or gate_up.dim() != 3:
+            return self.gate(self.linear(x, gate_up))
+        depth = gate_up.shape[1]
+        _require(x.is_contiguous() and x.shape[1] == depth and gate_up.is_contiguous())
+        _require(x.dtype == torch.float32)
+        activated = x.new_empty(len(x), gate_up.numel() // depth // 2)
+        self._multiply_gate(x.data_ptr(), gate_up.data_ptr(), activated.data_ptr(), *activated.shape, depth)
+        return activated
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate x [rows, heads, width] in place; rows may be strided. cos, sin: float32 [rows, 1, width] of

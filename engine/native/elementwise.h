@@ -75,10 +75,9 @@ void EXPORT(rotate)(void *x, const float *cos, const float *sin, int64_t rows, i
 
 INLINE void gate_row(const void *gate, const void *up, void *activated, int64_t width, int dtype)
 {
-    vec g, v;
-    BY_VECTORS(width, (g = load_part(gate, i, n, dtype),
-                      v = round_to(g * sigmoid(g), dtype) * load_part(up, i, n, dtype),
-                      store_part(activated, i, n, round_to(v, dtype), dtype)));
+    vec v;
+    BY_VECTORS(width, (v = swiglu(load_part(gate, i, n, dtype), load_part(up, i, n, dtype), dtype),
+                      store_part(activated, i, n, v, dtype)));
 }
 
 /* SwiGLU gate: activated [rows, width] = silu(gate) * up, where a row of gate_up [rows, 2 * width] is gate, then up. */

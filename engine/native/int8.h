@@ -13,6 +13,7 @@
 #define FEW_ROWS 2                     /* at a time, of what is left */
 #define INT8_ITEM_ROWS 192             /* of x per work item, a multiple of INT8_ROWS */
 #define INT8_ITEM_PANELS 4             /* of the matrix per work item */
+#define INT8_GATE_ROWS 96              /* of x at a time, whose gates and ups stay in the L1 cache */
 #define QUANTIZED_ZERO 128
 
 /* A matrix [columns, depth] of 8 bits. */
@@ -98,9 +99,10 @@ INLINE void quantize_row(const void *x, uint8_t *quantized, float *scales, int64
     }
 }
 
-/* out[i][lane] = n rows of x times one panel of the matrix, plus bias; the first `count` of them. */
+/* n rows of x times one panel of the matrix, plus the panel's bias. The first `count` are stored, `stride` elements
+ * apart. */
 INLINE void multiply_panel(int n, int64_t count, const struct int8_matrix *matrix, int64_t panel, struct int8_rows x,
-                           const float *bias, void *out, int64_t dtype)
+                           const float *bias, void *out, int64_t stride, int64_t dtype)
 {
     const int64_t depth = matrix->depth, block = matrix->block, blocks = depth / block;
     const int8_t *values = matrix->values + panel * depth * LANES;
@@ -134,45 +136,64 @@ INLINE void multiply_panel(int n, int64_t count, const struct int8_matrix *matri
     }
 #pragma GCC unroll 2
     for (int side = 0; side < 2; side++) {
-        const int64_t from = panel * LANES + side * WIDE, left = matrix->columns - from;
-        const int64_t width = left < WIDE ? left : WIDE;
+        const int64_t left = matrix->columns - panel * LANES - side * WIDE, width = left < WIDE ? left : WIDE;
         if (width <= 0)
             break;
-        const vec shift = bias ? load_part(bias, from, width, FLOAT32) : splat(0);
+        const vec shift = bias ? load_part(bias, side * WIDE, width, FLOAT32) : splat(0);
 #pragma GCC unroll 6
         for (int i = 0; i < n; i++)
             if (i < count)
-                store_part(at(out, i * matrix->columns, dtype), from, width, round_to(sums[i][side] + shift, dtype),
-                           dtype);
+                store_part(at(out, i * stride, dtype), side * WIDE, width, round_to(sums[i][side] + shift, dtype), dtype);
     }
 }
 
 /* The same for any number of rows. x has FEW_ROWS - 1 rows more, of any content. */
 INLINE void multiply_rows_int8(const struct int8_matrix *matrix, int64_t panel, int64_t rows, struct int8_rows x,
-                               const float *bias, void *out, int64_t dtype)
+                               const float *bias, void *out, int64_t stride, int64_t dtype)
 {
     const int64_t blocks = matrix->depth / matrix->block;
     for (int64_t i = 0, n; i < rows; i += n) {
         const struct int8_rows from = {x.values + i * matrix->depth, x.scales + i * blocks};
-        void *to = at(out, i * matrix->columns, dtype);
+        void *to = at(out, i * stride, dtype);
         if (rows - i >= INT8_ROWS) {
             n = INT8_ROWS;
-            multiply_panel(INT8_ROWS, n, matrix, panel, from, bias, to, dtype);
+            multiply_panel(INT8_ROWS, n, matrix, panel, from, bias, to, stride, dtype);
         } else {
             n = rows - i < FEW_ROWS ? rows - i : FEW_ROWS;
-            multiply_panel(FEW_ROWS, n, matrix, panel, from, bias, to, dtype);
+            multiply_panel(FEW_ROWS, n, matrix, panel, from, bias, to, stride, dtype);
         }
     }
 }
 
-/* out [rows, columns] = x [rows, width] times the transpose of a matrix of 8 bits, plus bias [columns] (float32, NULL if
- * there is none). x, out: dense, of one dtype; width: the matrix's depth, or less. Returns -1 when memory ran out. */
+/* silu(gate) * up for the panels of both halves of a matrix, from x to rows of out that are `stride` elements apart. */
+INLINE void multiply_gate_panels(const struct int8_matrix *matrix, int64_t panel, int64_t rows, struct int8_rows x,
+                                 void *out, int64_t stride, int dtype)
+{
+    const int64_t panels = matrix->columns / LANES / 2, blocks = matrix->depth / matrix->block;
+    float halves[2][INT8_GATE_ROWS * LANES] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < rows; row += INT8_GATE_ROWS) {
+        const int64_t count = rows - row < INT8_GATE_ROWS ? rows - row : INT8_GATE_ROWS;
+        const struct int8_rows from = {x.values + row * matrix->depth, x.scales + row * blocks};
+        for (int half = 0; half < 2; half++)
+            multiply_rows_int8(matrix, half * panels + panel, count, from, NULL, halves[half], LANES, FLOAT32);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t lane = 0; lane < LANES; lane += WIDE) {
+                const vec gate = round_to(load(halves[0] + i * LANES + lane), dtype);
+                const vec up = round_to(load(halves[1] + i * LANES + lane), dtype);
+                store_part(at(out, (row + i) * stride, dtype), lane, WIDE, swiglu(gate, up, dtype), dtype);
+            }
+    }
+}
+
+/* out = x [rows, width] times the transpose of a matrix of 8 bits, plus bias [columns] (float32, NULL if there is none).
+ * gate: halves of the product are then made one, as silu(first) * second; halves are multiples of LANES, and there is no
+ * bias. x, out: dense, of one dtype; width: the matrix's depth, or less. Returns -1 when memory ran out. */
 int EXPORT(multiply_int8)(const void *x, int64_t width, const struct int8_matrix *matrix, const float *bias, void *out,
-                          int64_t rows, int64_t dtype)
+                          int64_t rows, int64_t dtype, int64_t gate)
 {
     const int64_t depth = matrix->depth, block = matrix->block, blocks = depth / block;
-    const int64_t panels = (matrix->columns + LANES - 1) / LANES;
-    const int64_t across = (panels + INT8_ITEM_PANELS - 1) / INT8_ITEM_PANELS;
+    const int64_t columns = gate ? matrix->columns / 2 : matrix->columns, panels = (columns + LANES - 1) / LANES;
+    const int64_t at_once = gate ? INT8_ITEM_PANELS / 2 : INT8_ITEM_PANELS, across = (panels + at_once - 1) / at_once;
     const int64_t down = (rows + INT8_ITEM_ROWS - 1) / INT8_ITEM_ROWS;
     const int64_t held = rows + FEW_ROWS - 1, scale_bytes = (held * blocks * sizeof(float) + 63) / 64 * 64;
     char *memory = aligned_alloc(64, (scale_bytes + held * depth + 63) / 64 * 64);
@@ -192,12 +213,20 @@ int EXPORT(multiply_int8)(const void *x, int64_t width, const struct int8_matrix
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t piece = 0; piece < across * down; piece++) {
-            const int64_t first = piece % across * INT8_ITEM_PANELS, row = piece / across * INT8_ITEM_ROWS;
-            const int64_t last = first + INT8_ITEM_PANELS < panels ? first + INT8_ITEM_PANELS : panels;
+            const int64_t first = piece % across * at_once, last = first + at_once < panels ? first + at_once : panels;
+            const int64_t row = piece / across * INT8_ITEM_ROWS;
             const int64_t count = row + INT8_ITEM_ROWS < rows ? INT8_ITEM_ROWS : rows - row;
             const struct int8_rows from = {values + row * depth, scales + row * blocks};
-            for (int64_t panel = first; panel < last; panel++)
-                multiply_rows_int8(matrix, panel, count, from, bias, at(out, row * matrix->columns, dtype), dtype);
+            for (int64_t panel = first; panel < last; panel++) {
+                void *to = at(out, row * columns + panel * LANES, dtype);
+                const float *shift = bias ? bias + panel * LANES : NULL;
+                if (!gate)
+                    multiply_rows_int8(matrix, panel, count, from, shift, to, columns, dtype);
+                else if (dtype == FLOAT32)
+                    multiply_gate_panels(matrix, panel, count, from, to, columns, FLOAT32);
+                else
+                    multiply_gate_panels(matrix, panel, count, from, to, columns, BFLOAT16);
+            }
         }
     }
     free(memory);

@@ -30,6 +30,30 @@ void EXPORT(multiply)(const float *x, const float *packed, float *out, int64_t r
     }
 }
 
+/* out [rows, width] = silu(gate) * up, where gate and up are the halves of x [rows, depth] times a matrix of 2 * width
+ * columns, packed as multiply() takes it. width: a multiple of LANES. They are not written to memory. */
+void EXPORT(multiply_gate)(const float *x, const float *packed, float *out, int64_t rows, int64_t width, int64_t depth)
+{
+    const int64_t panels = width / LANES, down = (rows + ROWS - 1) / ROWS;
+    const int64_t turns = (depth + DEPTH - 1) / DEPTH, at_once = (depth + turns - 1) / turns;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t piece = 0; piece < panels * down; piece++) {
+        const int64_t panel = piece % panels, row = piece / panels * ROWS, count = row + ROWS < rows ? ROWS : rows - row;
+        float halves[2][ROWS * LANES] __attribute__((aligned(64)));
+        for (int64_t from = 0; from < depth; from += at_once) {
+            const int64_t now = from + at_once < depth ? at_once : depth - from;
+            for (int half = 0; half < 2; half++)
+                multiply_rows(count, halves[half], from ? halves[half] : NULL, LANES, splat(1), splat(1),
+                              x + row * depth + from, depth, 1,
+                              packed + ((half * panels + panel) * depth + from) * LANES, now);
+        }
+        for (int64_t i = 0; i < count; i++)
+            for (int side = 0; side < LANES; side += WIDE)
+                store(out + (row + i) * width + panel * LANES + side,
+                      swiglu(load(halves[0] + i * LANES + side), load(halves[1] + i * LANES + side), FLOAT32));
+    }
+}
+
 /* ---- by rows of the weight ---------------------------------------------------------------------------------------- */
 
 #define COLUMNS 64 /* rows of the weight per work item */

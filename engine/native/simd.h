@@ -130,4 +130,7 @@ INLINE void store_part(void *row, int64_t i, int64_t n, vec v, int dtype)
         *(halves *)to = upper;
 }
 
+/* SwiGLU: silu(gate) * up, rounded where torch rounds it. */
+INLINE vec swiglu(vec gate, vec up, int dtype) { return round_to(round_to(gate * sigmoid(gate), dtype) * up, dtype); }
+
 #endif

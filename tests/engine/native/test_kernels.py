@@ -20,6 +20,7 @@ from headrace.engine.attention.sdpa import SdpaAttention
 from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.int8 import quantize
 from headrace.engine.native import Kernels, load_kernels, onednn
 from tests.cpus import cpuinfo
 from tests.engine.attention.test_cpu import make_spans, poison_unused
@@ -92,6 +93,27 @@ def test_products_equal_torch(kernels: Kernels, rows: int, columns: int, depth: 
         expected = TorchArithmetic().linear(x.double(), weight, added).float()
         for form in (weight, kernels.pack(weight)):
             torch.testing.assert_close(kernels.linear(x, form, added), expected, atol=3e-4, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), panels=st.integers(1, 5), depth=st.integers(1, 1300),
+    form=st.sampled_from(["packed", "8 bits", "not packed", "odd"]), seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_a_product_with_its_gate_has_the_same_bits(
+    kernels: Kernels, rows: int, panels: int, depth: int, form: str, dtype: torch.dtype, seed: int
+) -> None:
+    """As the product, and then the gate."""
+    x, weight = normal(rows, depth, seed=seed).to(dtype), normal(64 * panels, depth, seed=seed + 1)
+    if form == "8 bits":
+        held = kernels.pack(quantize(weight))
+    elif form == "packed":
+        x, held = x.float(), kernels.pack(weight)
+    else:
+        held = weight[: 64 * panels - 10 if form == "odd" else None].to(dtype)
+    expected = kernels.gate(kernels.linear(x, held))
+    torch.testing.assert_close(kernels.gated_linear(x, held), expected, atol=0, rtol=0)
 
 
 @pytest.mark.skipif(not onednn.has_bfloat16(), reason="a CPU whose bfloat16 oneDNN does not multiply")
