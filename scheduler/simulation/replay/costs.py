@@ -1,0 +1,70 @@
+"""Modelled seconds of forward passes: f(l) = a·l² + b·l for the first l tokens of a prompt, plus c a pass.
+
+A row of n tokens after a prefix of s tokens takes f(s + n) - f(s), since attention reads all of the prefix.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types.geometry import ceil_div
+from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
+from headrace.scheduler.state.chunking import Cost
+
+
+def row_seconds(cost: Cost, start: int, count: int) -> float:
+    """Seconds of count tokens after a prefix of start tokens, without the pass's own c."""
+    a, b, _ = cost
+    return (a * (2 * start + count) + b) * count
+
+
+def pass_seconds(cost: Cost, rows: Iterable[PlanRow]) -> float:
+    """Seconds of one forward pass on one stage."""
+    return sum((row_seconds(cost, row.start, row.count) for row in rows), cost[2])
+
+
+def split_evenly(cost: Cost, stages: int) -> tuple[Cost, ...]:
+    """The costs of each of several stages with as many layers."""
+    a, b, c = cost
+    return ((a / stages, b / stages, c / stages),) * stages
+
+
+def slowest(costs: Sequence[Cost], tokens: int) -> Cost:
+    """The stage that takes longest for prompts of this length: the pipeline runs at its pace."""
+    return max(costs, key=lambda cost: row_seconds(cost, 0, tokens) + cost[2])
+
+
+class OfferedWork(msgspec.Struct, frozen=True):
+    """What a trace asks of one engine."""
+
+    seconds: float
+    """Engine seconds of all that the prefix cache does not have."""
+
+    cached_tokens: int
+    """Tokens found in the cache."""
+
+
+def offered_work(
+    requests: Sequence[TraceRequest], costs: Sequence[Cost], *, pages: int, page_size: int, chunk_tokens: int
+) -> OfferedWork:
+    """Predict the work of a trace: one request after the other, with LRU caching in a pool of so many pages.
+
+    Forward passes are taken to be full: each token has its share of c. Requests larger than the pool ask nothing.
+    """
+    cost = slowest(costs, chunk_tokens)
+    cache = KvCache(pages, page_size)
+    seconds, found = 0.0, 0
+    for request in requests:
+        if ceil_div(request.tokens, page_size) > pages:
+            continue
+        tokens = prompt(request)
+        lease = cache.acquire(tokens, "")
+        assert lease is not None, "the pool is unused and large enough"
+        cache.publish(lease, tokens, request.tokens)
+        cache.release(lease)
+        cached = lease.matched * page_size
+        found += cached
+        seconds += row_seconds(cost, cached, request.tokens - cached) + cost[2] * (request.tokens - cached) / chunk_tokens
+    return OfferedWork(seconds, found)
