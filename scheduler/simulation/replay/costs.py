@@ -47,14 +47,20 @@ class OfferedWork(msgspec.Struct, frozen=True):
 
 
 def offered_work(
-    requests: Sequence[TraceRequest], costs: Sequence[Cost], *, pages: int, page_size: int, chunk_tokens: int
+    requests: Sequence[TraceRequest],
+    costs: Sequence[Cost],
+    *,
+    pages: int,
+    page_size: int,
+    chunk_tokens: int,
+    prefix_cache: bool = True,
 ) -> OfferedWork:
     """Predict the work of a trace: one request after the other, with LRU caching in a pool of so many pages.
 
     Forward passes are taken to be full: each token has its share of c. Requests larger than the pool ask nothing.
     """
     cost = slowest(costs, chunk_tokens)
-    cache = KvCache(pages, page_size)
+    cache = KvCache(pages, page_size, prefix_cache)
     seconds, found = 0.0, 0
     for request in requests:
         if ceil_div(request.tokens, page_size) > pages:
@@ -66,5 +72,6 @@ def offered_work(
         cache.release(lease)
         cached = lease.matched * page_size
         found += cached
-        seconds += row_seconds(cost, cached, request.tokens - cached) + cost[2] * (request.tokens - cached) / chunk_tokens
+        count = request.tokens - cached
+        seconds += row_seconds(cost, cached, count) + cost[2] * count / chunk_tokens
     return OfferedWork(seconds, found)
