@@ -119,8 +119,8 @@ _OBJECTIVE_HELP = (
     "4,096, 32,768, more tokens; flat: 30 s (default: prop)"
 )
 _COST_HELP = (
-    "seconds of a forward pass: A per squared token, B per token, C besides; all pipeline stages together, each takes an "
-    "equal share"
+    "seconds of a forward pass: A per squared token, B per token, C besides; of all pipeline stages together, which "
+    "take equal shares"
 )
 OPTIONS = (
     "limit",
