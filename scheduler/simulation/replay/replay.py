@@ -32,7 +32,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a second whose KV decode peers fetch from each replica; None: at once."""
 
     latency_s: float = 0.0
-    """Seconds of every request outside the scheduler and its stages."""
+    """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
 
 class Outcome(msgspec.Struct, gc=False):
@@ -125,13 +125,19 @@ class Replay:
         if len(self._replicas) > 1:
             chosen = self._settings.router([replica.candidate(tokens) for replica in self._replicas])
         self._outcomes.append(Outcome(request.tokens, self._world.now, chosen))
-        self._replicas[chosen].submit(str(number), tokens)
+        if self._settings.latency_s:
+            self._world.at(
+                self._world.now + self._settings.latency_s,
+                lambda: self._replicas[chosen].submit(str(number), tokens),
+            )
+        else:
+            self._replicas[chosen].submit(str(number), tokens)
 
     def _first_token(self, rid: str) -> None:
         outcome = self._outcomes[int(rid)]
         if outcome.first_token_s is None:
             self._last_token_at = self._world.now
-            outcome.first_token_s = self._world.now - outcome.arrival_s + self._settings.latency_s
+            outcome.first_token_s = self._world.now - outcome.arrival_s
 
     def _ended(self, rid: str, cached_tokens: int, error: str) -> None:
         outcome = self._outcomes[int(rid)]
