@@ -1,7 +1,7 @@
 """How close `headrace simulate` comes to a server: the same arrivals in real time and in virtual time.
 
-`python -m benchmarks.simulate_accuracy` takes the stub model, `--model smollm2` a real one. The costs of forward passes are
-measured first, as `--calibrate` does, then prompts of many lengths arrive, some of which continue earlier ones.
+`python -m benchmarks.simulate_accuracy` takes the stub model, `--model smollm2` a real one. The costs of forward passes
+are measured first, as `--calibrate` does, then prompts of many lengths arrive, some of which continue earlier ones.
 """
 
 import asyncio
@@ -29,8 +29,10 @@ from headrace.server.simulate.summary import OBJECTIVES, Summary, summarise
 STUB = "stub:layers=4,us_per_token=300,ps_per_token_squared=60000,us_per_plan=10000,max_len=8192"
 VOCABULARY = 1000
 PAGE_SIZE, CHUNK_TOKENS, KV_PAGES = 16, 512, 1024
+FIRST_TEXT = 10  # number of a session's text
 CONTINUED = 0.4  # share of requests that continue a session
 CONNECT_S = 600.0
+WARM_UP = (4, 8, 600)  # tokens, all 1, with which no prompt of the workload begins
 
 
 def workload(count: int, longest: int, seed: int) -> list[TraceRequest]:
@@ -40,7 +42,7 @@ def workload(count: int, longest: int, seed: int) -> list[TraceRequest]:
     requests, at = [], 0.0
     for number in range(count):
         tokens = max(16, min(longest, int(draw.lognormvariate(0, 1.0) * longest / 8)))
-        session = number
+        session = FIRST_TEXT + number
         if sessions and draw.random() < CONTINUED:
             session = draw.choice(sessions[-20:])
         sessions.append(session)
@@ -55,6 +57,8 @@ async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> Repl
     outcomes = [Outcome(request.tokens, request.arrival_s) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     async with httpx.AsyncClient(base_url=server.url, timeout=CONNECT_S, limits=limits, trust_env=False) as client:
+        for tokens in WARM_UP:  # the first requests of a server and of a client are slower
+            await client.post("/v1/prefill", json=prefill_body([1] * tokens))
         began = time.perf_counter()
 
         async def send(number: int) -> None:
@@ -86,11 +90,10 @@ def at_load(requests: Sequence[TraceRequest], engine: Calibration, load: float) 
 def figures(summary: Summary) -> dict[str, float]:
     """What is compared."""
     latency = summary.ttft["all"]
-    assert latency.p50_s is not None and latency.p99_s is not None and summary.mean_s is not None
     return {
-        "time to first token, P50, ms": 1000 * latency.p50_s,
-        "time to first token, P99, ms": 1000 * latency.p99_s,
-        "time to first token, mean, ms": 1000 * summary.mean_s,
+        "time to first token, P50, ms": 1000 * (latency.p50_s or 0.0),
+        "time to first token, P99, ms": 1000 * (latency.p99_s or 0.0),
+        "time to first token, mean, ms": 1000 * (summary.mean_s or 0.0),
         "tokens/s": summary.tokens_per_s,
         "cache hits, % of tokens": 100 * summary.hits,
     }
@@ -121,14 +124,13 @@ def main(arguments: Sequence[str]) -> int:
         max_queued_tokens=100_000_000,
     )
     for load in given.loads:
-        with serving(*flags) as server:  # a new one each time, with an empty cache
-            with console.status("calibrating"):
-                engine = calibrate(server.url, {})
+        with serving(*flags) as server, console.status("calibrating"):
+            engine = calibrate(server.url, {})
         console.print(engine.text, engine.costs, f"latency {1000 * engine.latency_s:.1f} ms")
         requests = at_load(workload(given.requests, given.longest, 1), engine, load)
-        with serving(*flags) as server:
-            with console.status(f"{given.requests} requests in {requests[-1].arrival_s:.0f} s"):
-                real = asyncio.run(_replay(server, requests))
+        about = f"{given.requests} requests in {requests[-1].arrival_s:.0f} s"
+        with serving(*flags) as server, console.status(about):  # another one, with an empty cache
+            real = asyncio.run(_replay(server, requests))
         # Arrivals as they were, so that what a late client costs is in both.
         sent = [
             msgspec.structs.replace(request, arrival_s=outcome.arrival_s)

@@ -106,7 +106,10 @@ HEADER = "arrival_s,input_tokens,session,prefix_group,prefix_tokens\n"
     [
         ("", "line 1: the header has to name arrival_s and input_tokens; arrival_s is missing"),
         ("arrival_s,tokens\n", "line 1: the header has to name arrival_s and input_tokens; input_tokens is missing"),
-        ("arrival_s,input_tokens,priority\n", "line 1: there is no column 'priority'; there are arrival_s, input_tokens"),
+        (
+            "arrival_s,input_tokens,priority\n",
+            "line 1: there is no column 'priority'; there are arrival_s, input_tokens",
+        ),
         (HEADER, "has no requests"),
         (HEADER + "1,5,,,\nsoon,5,,,\n", "line 3: arrival_s has to be a number of seconds, at least 0, found 'soon'"),
         (HEADER + "-1,5,,,\n", "line 2: arrival_s has to be"),
@@ -126,7 +129,7 @@ def test_bad_csv_lines_are_named(text: str, message: str, tmp_path: Path) -> Non
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         read_trace(tmp_path / "none.jsonl")
     (tmp_path / "x.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"x\.jsonl is no text in UTF-8"):

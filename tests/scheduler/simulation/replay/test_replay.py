@@ -1,4 +1,4 @@
-"""Replays in virtual time: exact times of small cases, an independent model of the queue, replicas, peers that fetch."""
+"""Replays in virtual time: exact times of small cases, an independent model of the queue, replicas, slow peers."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from headrace.core.config import SchedulerConfig
 from headrace.scheduler.simulation.replay.costs import offered_work, split_evenly
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
-from headrace.scheduler.simulation.replay.routing import ROUTERS, Candidate, Router, least_loaded, prefix_affinity, score
+from headrace.scheduler.simulation.replay.routing import (
+    ROUTERS,
+    Candidate,
+    Router,
+    least_loaded,
+    prefix_affinity,
+    score,
+)
 from headrace.scheduler.simulation.replay.workload import VOCABULARY, Segment, TraceRequest, prompt
 from headrace.scheduler.state.chunking import Cost
 
