@@ -12,23 +12,25 @@ class SchedulerDriver:
     def __init__(self, world: World, scheduler: Scheduler, perform: Callable[[list[Effect]], None]) -> None:
         """perform: applies the effects of one call of the scheduler, in order."""
         self._world = world
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        """A test may put another one in its place, before the first event."""
+
         self._perform = perform
         self._tick_at: float | None = None
 
     def handle(self, event: Event) -> None:
         """Handle an event now, apply its effects and plan."""
-        self._apply(self._scheduler.handle(event, self._world.now))
+        self._apply(self.scheduler.handle(event, self._world.now))
 
     def _apply(self, effects: list[Effect]) -> None:
         self._perform(effects)
-        while effects := self._scheduler.plan(self._world.now):
+        while effects := self.scheduler.plan(self._world.now):
             self._perform(effects)
         self._schedule_tick()
 
     def _schedule_tick(self) -> None:
         """Schedule tick() for the next deadline."""
-        deadline = self._scheduler.next_deadline()
+        deadline = self.scheduler.next_deadline()
         if deadline is None or (self._tick_at is not None and self._tick_at <= deadline):
             return
         self._tick_at = deadline
@@ -38,5 +40,5 @@ class SchedulerDriver:
         if self._tick_at != at:
             return  # an earlier tick has taken its place
         self._tick_at = None
-        self._apply(self._scheduler.tick(self._world.now))
+        self._apply(self.scheduler.tick(self._world.now))
         self._schedule_tick()

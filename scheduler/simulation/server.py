@@ -73,7 +73,6 @@ class SimulatedServer:
         self.name = name
         self.config = config
         self.report = report
-        self.scheduler = Scheduler(config)
         self.guard = PageGuard(config.stages, config.page_size)
         self.clients: dict[str, SimulatedClient] = {}
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
@@ -83,10 +82,19 @@ class SimulatedServer:
         self._token_s = token_s
         self._has_nan_token = has_nan_token
         self._checks_chunks = checks_chunks
-        self._driver = SchedulerDriver(world, self.scheduler, self._perform_all)
+        self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._stream: list[Order] = []
         self.pipeline = self._new_pipeline()
         self._front = Channel(world, 0.001)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What decides for this server."""
+        return self._driver.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        self._driver.scheduler = scheduler
 
     def send(self, event: Event) -> None:
         """Send a message from the front end, which arrives after a delay."""
