@@ -17,7 +17,6 @@ from headrace.server.config.load import CPUINFO_VARIABLE, load
 from headrace.server.config.settings import SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
-from headrace.server.simulate import command as simulate
 from headrace.server.simulate import options as simulate_options
 from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
@@ -81,7 +80,9 @@ def _run(given: argparse.Namespace) -> int:
 
             return demo.main(given, os.environ)
         case "simulate":
-            return simulate.main(given, os.environ)
+            from headrace.server.simulate import command  # a server does not need the simulator
+
+            return command.main(given, os.environ)
         case _:
             return _bench(given.benchmark, given.arguments)
 

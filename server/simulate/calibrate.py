@@ -24,6 +24,8 @@ RECORD_S = 20.0
 SHORTEST = 16  # tokens of a prompt
 LONGEST_S = 3.0  # of one prompt: longer ones are not tried
 LEAST_PASSES = 10
+OUTLIER = 4.0  # times the median error
+LEAST_OUTLIER = 0.02  # relative error that is none
 TOKEN_IDS = 200  # every model has as many
 TIMEOUT_S = 120.0
 
@@ -104,9 +106,9 @@ def evaluate(
         terms = [each.terms for each in passes if each.stage == stage]
         if len(terms) < LEAST_PASSES:
             raise ConfigError(f"--calibrate: stage {stage} of {address} recorded {len(terms)} passes only")
-        cost = fit_terms(terms)
+        cost, off = _fit(terms)
         costs.append(cost)
-        errors += [abs(_predicted(cost, *row[:2]) - row[2]) / row[2] for row in terms]
+        errors += off
     if not stages:
         raise ConfigError(f"--calibrate: {address} recorded no forward pass")
     ordered = sorted(errors)
@@ -117,9 +119,18 @@ def evaluate(
     return Calibration(tuple(costs), kv_tokens, _latency(passes, client_s), text)
 
 
-def _predicted(cost: Cost, squared: float, tokens: float) -> float:
+def _fit(terms: Sequence[tuple[float, float, float]]) -> tuple[Cost, list[float]]:
+    """The cost, and how far each pass is off, relative to its time. Passes that are off by far more than most were held
+    up by something else: they do not count in a second fit."""
+    off = _errors(fit_terms(terms), terms)
+    bound = max(OUTLIER * statistics.median(off), LEAST_OUTLIER)
+    cost = fit_terms([row for row, error in zip(terms, off, strict=True) if error <= bound])
+    return cost, _errors(cost, terms)
+
+
+def _errors(cost: Cost, terms: Sequence[tuple[float, float, float]]) -> list[float]:
     a, b, c = cost
-    return a * squared + b * tokens + c
+    return [abs(a * squared + b * tokens + c - seconds) / seconds for squared, tokens, seconds in terms]
 
 
 def _latency(passes: Sequence[StagePass], client_s: Mapping[str, float]) -> float:

@@ -58,6 +58,14 @@ def test_unfinished_passes_do_not_count() -> None:
     assert evaluate("http://x", stage_passes(trace), clients, 1).costs[0] == pytest.approx(COST, rel=1e-6)
 
 
+def test_a_pass_that_was_held_up_does_not_count() -> None:
+    trace, clients = recorded(40)
+    computed = [event for event in trace["traceEvents"] if event["name"] == "compute"]
+    for event in computed[5::25]:
+        event["dur"] *= 3
+    assert evaluate("http://x", stage_passes(trace), clients, 1).costs[0] == pytest.approx(COST, rel=0.01)
+
+
 def test_too_few_passes_are_said() -> None:
     trace, clients = recorded(1, chunk=5000)
     with pytest.raises(ConfigError, match="recorded 1 passes only"):
