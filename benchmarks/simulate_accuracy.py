@@ -18,13 +18,14 @@ from benchmarks.server import prefill_body, serving
 from headrace.core.config import SchedulerConfig
 from headrace.core.types.packed import unpack
 from headrace.engine.model.stub import is_stub
-from headrace.scheduler.simulation.replay.costs import offered_work
+from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import score
 from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest, prompt
 from headrace.server.launch.local_server import LocalServer
 from headrace.server.simulate.calibrate import Calibration, calibrate
-from headrace.server.simulate.summary import OBJECTIVES, Summary, summarise
+from headrace.server.simulate.objectives import OBJECTIVES
+from headrace.server.simulate.summary import Summary, summarise
 
 STUB = "stub:layers=4,us_per_token=300,ps_per_token_squared=60000,us_per_plan=10000,max_len=8192"
 VOCABULARY = 1000

@@ -9,16 +9,18 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.scheduler.simulation.replay.costs import offered_work, split_evenly
+from headrace.scheduler.simulation.replay.costs import split_evenly
+from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Replay, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import ROUTERS
 from headrace.scheduler.simulation.replay.workload import TraceRequest
 from headrace.scheduler.state.chunking import Cost
 from headrace.server.simulate import options, plot
+from headrace.server.simulate.objectives import OBJECTIVES
 from headrace.server.simulate.options import Point
 from headrace.server.simulate.progress import Progress
 from headrace.server.simulate.report import Report, Row, as_json, as_text
-from headrace.server.simulate.summary import OBJECTIVES, summarise
+from headrace.server.simulate.summary import summarise
 from headrace.server.simulate.trace_file import read_trace
 
 

@@ -22,7 +22,7 @@ from headrace.server.config.flags import add_flag
 from headrace.server.config.load import load
 from headrace.server.config.settings import BY_KEY, SETTINGS
 from headrace.server.config.values import parse_value
-from headrace.server.simulate.summary import OBJECTIVES
+from headrace.server.simulate.objectives import OBJECTIVES
 
 T = TypeVar("T")
 DESCRIPTION = "answer capacity questions: replay a trace of requests through the scheduler in virtual time"

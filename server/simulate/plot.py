@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.types.errors import ConfigError
+from headrace.server.simulate.objectives import CLASSES
 from headrace.server.simulate.report import Report, Row
-from headrace.server.simulate.summary import CLASSES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from headrace.scheduler.state.chunking import Cost
-from headrace.server.simulate.summary import CLASSES, Summary
+from headrace.server.simulate.objectives import CLASSES
+from headrace.server.simulate.summary import Summary
 
 NOTHING = "-"
 

@@ -12,7 +12,8 @@ from headrace.core.config import SchedulerConfig
 from headrace.scheduler.simulation.replay.replay import Outcome, ReplayResult
 from headrace.server import cli
 from headrace.server.simulate import options, plot
-from headrace.server.simulate.summary import OBJECTIVES, Latency, quantile, summarise
+from headrace.server.simulate.objectives import OBJECTIVES
+from headrace.server.simulate.summary import Latency, quantile, summarise
 
 COST = "1e-9,1e-4,0.01"
 ENGINE = ("--cost", COST, "--page-size", "64", "--kv-pages", "128")

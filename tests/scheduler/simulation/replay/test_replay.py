@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config import SchedulerConfig
-from headrace.scheduler.simulation.replay.costs import offered_work, split_evenly
+from headrace.scheduler.simulation.replay.costs import split_evenly
+from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import (
     ROUTERS,
