@@ -1,7 +1,8 @@
 """How close `headrace simulate` comes to a server: the same arrivals in real time and in virtual time.
 
 `python -m benchmarks.simulate_accuracy` takes the stub model, `--model smollm2` a real one. The costs of forward passes
-are measured first, as `--calibrate` does, then prompts of many lengths arrive, some of which continue earlier ones.
+are measured first, as `--calibrate` does, then prompts of many lengths arrive, some of which continue earlier ones. On
+a machine whose speed changes meanwhile the last column shows it: the replay simulated with the costs of its own passes.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayR
 from headrace.scheduler.simulation.replay.routing import score
 from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest, prompt
 from headrace.server.launch.local_server import LocalServer
-from headrace.server.simulate.calibrate import Calibration, calibrate
+from headrace.server.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
 from headrace.server.simulate.objectives import OBJECTIVES
 from headrace.server.simulate.summary import Summary, summarise
 
@@ -33,6 +34,8 @@ PAGE_SIZE, CHUNK_TOKENS, KV_PAGES = 16, 512, 1024
 FIRST_TEXT = 10  # number of a session's text
 CONTINUED = 0.4  # share of requests that continue a session
 CONNECT_S = 600.0
+LONGEST_RECORDING_S = 60
+SETTLE_S = 0.5  # until the server records
 WARM_UP = (4, 8, 600)  # tokens, all 1, with which no prompt of the workload begins
 
 
@@ -52,27 +55,33 @@ def workload(count: int, longest: int, seed: int) -> list[TraceRequest]:
     return requests
 
 
-async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> ReplayResult:
-    """Send every request at its time; the first token is there when the answer is."""
+async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> tuple[ReplayResult, Calibration]:
+    """Send every request at its time; the first token is there when the answer is. Returns what came of them, and the
+    costs of the passes of the first minute."""
     bodies = [prefill_body(unpack(prompt(request, VOCABULARY))) for request in requests]
     outcomes = [Outcome(request.tokens, request.arrival_s) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     async with httpx.AsyncClient(base_url=server.url, timeout=CONNECT_S, limits=limits, trust_env=False) as client:
         for tokens in WARM_UP:  # the first requests of a server and of a client are slower
             await client.post("/v1/prefill", json=prefill_body([1] * tokens))
+        recording = asyncio.create_task(client.get(f"/debug/trace?seconds={LONGEST_RECORDING_S}"))
+        await asyncio.sleep(SETTLE_S)
         began = time.perf_counter()
 
         async def send(number: int) -> None:
             await asyncio.sleep(began + requests[number].arrival_s - time.perf_counter())
             outcomes[number].arrival_s = time.perf_counter() - began
-            response = await client.post("/v1/prefill", json=bodies[number])
+            response = await client.post("/v1/prefill", json=bodies[number] | {"rid": str(number)})
             assert response.status_code == 200, response.text
             outcomes[number].first_token_s = time.perf_counter() - began - outcomes[number].arrival_s
             outcomes[number].cached_tokens = response.json()["usage"]["cached_tokens"]
 
         await asyncio.gather(*(send(number) for number in range(len(requests))))
+        passes = stage_passes((await recording).json())
+    seconds = {str(number): outcome.first_token_s or 0.0 for number, outcome in enumerate(outcomes)}
+    own = evaluate(server.url, passes, seconds, 0)
     ends = [outcome.arrival_s + (outcome.first_token_s or 0.0) for outcome in outcomes]
-    return ReplayResult(tuple(outcomes), (0.0,), max(ends) - outcomes[0].arrival_s, 0)
+    return ReplayResult(tuple(outcomes), (0.0,), max(ends) - outcomes[0].arrival_s, 0), own
 
 
 def simulated(requests: Sequence[TraceRequest], engine: Calibration, config: SchedulerConfig) -> ReplayResult:
@@ -98,6 +107,29 @@ def figures(summary: Summary) -> dict[str, float]:
         "tokens/s": summary.tokens_per_s,
         "cache hits, % of tokens": 100 * summary.hits,
     }
+
+
+def _print(
+    load: float,
+    requests: Sequence[TraceRequest],
+    real: ReplayResult,
+    config: SchedulerConfig,
+    engines: Sequence[Calibration],
+) -> None:
+    """Print the figures of the server, and beside them those simulated with each of the costs. Arrivals are taken as
+    they were, so that what a late client costs is in all of them."""
+    sent = [
+        msgspec.structs.replace(request, arrival_s=outcome.arrival_s)
+        for request, outcome in zip(requests, real.outcomes, strict=True)
+    ]
+    objective, unused = OBJECTIVES["flat"], (0.0, 0.0, 0.0)
+    measured = figures(summarise(real, objective, unused))
+    modelled = [figures(summarise(simulated(sent, engine, config), objective, unused)) for engine in engines]
+    rows = []
+    for name, value in measured.items():
+        cells = [f"{each[name]:,.1f} ({100 * (each[name] / value - 1):+.1f} %)" for each in modelled]
+        rows.append((name, f"{value:,.1f}", *cells))
+    print_table(f"load {load:g}", ("", "server", "simulated", "own passes"), rows)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,22 +163,9 @@ def main(arguments: Sequence[str]) -> int:
         requests = at_load(workload(given.requests, given.longest, 1), engine, load)
         about = f"{given.requests} requests in {requests[-1].arrival_s:.0f} s"
         with serving(*flags) as server, console.status(about):  # another one, with an empty cache
-            real = asyncio.run(_replay(server, requests))
-        # Arrivals as they were, so that what a late client costs is in both.
-        sent = [
-            msgspec.structs.replace(request, arrival_s=outcome.arrival_s)
-            for request, outcome in zip(requests, real.outcomes, strict=True)
-        ]
-        a, b, c = (sum(values) for values in zip(*engine.costs, strict=True))
-        measured, modelled = (
-            figures(summarise(result, OBJECTIVES["prop"], (a, b, c)))
-            for result in (real, simulated(sent, engine, config))
-        )
-        rows = [
-            (name, f"{value:,.1f}", f"{modelled[name]:,.1f}", f"{100 * (modelled[name] / value - 1):+.1f} %")
-            for name, value in measured.items()
-        ]
-        print_table(f"load {load:g}", ("", "server", "simulated", "difference"), rows)
+            real, own = asyncio.run(_replay(server, requests))
+        console.print(f"its own passes: {own.text}", own.costs)
+        _print(load, requests, real, config, (engine, msgspec.structs.replace(own, latency_s=engine.latency_s)))
     return 0
 
 
