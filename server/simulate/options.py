@@ -20,7 +20,7 @@ from headrace.scheduler.simulation.replay.routing import ROUTERS
 from headrace.scheduler.state.chunking import Cost
 from headrace.server.config.flags import add_flag
 from headrace.server.config.load import load
-from headrace.server.config.settings import BY_KEY, SETTINGS
+from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
 from headrace.server.config.values import parse_value
 from headrace.server.simulate.objectives import OBJECTIVES
 
@@ -101,12 +101,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     server = parser.add_argument_group(
         "server",
-        "As in headrace serve, with its defaults, but pages of 512 tokens and the preset's or measured KV pool. "
-        "Values separated by commas are all replayed, in every combination.",
+        "As in headrace serve. Values separated by commas are all replayed, in every combination.",
     )
     server.add_argument("--config", metavar="FILE", help="TOML file of a server, whose settings are the defaults")
     for setting in REPLAYED:
-        add_flag(server, setting)
+        add_flag(server, _shown(setting))
+
+
+def _shown(setting: Setting) -> Setting:
+    """The setting as this command's help shows it: pages have another default, and pools another source."""
+    if setting.key == "page-size":
+        return msgspec.structs.replace(setting, default=PAGE_SIZE)
+    if setting.key == "kv-pages":
+        flag = msgspec.structs.replace(setting.flag, help="pages in the KV pool; 0: as many as the engine's above has")
+        return msgspec.structs.replace(setting, flag=flag)
+    return setting
 
 
 _LOAD_HELP = (

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+LEAST_SAVING = 0.1  # share of a prompt's work; less is a prefix that all prompts have, which is no reason to crowd
 UNCACHED_WEIGHT = 8.0  # work that a cache elsewhere would have saved delays everything behind it
 
 
@@ -29,8 +30,14 @@ def least_loaded(candidates: Sequence[Candidate]) -> int:
 
 
 def prefix_affinity(candidates: Sequence[Candidate]) -> int:
-    """Longest cached prefix, then the least work."""
-    return _best(candidates, lambda candidate: (candidate.uncached_s, candidate.queued_s))
+    """Longest cached prefix that saves a tenth of the work of the shortest one, then the least work."""
+    most = max(candidate.uncached_s for candidate in candidates)
+    bound = (1 - LEAST_SAVING) * most
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        return (candidate.uncached_s if candidate.uncached_s <= bound else most, candidate.queued_s)
+
+    return _best(candidates, key)
 
 
 def score(candidates: Sequence[Candidate]) -> int:

@@ -200,6 +200,7 @@ def test_routers() -> None:
     given = candidates((2, 3.0, 0.1), (1, 4.0, 0.5), (1, 3.9, 0.5))
     assert least_loaded(given) == 2
     assert prefix_affinity(given) == 0
+    assert prefix_affinity(candidates((9, 9.0, 0.46), (0, 0.0, 0.5))) == 1, "a prefix that all prompts have"
     assert score(given) == 0
     assert score(candidates((0, 5.0, 0.1), (0, 1.0, 0.5))) == 1
     for router in ROUTERS.values():
