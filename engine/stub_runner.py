@@ -116,7 +116,7 @@ class StubRunner:
             ends[-1], self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device
         )
         result[:, :16] = _bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
-        self._take_time(started, ends[-1])
+        self._take_time(started, rows)
         return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
@@ -201,10 +201,14 @@ class StubRunner:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
         return torch.from_numpy(pages).to(self.hidden_spec.device)
 
-    def _take_time(self, started: float, tokens: int) -> None:
+    def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed. Oversleeping is subtracted from the next sleep."""
         jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
-        due_s = (tokens * self._model.us_per_token + self._model.us_per_plan) * 1e-6 * self._share * jitter
+        tokens = sum(row.count for row in rows)
+        squared = sum(row.count * (2 * row.start + row.count) for row in rows)
+        model = self._model
+        due_us = tokens * model.us_per_token + squared * model.ps_per_token_squared * 1e-6 + model.us_per_plan
+        due_s = due_us * 1e-6 * self._share * jitter
         until = started + due_s - self._overslept_s
         if (left := until - time.perf_counter()) > 0:
             time.sleep(left)

@@ -109,6 +109,10 @@ class Scheduler:
         """No request is left, and no page is leased."""
         return not self._state.requests
 
+    def cached_tokens(self, prompt: bytes, salt: str = "") -> int:
+        """Leading tokens of a packed prompt whose KV the prefix cache holds now."""
+        return self._state.cache.cached_tokens(prompt, salt)
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
         match event:

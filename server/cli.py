@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, stage, check, keys, demo, bench."""
+"""The command `headrace`: serve, stage, check, keys, demo, simulate, bench."""
 
 import argparse
 import os
@@ -17,6 +17,7 @@ from headrace.server.config.load import CPUINFO_VARIABLE, load
 from headrace.server.config.settings import SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
+from headrace.server.simulate import options as simulate_options
 from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
 
@@ -78,6 +79,10 @@ def _run(given: argparse.Namespace) -> int:
             from headrace.server import demo
 
             return demo.main(given, os.environ)
+        case "simulate":
+            from headrace.server.simulate import command  # a server does not need the simulator
+
+            return command.main(given, os.environ)
         case _:
             return _bench(given.benchmark, given.arguments)
 
@@ -87,7 +92,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given, extra = parser.parse_known_args(arguments)
     if extra:
         settings = [*(setting.key for setting in SETTINGS), "config"]
-        known = {"serve": settings, "check": settings, "stage": list(rank_info.FLAGS), "keys": ["name", "force"]}
+        known = {
+            "serve": settings,
+            "check": settings,
+            "stage": list(rank_info.FLAGS),
+            "keys": ["name", "force"],
+            "simulate": [*(setting.key for setting in simulate_options.REPLAYED), *simulate_options.OPTIONS],
+        }
         name = extra[0].partition("=")[0]
         hint = nearest(name.lstrip("-"), known.get(given.command, ["model", "dtype"]), "--")
         raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
@@ -111,6 +122,10 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help=DEMO, description=DEMO, allow_abbrev=False)
     demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
     demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
+    about, usage = simulate_options.DESCRIPTION, "headrace simulate TRACE [flags]"
+    simulate_options.add_flags(
+        commands.add_parser("simulate", help=about, description=about, usage=usage, allow_abbrev=False)
+    )
     bench = commands.add_parser("bench", help="run benchmarks; needs a checkout of the repository", allow_abbrev=False)
     bench.add_argument("benchmark", nargs="?", help="a module of benchmarks/ (default: all)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")

@@ -32,6 +32,9 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of the longest sequence."""
     us_per_token: int = 50
     """Microseconds that all layers together take per token."""
+    ps_per_token_squared: int = 0
+    """Picoseconds that all layers together take per squared token besides, as attention does: a row of n tokens after s
+    others takes those of (s + n)² - s²."""
     us_per_plan: int = 0
     """Microseconds that all layers together take per forward pass, besides."""
     jitter_percent: int = 0

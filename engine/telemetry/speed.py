@@ -44,13 +44,19 @@ def measure(
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
-    """Fit (a, b, c) to (tokens, seconds) by least squares of the relative error, with no coefficient below zero.
+    """Fit (a, b, c) to (tokens, seconds) of prompts computed in one pass, see fit_terms()."""
+    return fit_terms([(float(length) ** 2, float(length), seconds) for length, seconds in samples])
+
+
+def fit_terms(samples: Sequence[tuple[float, float, float]]) -> Cost:
+    """Fit (a, b, c) to passes of (squared tokens, tokens, seconds) by least squares of the relative error, with no
+    coefficient below zero.
 
     A term whose coefficient comes out negative is dropped and the rest is fitted again.
     """
-    lengths = np.array([float(length) for length, _ in samples])
-    seconds = np.array([max(taken, 1e-9) for _, taken in samples])
-    terms = np.stack((lengths**2, lengths, np.ones_like(lengths)), axis=1) / seconds[:, None]
+    seconds = np.array([max(taken, 1e-9) for _, _, taken in samples])
+    columns = ([squared for squared, _, _ in samples], [tokens for _, tokens, _ in samples], [1.0] * len(samples))
+    terms = np.array(columns).T / seconds[:, None]
     kept = [0, 1, 2]
     while kept:
         found = np.linalg.lstsq(terms[:, kept], np.ones_like(seconds), rcond=None)[0]

@@ -107,15 +107,19 @@ class KvCache:
         """Pages that hold this many token positions."""
         return ceil_div(tokens, self._page_size)
 
+    def cached_tokens(self, tokens: bytes | bytearray, salt: str) -> int:
+        """Leading tokens of a packed prompt that acquire() would find in the tree now."""
+        if not self._prefix_cache:
+            return 0
+        return len(self._match(tokens, salt)) * self._page_size
+
     def acquire(self, tokens: bytes | bytearray, salt: str, extra: int = 0, match: bool = True) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
 
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits.
         """
         length = len(tokens) // ITEM_BYTES
-        path: list[Node] = []
-        if match and self._prefix_cache:
-            path = self._tree.match(self._keys(tokens, 0, (length - 1) // self._page_size), salt)
+        path = self._match(tokens, salt) if match and self._prefix_cache else []
         self._tree.lock(path)
         self._owners += 1
         pages = self._take(self.pages_for(length + extra) - len(path), self._owners)
@@ -195,6 +199,11 @@ class KvCache:
         if self.free + nodes + private != self.total:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems
+
+    def _match(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
+        """The nodes of the longest cached prefix, without the page of the last token."""
+        full = (len(tokens) // ITEM_BYTES - 1) // self._page_size
+        return self._tree.match(self._keys(tokens, 0, full), salt)
 
     def _take(self, count: int, owner: int) -> list[int] | None:
         """Allocate count pages, evicting where needed; None when there are not that many."""

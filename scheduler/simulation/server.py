@@ -9,6 +9,7 @@ from headrace.core.messages.orders import BeginEpoch, Order
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
 from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
@@ -72,7 +73,6 @@ class SimulatedServer:
         self.name = name
         self.config = config
         self.report = report
-        self.scheduler = Scheduler(config)
         self.guard = PageGuard(config.stages, config.page_size)
         self.clients: dict[str, SimulatedClient] = {}
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
@@ -82,10 +82,19 @@ class SimulatedServer:
         self._token_s = token_s
         self._has_nan_token = has_nan_token
         self._checks_chunks = checks_chunks
-        self._tick_at: float | None = None
+        self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._stream: list[Order] = []
         self.pipeline = self._new_pipeline()
         self._front = Channel(world, 0.001)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What decides for this server."""
+        return self._driver.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        self._driver.scheduler = scheduler
 
     def send(self, event: Event) -> None:
         """Send a message from the front end, which arrives after a delay."""
@@ -100,7 +109,7 @@ class SimulatedServer:
         """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
         self.guard.event(event)
-        self._apply(self.scheduler.handle(event, self.world.now))
+        self._driver.handle(event)
 
     def crash(self) -> None:
         """End a stage; the whole engine comes up again a little later."""
@@ -146,12 +155,6 @@ class SimulatedServer:
         self._stream.clear()
         self.pipeline = self._new_pipeline()
         self.on_restart()
-
-    def _apply(self, effects: list[Effect]) -> None:
-        self._perform_all(effects)
-        while effects := self.scheduler.plan(self.world.now):
-            self._perform_all(effects)
-        self._schedule_tick()
 
     def _perform_all(self, effects: list[Effect]) -> None:
         for problem in self.scheduler.check_integrity():
@@ -212,21 +215,6 @@ class SimulatedServer:
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size
-
-    def _schedule_tick(self) -> None:
-        """Schedule tick() for the next deadline."""
-        deadline = self.scheduler.next_deadline()
-        if deadline is None or (self._tick_at is not None and self._tick_at <= deadline):
-            return
-        self._tick_at = deadline
-        self.world.at(deadline, lambda: self._tick(deadline))
-
-    def _tick(self, at: float) -> None:
-        if self._tick_at != at:
-            return  # an earlier tick has taken its place
-        self._tick_at = None
-        self._apply(self.scheduler.tick(self.world.now))
-        self._schedule_tick()
 
     def _check_streams(self) -> None:
         """Every stage has logged the beginning of the same list."""

@@ -32,13 +32,16 @@ class World:
 
     def run(self, limit: int) -> bool:
         """Run all actions, in the order of their times; False when there are more than limit."""
-        for _ in range(limit):
-            if not self._heap:
-                return True
-            when, _, action = heapq.heappop(self._heap)
-            self.clock.advance(max(0.0, when - self.now))
-            action()
-        return False
+        return any(not self.step() for _ in range(limit))
+
+    def step(self) -> bool:
+        """Run the next action; False when there is none."""
+        if not self._heap:
+            return False
+        when, _, action = heapq.heappop(self._heap)
+        self.clock.advance(max(0.0, when - self.now))
+        action()
+        return True
 
 
 class Channel:

@@ -22,10 +22,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         section = parser.add_argument_group(group)
         for setting in SETTINGS:
             if setting.flag.group == group:
-                _add_flag(section, setting)
+                add_flag(section, setting)
 
 
-def _add_flag(section: "argparse._ArgumentGroup", setting: Setting) -> None:
+def add_flag(section: "argparse._ArgumentGroup", setting: Setting) -> None:
+    """Add the flag of one setting, without a default."""
     if setting.kind == "switch":
         section.add_argument(
             setting.option,

@@ -163,6 +163,16 @@ def test_a_plan_takes_its_time_and_a_stage_its_share() -> None:
     assert time.process_time() - used < 0.03
 
 
+def test_squared_tokens_take_the_time_of_the_prefix_too() -> None:
+    """A row of 10 tokens after 80: 90² - 80² of them, 1 µs each, of which half the layers take half."""
+    made = runner(range(2), model="stub:layers=4,hidden=16,us_per_token=0,ps_per_token_squared=1000000,max_len=100")
+    prompt = [row(1, 80, list(range(10)), range(23))]
+    begun = time.perf_counter()
+    for _ in range(20):
+        made.forward(prompt)
+    assert 20 * 0.00085 * 0.98 <= time.perf_counter() - begun < 20 * 0.00085 * 3
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

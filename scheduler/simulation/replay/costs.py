@@ -1,0 +1,31 @@
+"""Modelled seconds of forward passes: f(l) = a·l² + b·l for the first l tokens of a prompt, plus c a pass.
+
+A row of n tokens after a prefix of s tokens takes f(s + n) - f(s), since attention reads all of the prefix.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from headrace.core.messages.orders import PlanRow
+from headrace.scheduler.state.chunking import Cost
+
+
+def row_seconds(cost: Cost, start: int, count: int) -> float:
+    """Seconds of count tokens after a prefix of start tokens, without the pass's own c."""
+    a, b, _ = cost
+    return (a * (2 * start + count) + b) * count
+
+
+def pass_seconds(cost: Cost, rows: Iterable[PlanRow]) -> float:
+    """Seconds of one forward pass on one stage."""
+    return sum((row_seconds(cost, row.start, row.count) for row in rows), cost[2])
+
+
+def split_evenly(cost: Cost, stages: int) -> tuple[Cost, ...]:
+    """The costs of each of several stages with as many layers."""
+    a, b, c = cost
+    return ((a / stages, b / stages, c / stages),) * stages
+
+
+def slowest(costs: Sequence[Cost], tokens: int) -> Cost:
+    """The stage that takes longest for prompts of this length: the pipeline runs at its pace."""
+    return max(costs, key=lambda cost: row_seconds(cost, 0, tokens) + cost[2])

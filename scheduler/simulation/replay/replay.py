@@ -1,0 +1,146 @@
+"""The replay of a trace: arrivals in virtual time, the choice of a replica for each, and what became of it."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.scheduler.simulation.replay.replica import Replica
+from headrace.scheduler.simulation.replay.routing import Router
+from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
+from headrace.scheduler.simulation.world import World
+from headrace.scheduler.state.chunking import Cost
+
+STUCK = "not_ended"  # code of a request that no event can end any more
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace is replayed on."""
+
+    scheduler: SchedulerConfig
+    """Of every replica. Its kv_pages are the pool."""
+
+    costs: tuple[Cost, ...]
+    """Of each stage."""
+
+    replicas: int = 1
+    router: Router
+    time_scale: float = 1.0
+    """Every arrival time is multiplied by it."""
+
+    fetch_tokens_s: float | None = None
+    """Tokens a second whose KV decode peers fetch from each replica; None: at once."""
+
+    latency_s: float = 0.0
+    """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
+
+
+class Outcome(msgspec.Struct, gc=False):
+    """What became of one request."""
+
+    tokens: int
+    arrival_s: float
+    """Virtual seconds since the start."""
+
+    replica: int = 0
+    first_token_s: float | None = None
+    """Seconds from the arrival to the first token; None if there was none."""
+
+    cached_tokens: int = 0
+    error: str = ""
+    """Code of the error that it ended with."""
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """A finished replay."""
+
+    outcomes: tuple[Outcome, ...]
+    """In the order of the trace."""
+
+    busy_s: tuple[float, ...]
+    """Seconds of computing of the busiest stage, by replica."""
+
+    seconds: float
+    """Virtual time from the first arrival to the last first token."""
+
+    plans: int
+    """Forward passes of all replicas."""
+
+
+class Replay:
+    """One run of a trace through Schedulers. Deterministic: equal settings and requests give equal results."""
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        requests: Sequence[TraceRequest],
+        progress: Callable[[int], None] = lambda _ended: None,
+    ) -> None:
+        """requests: by arrival. progress: called with the number of requests that have ended."""
+        self._settings = settings
+        self._requests = requests
+        self._progress = progress
+        self._world = World(0)
+        self._outcomes: list[Outcome] = []
+        self._open = len(requests)
+        self._last_token_at = 0.0
+        self._replicas = [
+            Replica(
+                self._world,
+                settings.scheduler,
+                settings.costs,
+                settings.fetch_tokens_s,
+                self._first_token,
+                self._ended,
+            )
+            for _ in range(settings.replicas)
+        ]
+
+    def run(self) -> ReplayResult:
+        """Run until every request has ended."""
+        self._await_arrival(0)
+        while self._open and self._world.step():
+            pass
+        for outcome in self._outcomes:
+            if outcome.first_token_s is None and not outcome.error:
+                outcome.error = STUCK
+        began = self._outcomes[0].arrival_s if self._outcomes else 0.0
+        return ReplayResult(
+            tuple(self._outcomes),
+            tuple(max(replica.pipeline.busy_s) for replica in self._replicas),
+            max(0.0, self._last_token_at - began),
+            sum(replica.pipeline.plans for replica in self._replicas),
+        )
+
+    def _await_arrival(self, number: int) -> None:
+        if number < len(self._requests):
+            at = self._requests[number].arrival_s * self._settings.time_scale
+            self._world.at(at, lambda: self._arrive(number))
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        self._await_arrival(number + 1)
+        tokens = prompt(request)
+        chosen = 0
+        if len(self._replicas) > 1:
+            chosen = self._settings.router([replica.candidate(tokens) for replica in self._replicas])
+        self._outcomes.append(Outcome(request.tokens, self._world.now, chosen))
+        if self._settings.latency_s:
+            self._world.at(
+                self._world.now + self._settings.latency_s,
+                lambda: self._replicas[chosen].submit(str(number), tokens),
+            )
+        else:
+            self._replicas[chosen].submit(str(number), tokens)
+
+    def _first_token(self, rid: str) -> None:
+        outcome = self._outcomes[int(rid)]
+        if outcome.first_token_s is None:
+            self._last_token_at = self._world.now
+            outcome.first_token_s = self._world.now - outcome.arrival_s
+
+    def _ended(self, rid: str, cached_tokens: int, error: str) -> None:
+        outcome = self._outcomes[int(rid)]
+        outcome.cached_tokens, outcome.error = cached_tokens, error
+        self._open -= 1
+        self._progress(len(self._requests) - self._open)

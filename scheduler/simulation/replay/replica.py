@@ -1,0 +1,97 @@
+"""One replica of a replay: a real Scheduler on modelled stages, its clients and its decode peer."""
+
+from collections.abc import Callable, Sequence
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.orders import Order
+from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.types.geometry import Geometry, ceil_div
+from headrace.core.types.packed import ITEM_BYTES, pack
+from headrace.core.types.request import Discard, SamplingParams, SendTo
+from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.simulation.driver import SchedulerDriver
+from headrace.scheduler.simulation.replay.costs import row_seconds, slowest
+from headrace.scheduler.simulation.replay.pipeline import TimedPipeline
+from headrace.scheduler.simulation.replay.routing import Candidate
+from headrace.scheduler.simulation.world import World
+from headrace.scheduler.state.chunking import Cost
+
+PEER = "peer"
+ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
+HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
+
+
+class Replica:
+    """Takes prompts and reports what becomes of them, at the virtual times at which it does.
+
+    first_token: called with rid. ended: called with rid, cached tokens and "" or the error's code.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: SchedulerConfig,
+        costs: Sequence[Cost],
+        fetch_tokens_s: float | None,
+        first_token: Callable[[str], None],
+        ended: Callable[[str, int, str], None],
+    ) -> None:
+        """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
+        self._config = config
+        self._cost = slowest(costs, config.chunk_tokens)
+        self._hands_over = fetch_tokens_s is not None
+        self._first_token = first_token
+        self._ended = ended
+        self._scheduler = Scheduler(config)
+        self._driver = SchedulerDriver(world, self._scheduler, self._perform)
+        self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
+        self._queued_s = 0.0
+        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, self._driver.handle)
+        self.pipeline.start(config.kv_pages, config.page_size)
+        if self._hands_over:
+            pools = (Geometry("float32", 1, 1, 1, config.page_size),)
+            self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 30))
+
+    def candidate(self, prompt: bytes) -> Candidate:
+        """What a router sees when this prompt arrives."""
+        return Candidate(len(self._work), self._queued_s, self._uncached_s(prompt))
+
+    def submit(self, rid: str, prompt: bytes) -> None:
+        """Take in a request, and the reservation of its peer if KV is handed over."""
+        self._work[rid] = seconds = self._uncached_s(prompt)
+        self._queued_s += seconds
+        route = SendTo(rid) if self._hands_over else Discard()
+        sampling = HANDED_OVER if self._hands_over else ANSWERED
+        if self._hands_over:
+            tokens = len(prompt) // ITEM_BYTES
+            pages = pack(range(ceil_div(tokens, self._config.page_size)))
+            self._driver.handle(
+                PeerReserved(
+                    session=PEER, ticket=rid, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                )
+            )
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route))
+
+    def _uncached_s(self, prompt: bytes) -> float:
+        cached = self._scheduler.cached_tokens(prompt)
+        return row_seconds(self._cost, cached, len(prompt) // ITEM_BYTES - cached)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Order():
+                    self.pipeline.order(effect)
+                case Tokens():
+                    self._leave_queue(effect.rid)
+                    self._first_token(effect.rid)
+                case RequestFinished():
+                    self._ended(effect.rid, effect.usage.cached_tokens, "")
+                case RequestFailed():
+                    self._leave_queue(effect.rid)
+                    self._ended(effect.rid, 0, effect.error.code)
+                case _:
+                    pass
+
+    def _leave_queue(self, rid: str) -> None:
+        self._queued_s -= self._work.pop(rid, 0.0)

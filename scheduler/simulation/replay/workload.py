@@ -1,0 +1,53 @@
+"""Requests of a trace, and the tokens of their prompts: equal prefixes in the trace are equal tokens.
+
+A prompt is a list of segments, each the beginning of a numbered text:
+
+    Mooncake's blocks    (block 0, 512) (block 7, 512) (block 9, 102)
+    a session            (text of the session, 6,758)              a later turn has more of the same text
+    with a common prefix (text of the group, 1,000) (text of the session, 5,758)
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.core.types.packed import ITEM_BYTES, pack
+
+VOCABULARY = 1 << 31  # every text number is one token
+
+
+class Segment(NamedTuple):
+    """The first tokens of a text."""
+
+    text: int
+    """Number of the text, not negative."""
+
+    tokens: int
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request of a trace."""
+
+    arrival_s: float
+    """Seconds since the trace began."""
+
+    segments: tuple[Segment, ...]
+    tokens: int
+    """Prompt tokens: the sum of the segments."""
+
+    output_tokens: int = 0
+    """Tokens that were generated; 0 where the trace does not say. A prefill server does not generate them."""
+
+
+def prompt(request: TraceRequest, vocabulary: int = VOCABULARY) -> bytes:
+    """The packed token ids of a request's prompt, all below vocabulary."""
+    return b"".join(_beginning(text, tokens, vocabulary) for text, tokens in request.segments)
+
+
+def _beginning(text: int, tokens: int, vocabulary: int) -> bytes:
+    """The first tokens of a text: its number, lowest digit first in base vocabulary, then zeros."""
+    digits = [text % vocabulary]
+    while text := text // vocabulary:
+        digits.append(text % vocabulary)
+    size = tokens * ITEM_BYTES
+    return pack(digits)[:size].ljust(size, b"\0")

@@ -1,0 +1,236 @@
+"""Replays in virtual time: exact times of small cases, an independent model of the queue, replicas, slow peers."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.config import SchedulerConfig
+from headrace.scheduler.simulation.replay.costs import split_evenly
+from headrace.scheduler.simulation.replay.offered_work import offered_work
+from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
+from headrace.scheduler.simulation.replay.routing import (
+    ROUTERS,
+    Candidate,
+    Router,
+    least_loaded,
+    prefix_affinity,
+    score,
+)
+from headrace.scheduler.simulation.replay.workload import VOCABULARY, Segment, TraceRequest, prompt
+from headrace.scheduler.state.chunking import Cost
+
+COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
+PAGE, CHUNK = 16, 64
+
+
+def request(at: float, tokens: int, text: int) -> TraceRequest:
+    return TraceRequest(at, (Segment(text, tokens),), tokens)
+
+
+def replay(
+    requests: Sequence[TraceRequest],
+    cost: Cost = COST,
+    *,
+    router: Router = score,
+    replicas: int = 1,
+    fetch: float | None = None,
+    latency: float = 0.0,
+    scale: float = 1.0,
+    **changes: Any,
+) -> ReplayResult:
+    config = SchedulerConfig(
+        page_size=PAGE, kv_pages=256, max_model_len=8192, chunk_tokens=CHUNK, pipeline_depth=0, policy="fcfs"
+    )
+    config = msgspec.structs.replace(config, **changes)
+    return Replay(
+        ReplaySettings(
+            scheduler=config,
+            costs=split_evenly(cost, config.stages),
+            replicas=replicas,
+            router=router,
+            fetch_tokens_s=fetch,
+            latency_s=latency,
+            time_scale=scale,
+        ),
+        requests,
+    ).run()
+
+
+def times(result: ReplayResult) -> list[float]:
+    return [round(outcome.first_token_s, 9) for outcome in result.outcomes if outcome.first_token_s is not None]
+
+
+def test_a_prompt_alone_takes_its_passes() -> None:
+    """Chunks of 64, 64 and 22 tokens; attention reads the prefix: a·150² in all."""
+    result = replay([request(5.0, 150, 1)], (1e-6, 0.001, 0.01))
+    assert times(result) == [round(1e-6 * 150**2 + 0.150 + 3 * 0.01, 9)]
+    assert (result.plans, result.outcomes[0].arrival_s) == (3, 5.0)
+    assert result.busy_s[0] == pytest.approx(result.seconds)
+
+
+def test_requests_share_a_pass_and_wait_for_the_one_before() -> None:
+    """0: [0, 60) alone. 1 and 2 come meanwhile, and share a pass of 60 tokens; 3 comes when all is idle."""
+    result = replay([request(0, 60, 1), request(0.01, 40, 2), request(0.02, 20, 3), request(1, 10, 4)])
+    assert times(result) == [0.070, 0.130, 0.120, 0.020]
+
+
+def test_an_equal_prefix_is_found_in_the_cache() -> None:
+    """Four full pages of the session's first turn; and in a pool that is too small for both, none."""
+    turns = [request(0, 64, 1), request(1, 100, 1)]
+    result = replay(turns)
+    assert [outcome.cached_tokens for outcome in result.outcomes] == [0, 64]
+    assert times(result) == [0.074, 0.046]
+    crowded = [turns[0], request(0.5, 100, 2), turns[1]]
+    assert [outcome.cached_tokens for outcome in replay(crowded, kv_pages=7).outcomes] == [0, 0, 0]
+    assert [outcome.cached_tokens for outcome in replay(turns, prefix_cache=False).outcomes] == [0, 0]
+
+
+def test_two_stages_overlap() -> None:
+    """Each pass takes 37 ms on either stage, so that two chunks take three times that."""
+    assert times(replay([request(0, 128, 1)], stages=2)) == [round(3 * 0.037, 9)]
+
+
+def test_latency_delays_what_reaches_the_scheduler() -> None:
+    assert times(replay([request(0, 54, 1), request(0.001, 54, 2)], latency=0.5)) == [0.564, 0.627]
+
+
+def test_time_is_scaled() -> None:
+    outcomes = replay([request(1, 10, 1), request(3, 10, 2)], scale=0.5).outcomes
+    assert [outcome.arrival_s for outcome in outcomes] == [0.5, 1.5]
+
+
+def test_refused_requests_are_reported_with_their_code() -> None:
+    requests = [request(0, 64, 1), request(0, 100, 2), request(0, 100, 3), request(9, 5000, 4)]
+    result = replay(requests, max_queued_tokens=120)
+    assert [outcome.error for outcome in result.outcomes] == ["", "", "queue_full", "prompt_too_long"]
+    assert [outcome.first_token_s is None for outcome in result.outcomes] == [False, False, True, True]
+
+
+def test_peers_that_fetch_slowly_hold_pages_and_so_the_next_prompt() -> None:
+    """A pool for one prompt of 128 tokens. The peer takes 100 tokens a second: the second prompt starts when the first
+    one's last token has left, 64 of which left while the other 64 were computed."""
+    requests = [request(0, 128, 1), request(0.001, 128, 2)]
+    at_once = times(replay(requests, kv_pages=8))
+    slow = times(replay(requests, kv_pages=8, fetch=100.0))
+    assert at_once == [0.148, 0.295]
+    assert slow[0] == 0.148
+    assert slow[1] == pytest.approx(0.074 + 1.28 + 0.148 - 0.001)
+
+
+def test_equal_settings_give_equal_results() -> None:
+    draw = random.Random(3)
+    requests = [request(0.03 * number, draw.randrange(1, 300), draw.randrange(20)) for number in range(60)]
+    results = [replay(requests, replicas=3, fetch=5000.0, pipeline_depth=1, stages=2) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+class Fcfs:
+    """First come, first served with a token budget a pass, written anew: no cache, pages for all."""
+
+    def __init__(self, cost: Cost, chunk: int) -> None:
+        self._cost, self._chunk = cost, chunk
+
+    def run(self, arrivals: Sequence[tuple[float, int]]) -> list[float]:
+        """Times to first token."""
+        a, b, c = self._cost
+        done, left = [0] * len(arrivals), [tokens for _, tokens in arrivals]
+        first: list[float] = [0.0] * len(arrivals)
+        now = 0.0
+        while any(left):
+            waiting = [number for number, (at, _) in enumerate(arrivals) if at <= now and left[number]]
+            if not waiting:
+                now = min(at for number, (at, _) in enumerate(arrivals) if left[number])
+                continue
+            budget, seconds, ended = self._chunk, c, []
+            for number in waiting:
+                count = min(budget, left[number])
+                if not count:
+                    break
+                budget -= count
+                seconds += a * ((done[number] + count) ** 2 - done[number] ** 2) + b * count
+                done[number] += count
+                left[number] -= count
+                ended += [number] if not left[number] else []
+            now += seconds
+            for number in ended:
+                first[number] = now - arrivals[number][0]
+        return first
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), min_size=1, max_size=25),
+    st.integers(1, 200),
+    st.floats(0, 1e-6),
+)
+def test_the_replay_equals_an_independent_model_of_the_queue(
+    gaps: list[tuple[int, int]], chunk: int, squared: float
+) -> None:
+    """Arrivals at odd times, so that none falls together with the end of a pass."""
+    at, arrivals = 0.0, []
+    for gap, tokens in gaps:
+        at += gap * 0.0031 + 1.7e-7
+        arrivals.append((at, tokens))
+    cost = (squared, 0.0011, 0.0101)
+    requests = [request(at, tokens, number) for number, (at, tokens) in enumerate(arrivals)]
+    result = replay(requests, cost, chunk_tokens=chunk, kv_pages=8192, prefix_cache=False)
+    assert times(result) == pytest.approx(Fcfs(cost, chunk).run(arrivals), abs=1e-6)
+
+
+def test_the_offered_work_is_that_of_the_passes() -> None:
+    """Full chunks only, and nothing at once: work and replay agree."""
+    requests = [request(9 * number, 64 * (1 + number % 5), number % 3) for number in range(30)]
+    cost = (1e-7, 0.001, 0.01)
+    work = offered_work(requests, [cost], pages=256, page_size=64, chunk_tokens=64)
+    result = replay(requests, cost, page_size=64)
+    assert work.cached_tokens == sum(outcome.cached_tokens for outcome in result.outcomes)
+    assert work.seconds == pytest.approx(result.busy_s[0])
+
+
+def candidates(*values: tuple[int, float, float]) -> list[Candidate]:
+    return [Candidate(*value) for value in values]
+
+
+def test_routers() -> None:
+    given = candidates((2, 3.0, 0.1), (1, 4.0, 0.5), (1, 3.9, 0.5))
+    assert least_loaded(given) == 2
+    assert prefix_affinity(given) == 0
+    assert prefix_affinity(candidates((9, 9.0, 0.46), (0, 0.0, 0.5))) == 1, "a prefix that all prompts have"
+    assert score(given) == 0
+    assert score(candidates((0, 5.0, 0.1), (0, 1.0, 0.5))) == 1
+    for router in ROUTERS.values():
+        assert router(candidates((1, 1.0, 1.0), (1, 1.0, 1.0))) == 0, "of equal ones the first"
+
+
+def test_affinity_keeps_a_session_on_its_replica_and_least_load_does_not() -> None:
+    draw = random.Random(5)
+    turns = [0] * 30
+    requests = []
+    for number in range(120):
+        session = draw.randrange(30)
+        turns[session] += 1
+        requests.append(request(0.1 * number, 64 * (1 + turns[session]), session))
+    hits: dict[str, int] = {}
+    for name in ("least-loaded", "prefix-affinity", "score"):
+        outcomes: tuple[Outcome, ...] = replay(requests, replicas=4, router=ROUTERS[name]).outcomes
+        hits[name] = sum(outcome.cached_tokens for outcome in outcomes)
+        assert {outcome.error for outcome in outcomes} == {""}
+    assert hits["prefix-affinity"] > 1.5 * hits["least-loaded"]
+    assert hits["score"] > 1.5 * hits["least-loaded"]
+
+
+@pytest.mark.parametrize("vocabulary", [2, 7, 1000, VOCABULARY])
+def test_prompts_are_equal_as_far_as_their_texts_are(vocabulary: int) -> None:
+    def ids(*segments: tuple[int, int]) -> bytes:
+        made = tuple(Segment(*segment) for segment in segments)
+        return prompt(TraceRequest(0.0, made, sum(tokens for _, tokens in segments)), vocabulary)
+
+    assert len(ids((5, 40), (77, 3))) == 4 * 43
+    assert ids((5, 40), (77, 30)).startswith(ids((5, 40), (77, 20)))
+    starts = [ids((text, 16)) for text in range(300)]
+    assert len(set(starts)) == 300
