@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from headrace.scheduler.state.cost_model import NOTHING
 from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.policy import Policy
 from headrace.scheduler.state.record import Phase, Request
@@ -42,6 +43,9 @@ class Queues:
         self.unplanned = 0
         """Tokens of all requests that are in no plan and not being fetched."""
 
+        self.load = NOTHING
+        """What is left to compute of all requests."""
+
     @property
     def rows(self) -> int:
         """Rows that a plan of unlimited size would have."""
@@ -51,6 +55,7 @@ class Queues:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)
         self.unplanned += request.unplanned
+        self.recount(request)
         if request.phase is Phase.WAITING:
             self.waiting.push(request)
 
@@ -65,6 +70,7 @@ class Queues:
         if request.ended:
             self._remove(request)
             self.unplanned -= unplanned
+            self.recount(request)
             return elapsed
         self._count(request, 1)
         if phase is Phase.WAITING:
@@ -78,6 +84,14 @@ class Queues:
         if request.planned < request.target:
             self.unplanned -= count
         request.planned += count
+        self.recount(request)
+
+    def recount(self, request: Request) -> None:
+        """Count what is left to compute of a request, after anything that it follows from has changed."""
+        load = request.load
+        if load != request.counted:
+            self.load = self.load.minus(request.counted).plus(load)
+            request.counted = load
 
     def end_prefill(self, request: Request) -> None:
         """The whole prompt is planned."""
@@ -108,6 +122,7 @@ class Queues:
         request.next_token_on_stages = False
         request.target = request.length
         self.unplanned += request.unplanned - before
+        self.recount(request)
 
     def await_row(self, request: Request) -> None:
         """Queue a request for a metadata row."""
@@ -120,10 +135,11 @@ class Queues:
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
         counts, tokens = dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0)
-        unplanned, arrivals = 0, set()
+        unplanned, load, arrivals = 0, NOTHING, set()
         for request in requests:
             arrivals.add(request.arrival)
             unplanned += request.unplanned
+            load = load.plus(request.load)
             if not request.ended:
                 counts[request.phase] += 1
                 tokens[request.phase] += request.prompt_tokens
@@ -132,6 +148,8 @@ class Queues:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
         if unplanned != self.unplanned:
             yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
+        if load != self.load:
+            yield f"{self.load} counted as to be computed, {load} found"
         if len(self.waiting) != counts[Phase.WAITING]:
             yield f"{len(self.waiting)} requests in the waiting queue, {counts[Phase.WAITING]} are waiting"
         for queue in (self.prefilling, self.decoding, self.preempting, self.awaiting_row):

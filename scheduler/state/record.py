@@ -28,6 +28,7 @@ from headrace.core.types.request import (
     Usage,
 )
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.state.cost_model import NOTHING, Load
 from headrace.scheduler.state.transfers import IncomingTransfer, OutgoingTransfer
 
 
@@ -74,6 +75,12 @@ class Request:
     prompt_tokens: int = 0
     target: int = 0
     """Tokens to prefill: all that were known when it was last started."""
+
+    expected_cached: int = 0
+    """Positions that the prefix cache had when it was last looked up for this request, which has no pages yet."""
+
+    counted: Load = NOTHING
+    """What the queues count of it as to be computed."""
 
     planned: int = 0
     """Positions [0, planned) are in some plan, found in the cache or fetched."""
@@ -179,6 +186,14 @@ class Request:
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
         return 0 if self.ended else max(0, self.target - self.planned)
+
+    @property
+    def load(self) -> Load:
+        """What is left to compute of its prefill: neither planned, nor expected to be cached, nor to be fetched."""
+        to_fetch = isinstance(self.route, FetchFrom) and self.incoming is None
+        if self.ended or to_fetch:
+            return NOTHING
+        return Load.between(max(self.planned, self.expected_cached), self.target)
 
     @property
     def awaiting_peer(self) -> bool:
