@@ -239,7 +239,7 @@ class Scheduler:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
         self._rendezvous.give_out_rows(now)
-        self._planner.start(None, now)
+        self._planner.start(now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True

@@ -107,6 +107,19 @@ class KvCache:
         """Pages that hold this many token positions."""
         return ceil_div(tokens, self._page_size)
 
+    @property
+    def tree_version(self) -> int:
+        """Rises whenever cached_positions() may give another answer."""
+        return self._tree.version
+
+    def cached_positions(self, tokens: bytes | bytearray, salt: str) -> int:
+        """Positions of packed tokens that acquire() would find in the tree now."""
+        if not self._prefix_cache:
+            return 0
+        length = len(tokens) // ITEM_BYTES
+        keys = self._keys(tokens, 0, (length - 1) // self._page_size)
+        return len(self._tree.match(keys, salt)) * self._page_size
+
     def acquire(self, tokens: bytes | bytearray, salt: str, extra: int = 0, match: bool = True) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
 

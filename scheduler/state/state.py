@@ -48,7 +48,7 @@ class State:
         self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache, self.cache_events)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
-        self.queues = Queues(make_policy(config.policy))
+        self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache)
         self.plans = PlanTable()
         self.held = HeldPages(self.cache, config.hold_percent)
         self.tickets = TicketTable(config.max_queued_requests)
