@@ -95,8 +95,8 @@ class PrefillShares:
         return False
 
     def _give(self, request: Request, budget: int) -> int:
-        """Give a request what it can use of this budget, beside what it has; returns what that takes of it. A chunk that
-        is shorter because it follows a long prefix, and takes as long as a full one, uses up as much of the budget."""
+        """Give a request what it can use of this budget, beside what it has; returns what that takes of it. A chunk
+        that is shorter because it follows a long prefix, and takes as long as a full one, uses up as much of it."""
         state, config = self._state, self._state.config
         start, had = request.planned, self._used.get(request, 0)
         left = request.target - start

@@ -1,6 +1,5 @@
 """Starting requests: a request that waits gets its pages, and is computed or fetched from then on."""
 
-from headrace.core.types.request import FetchFrom
 from headrace.scheduler.batching.page_claim import PageClaim
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.state.record import Phase, Request
@@ -133,4 +132,4 @@ class Starter:
 
 
 def _needs_row(request: Request) -> bool:
-    return request.outgoing is not None or isinstance(request.route, FetchFrom)
+    return request.outgoing is not None or request.to_fetch

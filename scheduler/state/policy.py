@@ -18,7 +18,7 @@ class Policy(Protocol):
     """
 
     strict: bool
-    """Prompts are started in order alone: one that does not fit is waited for. Half-done ones come before all others."""
+    """Prompts are started in order alone: one that does not fit is waited for. Half-done ones come first."""
 
     def push(self, request: Request, work_s: float, now: float) -> None:
         """Add a request that waits. One that comes back after preemption has its old arrival number. work_s: predicted

@@ -106,7 +106,7 @@ class KeyedPolicy:
         """All requests by their keys."""
         sources = {name: heap.ordered() for name, heap in self._heaps.items()}
         firsts: list[tuple[Key, str, Request]] = []
-        for name in sources:
+        for name in list(sources):
             self._advance(sources, name, firsts, now)
         while firsts:
             _, name, request = heapq.heappop(firsts)
