@@ -1,6 +1,7 @@
 """Random schedules under a virtual clock, reproducible by seed."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ def test_results_do_not_depend_on_the_policy(shape: Shape) -> None:
     for seed in range(60_000, 60_000 + BATCH // 2):
 
         def run_under(policy: Policy, seed: int = seed) -> SimulationReport:
-            report = simulate(Scenario(seed, shape, 7, cancel=0.0, crash=0.0, lost_peer=0.0, abandon=0.0, policy=policy))
+            report = simulate(
+                Scenario(seed, shape, 7, cancel=0.0, crash=0.0, lost_peer=0.0, abandon=0.0, policy=policy)
+            )
             assert report.violations == [], f"seed {seed}, {policy}: {report.violations[:3]}"
             return report
 
