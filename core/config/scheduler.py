@@ -72,6 +72,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "share of every forward pass for the request that has waited longest, under srpt and slo",
             low=0,
             high=1,
+            unit="share",
         ),
     ] = 0.1
     tenant_lag_s: Annotated[

@@ -1,7 +1,6 @@
 """Random schedules under a virtual clock, reproducible by seed."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
