@@ -63,17 +63,17 @@ class CostModel:
         self._chunk = chunk_tokens
         self._fits = [CostFit(DEFAULT, chunk_tokens) for _ in range(stages)]
         self._errors = [PredictionError() for _ in range(stages)]
+        self._full = Load.between(0, chunk_tokens)
+        self._costs: tuple[Cost, ...] = ()
         self._key_costs: tuple[Cost, ...] = ()
+        self.stale = False
+        """Predictions of the slowest stage have been wrong for ten minutes."""
+
         self.key_version = 0
         """Rises when keys that were computed with key_s() have to be computed again."""
 
+        self._refresh()
         self._renew_keys()
-
-    @property
-    def stale(self) -> bool:
-        """Predictions of the slowest stage have been wrong for ten minutes."""
-        slowest = max(range(len(self._fits)), key=lambda stage: self._part(self._fits[stage].cost, self._full))
-        return self._errors[slowest].stale
 
     def start(self, costs: Sequence[Cost | None]) -> None:
         """The stages are up. costs: what each of them measured, None where it has not."""
@@ -81,6 +81,7 @@ class CostModel:
             if cost is not None and sum(cost[:2]) > 0:
                 self._fits[stage] = CostFit(cost, self._chunk, measured=True)
                 self._errors[stage] = PredictionError()
+        self._refresh()
         self._renew_keys()
 
     def observe(self, stage: int, load: Load, seconds: float, now: float) -> None:
@@ -91,36 +92,41 @@ class CostModel:
         if fit.scaled:
             self._errors[stage].observe(_seconds(fit.cost, load), seconds, now)
         fit.observe(load.squares, load.tokens, seconds)
+        self._refresh()
         if self._keys_drifted():
             self._renew_keys()
 
     def pass_s(self, start: int, count: int) -> float:
         """Seconds of a forward pass over count tokens after a prefix of start tokens, alone in its plan."""
         load = Load.between(start, start + count)
-        return _rounded(max(_seconds(cost, load) for cost in self._costs()))
+        return _rounded(max(_seconds(cost, load) for cost in self._costs))
 
     def load_s(self, load: Load) -> float:
         """Seconds of this load in full plans, each of which has its overhead."""
-        return _rounded(max(self._part(cost, load) for cost in self._costs()))
+        return self._slowest(self._costs, load)
 
     def key_s(self, load: Load) -> float:
         """As load_s(), with coefficients that stay the same until key_version rises: keys compare with each other."""
-        return _rounded(max(self._part(cost, load) for cost in self._key_costs))
+        return self._slowest(self._key_costs, load)
 
-    @property
-    def _full(self) -> Load:
-        return Load.between(0, self._chunk)
+    def _slowest(self, costs: tuple[Cost, ...], load: Load) -> float:
+        seconds = 0.0
+        for cost in costs:
+            seconds = max(seconds, self._part(cost, load))
+        return _rounded(seconds)
 
-    def _costs(self) -> tuple[Cost, ...]:
-        stale = self.stale
-        return tuple(fit.by_tokens if stale else fit.cost for fit in self._fits)
+    def _refresh(self) -> None:
+        """Take over what the fits and the errors say now."""
+        parts = [self._part(fit.cost, self._full) for fit in self._fits]
+        self.stale = self._errors[parts.index(max(parts))].stale
+        self._costs = tuple(fit.by_tokens if self.stale else fit.cost for fit in self._fits)
 
     def _part(self, cost: Cost, load: Load) -> float:
         a, b, c = cost
         return a * load.squares + (b + c / self._chunk) * load.tokens
 
     def _renew_keys(self) -> None:
-        self._key_costs = self._costs()
+        self._key_costs = self._costs
         self.key_version += 1
 
     def _keys_drifted(self) -> bool:

@@ -219,6 +219,13 @@ def test_short_prompts_overtake_a_long_one_that_keeps_its_pages_and_its_reserve(
     ]
 
 
+def test_a_half_done_prompt_goes_on_behind_more_that_do_not_fit_than_are_looked_at() -> None:
+    """One that has most of the pool, and is the longest of all: the others are passed over, and leave it the plan."""
+    prompts = [Prompt(0, 600, 9), *[Prompt(1, 100, index % 3) for index in range(80)]]
+    result = run(prompts, policy="srpt", policy_reserve=0.0, kv_pages=160)
+    assert result.plans[:10] == [[("r0", 64)]] * 9 + [[("r0", 24)]], "then its pages are free"
+
+
 def test_lower_priorities_go_first_and_the_reserve_goes_to_the_oldest_of_all() -> None:
     prompts = [Prompt(0, 200, 5), Prompt(1, 200, 1), Prompt(1, 60, 2), Prompt(1, 300, -1)]
     plans = run(prompts, policy="srpt").plans
