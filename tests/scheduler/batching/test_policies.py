@@ -114,7 +114,7 @@ def run(prompts: list[Prompt], limit: int = 3000, generate: int = 0, **settings:
             )
             take(bench.handle(submit, now))
         forward = take(bench.plan(now))
-        assert not bench.check_integrity()
+        assert number % 8 or not bench.check_integrity()
         if forward is None:
             if bench.idle and not waiting:
                 return result
