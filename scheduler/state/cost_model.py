@@ -21,7 +21,7 @@ from headrace.scheduler.state.prediction_error import PredictionError
 
 DEFAULT: Cost = (1e-9, 1e-4, 5e-3)
 MICROSECOND = 1e-6
-KEY_DRIFT = 1.25  # predictions may change by this factor before keys that were computed from them are renewed
+KEY_DRIFT = 1.5  # predictions may change by this factor before keys that were computed from them are renewed
 KEY_LENGTHS = (1, 16)  # prompts by which that is judged, in plans
 
 

@@ -114,7 +114,7 @@ def test_keys_keep_their_coefficients_until_predictions_have_moved_far() -> None
     assert (model.key_version, model.key_s(load)) == (version, key)
     teach(model, CPU, 100)
     assert model.key_version > version
-    assert model.key_s(load) == pytest.approx(model.load_s(load), rel=0.25)
+    assert model.key_s(load) == pytest.approx(model.load_s(load), rel=0.5)
 
 
 def test_after_ten_minutes_of_wrong_predictions_tokens_decide() -> None:
