@@ -45,7 +45,7 @@ class Admission:
             early_prefill=early_prefill,
         )
         state.requests.add(request)
-        state.queues.admit(request)
+        state.queues.admit(request, now)
         if submit.deadline_s is not None:
             state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
         if isinstance(route, SendTo):

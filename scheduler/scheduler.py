@@ -111,7 +111,7 @@ class Scheduler:
 
     def cached_tokens(self, prompt: bytes, salt: str = "") -> int:
         """Leading tokens of a packed prompt whose KV the prefix cache holds now."""
-        return self._state.cache.cached_tokens(prompt, salt)
+        return self._state.cache.cached_positions(prompt, salt)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
@@ -243,7 +243,7 @@ class Scheduler:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
         self._rendezvous.give_out_rows(now)
-        self._planner.start(None, now)
+        self._planner.start(now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 
+from headrace.core.types.tenants import tenant_keys
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug_trace import debug_routes
@@ -58,6 +59,7 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
     install_handlers(app)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(ApiKeys, keys=service.config.server.api_keys)
+    server = service.config.server
+    app.add_middleware(ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys))
     app.add_middleware(RequestMetrics, metrics=service.metrics, clock=service.clock)
     return app

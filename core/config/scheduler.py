@@ -7,7 +7,7 @@ import msgspec
 from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
 
 Chunking = Literal["fixed", "dynamic"]
-Policy = Literal["fcfs"]
+Policy = Literal["srpt", "fcfs", "slo"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,35 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
     kv_events: bool = False
     """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
-    policy: Annotated[Policy, Flag("policy", SCHEDULING, "order in which waiting prompts are computed")] = "fcfs"
+    policy: Annotated[
+        Policy,
+        Flag(
+            "policy",
+            SCHEDULING,
+            "order in which prompts are computed; srpt: least uncached work left first, fcfs: first come first served, "
+            "slo: earliest slo_ttft_ms first",
+        ),
+    ] = "srpt"
+    policy_reserve: Annotated[
+        float,
+        Flag(
+            "policy-reserve",
+            SCHEDULING,
+            "share of every forward pass for the request that has waited longest, under srpt and slo",
+            low=0,
+            high=1,
+            unit="share",
+        ),
+    ] = 0.1
+    tenant_lag_s: Annotated[
+        float,
+        Flag(
+            "tenant-lag-s",
+            SCHEDULING,
+            "seconds of computing by which a tenant may be ahead of another before its prompts come last",
+            low=0,
+        ),
+    ] = 5.0
     bootstrap_timeout_s: Annotated[
         float,
         Flag("bootstrap-timeout", HANDOFF, "seconds a request waits for its decode peer to reserve pages", low=0.001),

@@ -35,6 +35,25 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_API_KEY",
         ),
     ] = ()
+    tenant_keys: Annotated[
+        tuple[str, ...],
+        Flag(
+            "tenant-key",
+            SECURITY,
+            "NAME=KEY: an API key whose requests count as those of the tenant NAME, which share the server fairly",
+            secret=True,
+            variable="HEADRACE_TENANT_KEY",
+        ),
+    ] = ()
+    """Parsed by core/types/tenants.py, as are the priority ranges."""
+    priority_ranges: Annotated[
+        tuple[str, ...],
+        Flag(
+            "priority-range",
+            SECURITY,
+            "LOW:HIGH: priorities that requests may have, others are cut to it; NAME=LOW:HIGH: those of one tenant",
+        ),
+    ] = ()
     insecure: Annotated[bool, Flag("insecure", SECURITY, "allow binds beyond loopback without keys of any kind")] = (
         False
     )

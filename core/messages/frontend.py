@@ -34,6 +34,14 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     """Where the KV comes from and where it goes."""
 
     priority: int = 0
+    """Class of the request: a lower one goes before all higher ones."""
+
+    tenant: str = ""
+    """Name of the API key that it came with; "": the cache salt stands for the tenant."""
+
+    slo_ttft_s: float | None = None
+    """Seconds within which the client would like its first token; None: no objective."""
+
     deadline_s: float | None = None
     """Seconds that the client waits in all; None: no limit."""
 

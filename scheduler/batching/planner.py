@@ -1,13 +1,15 @@
 """The planner: which rows go into the next forward pass.
 
-budget (chunk_tokens)  ├ decode rows, 1 each ┤ running prefills, in order ┤ new ones, as the policy says ┤
+budget (chunk_tokens)   fcfs   ├ decode rows, 1 each ┤ running prefills, in order ┤ new ones, by arrival ┤
+                   the others  ├ decode rows, 1 each ┤ reserve: the oldest ┤ running and new ones, best first ┤
 """
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FetchFrom
+from headrace.scheduler.batching.prefill_shares import PrefillShares
+from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
@@ -15,7 +17,7 @@ from headrace.scheduler.state.chunking import chunk_length
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.metrics import ROWS
 from headrace.scheduler.state.plan_table import BatchBuilder
-from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.record import Request
 from headrace.scheduler.state.state import State
 
 
@@ -26,8 +28,8 @@ class Planner:
         self._state = state
         self._generation = generation
         self._handoff = handoff
-        self._fetch = fetch
-        self._refused: tuple[int, int, int] | None = None
+        self._starter = Starter(state, fetch)
+        self._shares = PrefillShares(state, self._starter)
 
     def plan(self, now: float) -> None:
         """Order the next forward pass, if there is anything to compute and a credit left."""
@@ -38,30 +40,30 @@ class Planner:
             return
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
-        for request in list(state.queues.prefilling.values()):
-            if batch.full:
-                break
-            self._chunk(batch, request)
-        self.start(batch, now)
+        if state.queues.policy.strict:
+            self._in_order(batch, now)
+        else:
+            for request, count in self._shares.divide(batch.budget, batch.slots, now):
+                state.queues.charge(request, count)
+                self._prefill(batch, request, count)
+            for request in self._shares.divided:
+                if request in state.queues.policy:
+                    state.queues.revise(request, now)
         if batch.rows:
             self._order(batch, now)
 
-    def start(self, batch: BatchBuilder | None, now: float) -> None:
-        """Start waiting requests in the policy's order: fetches at any time, prefills only into a batch with room."""
-        state = self._state
-        while state.engine.ready and (head := state.queues.waiting.head(now)) is not None:
-            to_fetch = isinstance(head.route, FetchFrom) and head.incoming is None  # preempted ones are computed here
-            if not to_fetch and (batch is None or batch.full or state.queues.rows >= state.config.max_running):
-                return
-            attempt = (head.serial, state.cache.version, state.metadata_rows.free)
-            if attempt == self._refused:
-                return  # nothing has changed since it did not fit
-            started = self._fetch.start(head, now) if to_fetch else self._lease(head, now)
-            if not started:
-                self._refused = attempt
-                return
-            if not to_fetch and batch is not None:
-                self._chunk(batch, head)
+    def start(self, now: float) -> None:
+        """Start to fetch what can be fetched."""
+        self._starter.start_fetches(now)
+
+    def _in_order(self, batch: BatchBuilder, now: float) -> None:
+        """Add running prefills, then waiting ones, each to its end before the next."""
+        for request in list(self._state.queues.prefilling.values()):
+            if batch.full:
+                break
+            self._chunk(batch, request)
+        while (started := self._starter.start_next(now, fetches_only=batch.full)) is not None:
+            self._chunk(batch, started)
 
     def _decode(self, batch: BatchBuilder, now: float) -> None:
         """Add one row for each request that decodes here, least recently planned first.
@@ -84,32 +86,6 @@ class Planner:
             else:
                 queues.stop_decoding(request)
 
-    def _lease(self, request: Request, now: float) -> bool:
-        """Lease pages for all that is to be computed, and a metadata row if the request's peer has reserved; False when
-        they are not to be had now. Both or none: two requests that each had one and waited for the other would block
-        each other."""
-        state, counters = self._state, self._state.metrics.counters
-        needs_row = request.outgoing is not None
-        if needs_row and not state.metadata_rows.free:
-            return False
-        again = request.generated > 0
-        match = again or request.submit.sampling.prompt_logprobs is None
-        lease = state.cache.acquire(request.tokens, request.salt, match=match)
-        if lease is None:
-            return False
-        request.lease = lease
-        if needs_row:
-            request.row = state.metadata_rows.allocate(1, request.arrival)[0]
-        cached = lease.matched * state.config.page_size
-        state.queues.plan(request, cached)
-        request.computed = cached
-        if not again:
-            request.cached_tokens = cached
-            counters.add("prompt_tokens_total", request.prompt_tokens)
-            counters.add("cached_tokens_total", cached)
-        state.enter(request, Phase.RUNNING, now)
-        return True
-
     def _chunk(self, batch: BatchBuilder, request: Request) -> None:
         """Add the next chunk of a prefill, as large as the budget allows. A chunk that is shorter because it follows a
         long prefix, and takes as long as a full one, uses up as much of the budget."""
@@ -119,12 +95,17 @@ class Planner:
         full = max(1, batch.budget * length // config.chunk_tokens)
         count = min(full, request.target - start)
         batch.budget -= batch.budget * count // full - count
+        self._prefill(batch, request, count)
+
+    def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
+        """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
+        queues, start = self._state.queues, request.planned
         self._add(batch, request, count, request.packed(start, start + count))
         if request.planned < request.target:
             return
-        state.queues.end_prefill(request)
+        queues.end_prefill(request)
         if request.decodes_here and request.planned + 1 < request.token_limit:
-            state.queues.start_decoding(request)
+            queues.start_decoding(request)
 
     def _add(self, batch: BatchBuilder, request: Request, count: int, tokens: bytes) -> None:
         lease = request.lease

@@ -10,8 +10,11 @@ from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.record import Request
 from headrace.scheduler.state.state import State
+
+PREFILL_PER_DECODE_ROW = 8  # tokens of a plan for each of its decode rows, below which it says little of prefill
 
 
 class StageGroup:
@@ -69,6 +72,7 @@ class StageGroup:
             plan = state.plans.get(event.seq)
             if plan is not None:  # else the last stage's message has overtaken it
                 plan.reported.add(event.stage)
+                self._learn(plan, event, now)
             return
         plan = state.plans.pop(event.seq)
         if plan is None:
@@ -82,8 +86,14 @@ class StageGroup:
             state.deadlines.clear(Timer.PLAN, 0)
             metrics.bubbles.end(now)
         metrics.rate.observe(plan.tokens, event.duration_s)
+        self._learn(plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
+
+    def _learn(self, plan: Plan, event: PlanDone, now: float) -> None:
+        """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of."""
+        if plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
+            self._state.costs.observe(event.stage, plan.load, event.duration_s, now)
 
     def plan_timed_out(self, now: float) -> None:
         """No plan was done in time: the first stage that has not computed the oldest one has failed."""
@@ -138,6 +148,7 @@ class StageGroup:
         sizes = [stage.kv_pages for stage in stages]
         state.cache.reset(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
         costs = [stage.cost for stage in stages if stage.cost is not None]
+        state.costs.start([self._up[stage].cost for stage in sorted(self._up)])
         state.engine.start(
             vocab_size=state.config.vocab_size or min(stage.vocab_size for stage in stages),
             costs=tuple(costs) if state.config.chunking == "dynamic" else (),

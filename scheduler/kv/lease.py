@@ -107,8 +107,13 @@ class KvCache:
         """Pages that hold this many token positions."""
         return ceil_div(tokens, self._page_size)
 
-    def cached_tokens(self, tokens: bytes | bytearray, salt: str) -> int:
-        """Leading tokens of a packed prompt that acquire() would find in the tree now."""
+    @property
+    def tree_version(self) -> int:
+        """Rises whenever cached_positions() may give another answer."""
+        return self._tree.version
+
+    def cached_positions(self, tokens: bytes | bytearray, salt: str) -> int:
+        """Positions of packed tokens that acquire() would find in the tree now."""
         if not self._prefix_cache:
             return 0
         return len(self._match(tokens, salt)) * self._page_size

@@ -51,6 +51,8 @@ class PrefixTree:
         self._numbers = 0
         self._nodes = 0
         self._unlocked = 0
+        self.version = 0
+        """Rises with every page that comes or goes: what match() finds may be another path."""
 
     @property
     def pages(self) -> int:
@@ -91,6 +93,7 @@ class PrefixTree:
         if self._events is not None:
             node.digest = self._events.stored(parent.digest, salt.encode(), key)
         parent.children[key] = node
+        self.version += 1
         self._nodes += 1
         self._unlocked += 1
         self._touch(node)
@@ -164,6 +167,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "roots are never queued"
         del parent.children[node.key]
+        self.version += 1
         if self._events is not None and node.digest is not None:
             self._events.removed(node.digest)
         self._nodes -= 1

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.config.scheduler import Policy
 from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
@@ -25,6 +26,7 @@ from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServe
 from headrace.scheduler.simulation.world import World
 
 Shape = Literal["colocated", "pair"]
+POLICIES: tuple[Policy, ...] = ("srpt", "fcfs", "slo")
 MAX_EVENTS = 200_000
 
 
@@ -64,6 +66,9 @@ class Scenario:
 
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
+
+    policy: Policy | None = None
+    """None takes each of them in turn, by seed. The requests are the same whatever it is."""
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -136,6 +141,12 @@ class Simulation:
         )
         if self._scenario.depth is not None:
             config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)
+        config = msgspec.structs.replace(
+            config,
+            policy=self._scenario.policy or POLICIES[self._scenario.seed % len(POLICIES)],
+            policy_reserve=(0.0, 0.1, 0.5, 1.0)[self._scenario.seed // len(POLICIES) % 4],
+            tenant_lag_s=(0.0, 0.01, 5.0)[self._scenario.seed % 3],
+        )
         tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
         if other is not None and rng.random() < 0.5:
@@ -167,6 +178,9 @@ class Simulation:
             deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
             cache_salt=rng.choice(["", "", "tenant"]),
             progress=rng.random() < 0.5,
+            priority=number % 5 % 3,
+            tenant=("", "", "other")[number % 3],
+            slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
         )
         client = SimulatedClient(submit, prompt)
         if pair and rng.random() < self._scenario.hold:

@@ -13,6 +13,14 @@ CATALOG = (
     MetricSpec("queue_tokens", "gauge", "Prompt tokens of the requests in a phase.", ("queue",), _BY_QUEUE),
     MetricSpec("unplanned_tokens", "gauge", "Prompt tokens admitted and not yet planned."),
     MetricSpec(
+        "unplanned_seconds", "gauge", "Predicted seconds of computing those of them that are not in the prefix cache."
+    ),
+    MetricSpec(
+        "cost_model_stale",
+        "gauge",
+        "1 while predictions are wrong, and go by tokens alone.",
+    ),
+    MetricSpec(
         "phase_duration_seconds", "histogram", "Time that requests spent in a phase.", ("phase",), _BY_QUEUE, SECONDS
     ),
     MetricSpec("prompt_tokens_total", "counter", "Prompt tokens of the requests that were started.", (), ((),)),

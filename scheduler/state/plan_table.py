@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import PlanRow
+from headrace.scheduler.state.cost_model import NOTHING, Load
 from headrace.scheduler.state.record import Request
 
 
@@ -31,6 +32,10 @@ class Plan:
 
     tokens: int
     rows: tuple[PlannedRow, ...]
+    load: Load = NOTHING
+    """What its rows cost."""
+
+    decode_rows: int = 0
     reported: set[int] = field(default_factory=set)
     """Stages that have computed it."""
 
@@ -50,7 +55,8 @@ class BatchBuilder:
 
         self.rows: list[PlanRow] = []
         self._planned: list[PlannedRow] = []
-        self._tokens = 0
+        self._load = NOTHING
+        self._decode_rows = 0
 
     @property
     def full(self) -> bool:
@@ -62,13 +68,15 @@ class BatchBuilder:
         self.rows.append(row)
         self._planned.append(PlannedRow(request, request.serial, end, row.sample is not None))
         request.in_flight += 1
-        self._tokens += row.count
+        self._load = self._load.plus(Load.between(row.start, end))
+        self._decode_rows += row.start >= request.target
         self.budget -= row.count
         self.slots -= 1
 
     def build(self, seq: int) -> Plan:
         """The plan with these rows."""
-        return Plan(seq=seq, tokens=self._tokens, rows=tuple(self._planned))
+        load = self._load
+        return Plan(seq=seq, tokens=load.tokens, rows=tuple(self._planned), load=load, decode_rows=self._decode_rows)
 
 
 class PlanTable:

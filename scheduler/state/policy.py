@@ -1,29 +1,55 @@
-"""Scheduling policies: the order in which waiting requests are started. Whether the head fits is decided elsewhere."""
+"""Scheduling policies: the order in which prompts are computed. Whether one fits is decided by the planner."""
 
-import heapq
+from collections.abc import Iterator
 from typing import Protocol
 
+from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
+from headrace.scheduler.state.lazy_heap import LazyHeap
+from headrace.scheduler.state.policy_keyed import KeyedPolicy, SloKey, SrptKey
 from headrace.scheduler.state.record import Request
+from headrace.scheduler.state.tenants import Tenants
 
 
 class Policy(Protocol):
-    """The waiting queue. A request is in it at most once; its fields do not change while it is.
+    """The prompts that are to be computed: those that wait, and those that are half done, which have their pages.
 
-    Only the head is started: a head that does not fit waits, and no request overtakes it.
+    A request is in it at most once. Preemption is not to be picked: a half-done prompt keeps its pages.
     """
 
-    def push(self, request: Request) -> None:
-        """Add a request. One that comes back after preemption has its old arrival number."""
+    strict: bool
+    """Prompts are started in order alone: one that does not fit is waited for. Half-done ones come first."""
+
+    def push(self, request: Request, work_s: float, now: float) -> None:
+        """Add a request that waits. One that comes back after preemption has its old arrival number. work_s: predicted
+        seconds of uncached prefill that it has left."""
         ...
 
-    def head(self, now: float) -> Request | None:
-        """The next to start; None when no request waits."""
+    def start(self, request: Request) -> None:
+        """A request that waited has got its pages. Raises KeyError when it does not wait."""
+        ...
+
+    def revise(self, request: Request, work_s: float, now: float) -> None:
+        """The work that a request has left has changed. Raises KeyError for a request that is not here."""
         ...
 
     def remove(self, request: Request) -> None:
-        """Take a request out: it was started, or has ended. Raises KeyError when it is not waiting."""
+        """Take a request out: it is planned to its end, or has ended. Raises KeyError when it is not here."""
         ...
+
+    def charge(self, request: Request, work_s: float) -> None:
+        """Work of a request was planned."""
+        ...
+
+    def by_age(self, started: bool) -> Iterator[Request]:
+        """The requests that wait, or (started) those that are half done, first arrival first, lazily."""
+        ...
+
+    def order(self, now: float) -> Iterator[Request]:
+        """All requests, best first, lazily. One that is revised meanwhile comes up again at its new place."""
+        ...
+
+    def __iter__(self) -> Iterator[Request]: ...
 
     def __len__(self) -> int: ...
 
@@ -31,44 +57,65 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served, by arrival at the server."""
+    """First come, first served: half-done prompts in the order in which they were started, then by arrival."""
+
+    strict = True
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._waiting: dict[int, int] = {}  # arrival number -> entry number
-        self._entries = 0
+        self._waiting: LazyHeap[int, Request] = LazyHeap()
+        self._requests: dict[int, Request] = {}
+        self._started: dict[int, Request] = {}
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, work_s: float, now: float) -> None:
         """Add a request at the place of its arrival number."""
-        self._entries += 1
-        self._waiting[request.arrival] = self._entries
-        heapq.heappush(self._heap, (request.arrival, self._entries, request))
+        self._requests[request.arrival] = request
+        self._waiting.put(request.arrival, (request.arrival,), request)
 
-    def head(self, now: float) -> Request | None:
-        """The request that arrived first."""
-        while self._heap:
-            arrival, entry, request = self._heap[0]
-            if self._waiting.get(arrival) == entry:
-                return request
-            heapq.heappop(self._heap)
-        return None
+    def start(self, request: Request) -> None:
+        """Put it behind those that were started before. Raises KeyError when it does not wait."""
+        self._waiting.remove(request.arrival)
+        self._started[request.arrival] = request
+
+    def revise(self, request: Request, work_s: float, now: float) -> None:
+        """Nothing depends on the work."""
 
     def remove(self, request: Request) -> None:
-        """Take a request out. Raises KeyError when it is not waiting."""
-        del self._waiting[request.arrival]
+        """Take a request out. Raises KeyError when it is not here."""
+        del self._requests[request.arrival]
+        if self._started.pop(request.arrival, None) is None:
+            self._waiting.remove(request.arrival)
+
+    def charge(self, request: Request, work_s: float) -> None:
+        """Nothing depends on what was served."""
+
+    def by_age(self, started: bool) -> Iterator[Request]:
+        """By arrival number."""
+        if started:
+            return iter([self._started[arrival] for arrival in sorted(self._started)])
+        return (request for _, request in self._waiting.ordered())
+
+    def order(self, now: float) -> Iterator[Request]:
+        """Those that were started, then those that wait."""
+        yield from list(self._started.values())
+        yield from self.by_age(started=False)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._requests)
 
     def __contains__(self, request: Request) -> bool:
-        return request.arrival in self._waiting
+        return request.arrival in self._requests
 
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs}
-
-
-def make_policy(name: str) -> Policy:
-    """The policy of that name. Raises ConfigError for a name there is no policy for."""
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; write one of: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
+def make_policy(config: SchedulerConfig) -> Policy:
+    """The configured policy. Raises ConfigError for a name there is no policy for."""
+    match config.policy:
+        case "fcfs":
+            return Fcfs()
+        case "srpt":
+            return KeyedPolicy(SrptKey(), Tenants(config.tenant_lag_s))
+        case "slo":
+            return KeyedPolicy(SloKey(), Tenants(config.tenant_lag_s))
+    raise ConfigError(f"unknown policy {config.policy!r}; write one of: fcfs, slo, srpt")

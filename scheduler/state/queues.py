@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.state.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.policy import Policy
 from headrace.scheduler.state.record import Phase, Request
@@ -11,18 +13,26 @@ from headrace.scheduler.state.record import Phase, Request
 class Queues:
     """Who can be planned next. A request in no queue waits for a peer, a stage or a plan in flight.
 
-    waiting ──RUNNING──► prefilling ──all planned──► decoding ──preempt()──► preempting ──requeue()──► waiting
-       └────FETCHING───────────────────────────────────▲
+    policy: waiting ──RUNNING──► prefilling ──all planned──► decoding ──preempt()──► preempting ──requeue()──► policy
+    to_fetch ───────FETCHING───────────────────────────────────▲
 
     Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
     """
 
-    def __init__(self, waiting: Policy) -> None:
-        self.waiting = waiting
-        """Phase WAITING, in the order of the policy."""
+    def __init__(self, policy: Policy, to_fetch: Policy, costs: CostModel, cache: KvCache) -> None:
+        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order."""
+        self.policy = policy
+        """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
+
+        self.to_fetch = policy if policy.strict else to_fetch
+        """Phase WAITING, and its KV is to be fetched. The same object as policy when all are started in one order."""
 
         self.prefilling: dict[int, Request] = {}
-        """Phase RUNNING and not wholly planned, in the order in which they were started."""
+        """Phase RUNNING and not wholly planned: has its pages, and may be paused for others."""
+
+        self._costs = costs
+        self._cache = cache
+        self._key_version = costs.key_version
 
         self.decoding: OrderedDict[int, Request] = OrderedDict()
         """May get a decode row in the next plan, least recently planned first."""
@@ -42,33 +52,42 @@ class Queues:
         self.unplanned = 0
         """Tokens of all requests that are in no plan and not being fetched."""
 
+        self.load = NOTHING
+        """What is left to compute of all requests."""
+
     @property
     def rows(self) -> int:
         """Rows that a plan of unlimited size would have."""
         return len(self.prefilling) + len(self.decoding)
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, now: float) -> None:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)
         self.unplanned += request.unplanned
+        if not request.to_fetch:
+            self._look_up(request)
+        self.recount(request)
         if request.phase is Phase.WAITING:
-            self.waiting.push(request)
+            self._push(request, now)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
         phase before."""
         left, unplanned = request.phase, request.unplanned
         self._count(request, -1)
-        if left is Phase.WAITING:
-            self.waiting.remove(request)
+        if left is Phase.WAITING and phase is Phase.RUNNING:
+            self.policy.start(request)
+        elif left is Phase.WAITING:
+            (self.to_fetch if request in self.to_fetch else self.policy).remove(request)
         elapsed = request.enter(phase, now)
         if request.ended:
             self._remove(request)
             self.unplanned -= unplanned
+            self.recount(request)
             return elapsed
         self._count(request, 1)
         if phase is Phase.WAITING:
-            self.waiting.push(request)
+            self._push(request, now)
         elif phase is Phase.RUNNING:
             self.prefilling[request.arrival] = request
         return elapsed
@@ -78,10 +97,48 @@ class Queues:
         if request.planned < request.target:
             self.unplanned -= count
         request.planned += count
+        self.recount(request)
+
+    def recount(self, request: Request) -> None:
+        """Count what is left to compute of a request, after anything that it follows from has changed."""
+        load = request.load
+        if load != request.counted:
+            self.load = self.load.minus(request.counted).plus(load)
+            request.counted = load
+
+    def look_up(self, request: Request, now: float) -> bool:
+        """Look a waiting request up in the prefix cache again, if that has changed. Returns whether it has another
+        place in the order now."""
+        if request.cache_version == self._cache.tree_version:
+            return False
+        self._look_up(request)
+        before = request.counted
+        self.recount(request)
+        if request.counted == before:
+            return False
+        self.revise(request, now)
+        return True
+
+    def revise(self, request: Request, now: float) -> None:
+        """Tell the policy what a request that is to be computed has left."""
+        self.policy.revise(request, self._costs.key_s(request.counted), now)
+
+    def renew_keys(self, now: float) -> None:
+        """Tell the policy of every request anew, if seconds are counted otherwise than before."""
+        if self._key_version != self._costs.key_version:
+            self._key_version = self._costs.key_version
+            for request in self.policy:
+                self.revise(request, now)
+
+    def charge(self, request: Request, count: int) -> None:
+        """The tenant of a request is served: the next count positions are planned."""
+        load = Load.between(request.planned, request.planned + count)
+        self.policy.charge(request, self._costs.load_s(load))
 
     def end_prefill(self, request: Request) -> None:
         """The whole prompt is planned."""
         del self.prefilling[request.arrival]
+        self.policy.remove(request)
 
     def start_decoding(self, request: Request) -> None:
         """Let a request have decode rows from the next plan on."""
@@ -105,9 +162,11 @@ class Queues:
         del self.preempting[request.arrival]
         before = request.unplanned
         request.planned = request.computed = 0
+        self._look_up(request)
         request.next_token_on_stages = False
         request.target = request.length
         self.unplanned += request.unplanned - before
+        self.recount(request)
 
     def await_row(self, request: Request) -> None:
         """Queue a request for a metadata row."""
@@ -120,10 +179,11 @@ class Queues:
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
         counts, tokens = dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0)
-        unplanned, arrivals = 0, set()
+        unplanned, load, arrivals = 0, NOTHING, set()
         for request in requests:
             arrivals.add(request.arrival)
             unplanned += request.unplanned
+            load = load.plus(request.load)
             if not request.ended:
                 counts[request.phase] += 1
                 tokens[request.phase] += request.prompt_tokens
@@ -132,16 +192,20 @@ class Queues:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
         if unplanned != self.unplanned:
             yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
-        if len(self.waiting) != counts[Phase.WAITING]:
-            yield f"{len(self.waiting)} requests in the waiting queue, {counts[Phase.WAITING]} are waiting"
+        if load != self.load:
+            yield f"{self.load} counted as to be computed, {load} found"
+        listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
+        if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
+            yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
         for queue in (self.prefilling, self.decoding, self.preempting, self.awaiting_row):
             if unknown := queue.keys() - arrivals:
                 yield f"requests {unknown} are queued and not known"
 
     def _check_request(self, request: Request) -> Iterator[str]:
         name, phase, arrival = f"{request.rid} ({request.phase.value})", request.phase, request.arrival
-        if (request in self.waiting) != (phase is Phase.WAITING):
-            yield f"{name} is {'' if request in self.waiting else 'not '}in the waiting queue"
+        ordered = request in self.policy or request in self.to_fetch
+        if ordered != (phase is Phase.WAITING or arrival in self.prefilling):
+            yield f"{name} is {'' if ordered else 'not '}ordered by the policy"
         if arrival in self.prefilling and phase is not Phase.RUNNING:
             yield f"{name} is among the prefills"
         if arrival in self.decoding and phase not in (Phase.RUNNING, Phase.GENERATING):
@@ -153,12 +217,24 @@ class Queues:
         if arrival in self.awaiting_row and (request.lease is None or not request.early_prefill):
             yield f"{name} waits for a metadata row"
 
+    def _push(self, request: Request, now: float) -> None:
+        policy = self.to_fetch if request.to_fetch else self.policy
+        policy.push(request, self._costs.key_s(request.counted), now)
+
+    def _look_up(self, request: Request) -> None:
+        """Note how much of a request's prompt is cached."""
+        request.cache_version = self._cache.tree_version
+        request.expected_cached = (
+            self._cache.cached_positions(request.tokens, request.salt) if request.uses_cache else 0
+        )
+
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign
         self.tokens[request.phase] += sign * request.prompt_tokens
 
     def _remove(self, request: Request) -> None:
         self.awaiting_row.pop(request.arrival, None)
-        self.prefilling.pop(request.arrival, None)
+        if self.prefilling.pop(request.arrival, None) is not None:
+            self.policy.remove(request)
         self.decoding.pop(request.arrival, None)
         self.preempting.pop(request.arrival, None)

@@ -28,6 +28,7 @@ from headrace.core.types.request import (
     Usage,
 )
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.state.cost_model import NOTHING, Load
 from headrace.scheduler.state.transfers import IncomingTransfer, OutgoingTransfer
 
 
@@ -74,6 +75,15 @@ class Request:
     prompt_tokens: int = 0
     target: int = 0
     """Tokens to prefill: all that were known when it was last started."""
+
+    expected_cached: int = 0
+    """Positions that the prefix cache had when it was last looked up for this request, which has no pages yet."""
+
+    cache_version: int = -1
+    """Version of the prefix tree that expected_cached is from; -1: it was not looked up."""
+
+    counted: Load = NOTHING
+    """What the queues count of it as to be computed."""
 
     planned: int = 0
     """Positions [0, planned) are in some plan, found in the cache or fetched."""
@@ -179,6 +189,33 @@ class Request:
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
         return 0 if self.ended else max(0, self.target - self.planned)
+
+    @property
+    def to_fetch(self) -> bool:
+        """Its KV has to be fetched before it goes on here. A request that was preempted after that is computed here."""
+        return isinstance(self.route, FetchFrom) and self.incoming is None
+
+    @property
+    def uses_cache(self) -> bool:
+        """It may use cached pages: prompt logprobs need every position of the prompt computed, the first time."""
+        return self.generated > 0 or self.submit.sampling.prompt_logprobs is None
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is: the name of the API key, else the cache salt."""
+        return self.submit.tenant or self.submit.cache_salt
+
+    @property
+    def objective(self) -> float | None:
+        """Time by which its first token should be known; None: no time is better than another."""
+        return None if self.submit.slo_ttft_s is None else self.arrived + self.submit.slo_ttft_s
+
+    @property
+    def load(self) -> Load:
+        """What is left to compute of its prefill: neither planned, nor expected to be cached, nor to be fetched."""
+        if self.ended or self.to_fetch:
+            return NOTHING
+        return Load.between(max(self.planned, self.expected_cached), self.target)
 
     @property
     def awaiting_peer(self) -> bool:

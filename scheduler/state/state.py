@@ -5,6 +5,7 @@ from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
+from headrace.scheduler.state.cost_model import CostModel
 from headrace.scheduler.state.deadlines import Deadlines
 from headrace.scheduler.state.engine_status import EngineStatus
 from headrace.scheduler.state.events import Effects
@@ -35,6 +36,9 @@ class State:
         self.deadlines = Deadlines()
         self.metrics = Measurements(config.stages)
         self.engine = EngineStatus(config)
+        self.costs = CostModel(config.stages, config.chunk_tokens)
+        """Predicts what computing takes."""
+
         self.draining = False
         """New requests are refused."""
 
@@ -44,7 +48,7 @@ class State:
         self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache, self.cache_events)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
-        self.queues = Queues(make_policy(config.policy))
+        self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache)
         self.plans = PlanTable()
         self.held = HeldPages(self.cache, config.hold_percent)
         self.tickets = TicketTable(config.max_queued_requests)

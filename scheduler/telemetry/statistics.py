@@ -18,6 +18,8 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     for phase, tokens in state.queues.tokens.items():
         yield Sample("queue_tokens", tokens, (phase.value,))
     yield Sample("unplanned_tokens", state.queues.unplanned)
+    yield Sample("unplanned_seconds", state.costs.load_s(state.queues.load))
+    yield Sample("cost_model_stale", float(state.costs.stale))
     yield Sample("kv_pages", state.cache.free, ("free",))
     yield Sample("kv_pages", state.cache.cached, ("cached",))
     yield Sample("kv_pages", state.cache.leased, ("leased",))

@@ -7,6 +7,7 @@ from headrace.core.types.addresses import is_loopback
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.tenants import priority_ranges, tenant_keys
 
 
 def check(config: Config) -> None:
@@ -59,12 +60,13 @@ def _check_url(url: str) -> None:
 
 def _check_binds(config: Config) -> None:
     server = config.server
-    for key in server.api_keys:
+    priority_ranges(server.priority_ranges)
+    for key in (*server.api_keys, *tenant_keys(server.tenant_keys).values()):
         if not key.isascii() or any(character.isspace() for character in key):
             raise ConfigError("an API key has to be ASCII without spaces; write another one with --api-key")
     if server.insecure:
         return
-    if not server.api_keys and not is_loopback(server.host):
+    if not server.api_keys and not server.tenant_keys and not is_loopback(server.host):
         raise ConfigError(
             f"--host {server.host} is reachable from other machines and no API key is set: add --api-key KEY "
             f"(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"

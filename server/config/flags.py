@@ -41,9 +41,13 @@ def add_flag(section: "argparse._ArgumentGroup", setting: Setting) -> None:
         dest=setting.key,
         action="append" if setting.kind == "list" else "store",
         default=argparse.SUPPRESS,
-        metavar=_METAVARS.get(setting.kind) or "{" + ",".join(setting.choices) + "}",
+        metavar="SHARE" if setting.flag.unit == "share" else _metavar(setting),
         help=_help(setting),
     )
+
+
+def _metavar(setting: Setting) -> str:
+    return _METAVARS.get(setting.kind) or "{" + ",".join(setting.choices) + "}"
 
 
 def _help(setting: Setting) -> str:

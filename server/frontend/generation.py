@@ -159,6 +159,8 @@ class GenerationRunner:
             sampling=await self._merge_stops(request),
             route=route,
             priority=request.priority,
+            tenant=request.tenant,
+            slo_ttft_s=request.slo_ttft_s,
             deadline_s=request.deadline_s,
             cache_salt=request.cache_salt,
             progress=request.progress,
@@ -260,7 +262,7 @@ def _held(event: Held) -> GenerationResult:
 def _prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
     """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
     sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
-    return {
+    body = {
         **sampling,
         "rid": request.rid,
         "ticket": ticket,
@@ -270,7 +272,12 @@ def _prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "stream": request.progress,
-    } | ({} if request.deadline_s is None else {"deadline_s": request.deadline_s})
+    }
+    limits = {
+        "deadline_s": request.deadline_s,
+        "slo_ttft_ms": None if request.slo_ttft_s is None else request.slo_ttft_s * 1000,
+    }
+    return body | {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def _with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:

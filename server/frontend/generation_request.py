@@ -23,7 +23,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     """Continue after EOS."""
     priority: int = 0
-    """Order of requests under --policy priority."""
+    """Lower ones go first, except under --policy fcfs."""
+    tenant: str = ""
+    """Name of the API key that it came with, if that has one."""
+    slo_ttft_s: float | None = None
+    """Seconds within which the client would like the first token, None for no objective."""
     deadline_s: float | None = None
     """Seconds after which the request fails, None for no limit of its own."""
     cache_salt: str = ""

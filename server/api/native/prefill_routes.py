@@ -12,6 +12,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import request_fields, sampling_params
@@ -41,7 +42,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
         with notify_peers_on_refusal(completions, config, raw):
             body = parse_body(raw, PrefillBody)
             check_model(model, body.model)
-            request = await _request(model, config, body)
+            request = with_client_terms(await _request(model, config, body), http, config)
         if not body.stream:
             return JsonAnswer(lambda: _prefill(model, completions, request, discard_events))
         return EventStream(lambda events: _stream(model, completions, request, events), _write_error)

@@ -16,6 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
 MAX_SALT_CHARS = 256
+MAX_OBJECTIVE_MS = 1e9
 MAX_INT64 = (1 << 63) - 1
 
 
@@ -58,9 +59,18 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
         "stop": stop_strings(body),
         "ignore_eos": bool(body.ignore_eos),
         "priority": int(_within("priority", body.priority, 0, -(1 << 31), (1 << 31) - 1)),
+        "slo_ttft_s": None if body.slo_ttft_ms is None else objective_s(body.slo_ttft_ms, "slo_ttft_ms"),
         "deadline_s": body.deadline_s,
         "cache_salt": prefix_salt(body.cache_salt, body.extra_key),
     }
+
+
+def objective_s(milliseconds: float, field: str) -> float:
+    """The objective of a first token, in seconds. Raises HeadraceError (400) naming the field if it is not above 0."""
+    if not 0 < milliseconds <= MAX_OBJECTIVE_MS:
+        limit = f"it has to be above 0 and at most {MAX_OBJECTIVE_MS:g} milliseconds"
+        raise invalid(field, f"{field} is {milliseconds:g}; {limit}")
+    return milliseconds / 1000
 
 
 def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:

@@ -42,7 +42,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     """Number of alternatives for each prompt token; None for no logprobs."""
     priority: int | None = None
-    """Accepted; first come, first served ignores it."""
+    """Lower ones go before all higher ones; --policy fcfs ignores it."""
+    slo_ttft_ms: float | None = None
+    """Milliseconds within which the client would like its first token, under --policy slo."""
     deadline_s: float | None = None
     """Seconds after which the request fails with 504."""
     cache_salt: str | None = None
@@ -179,5 +181,6 @@ class GenerateBody(HandoffParams, kw_only=True):
     """For all prompts, or one for each; so is extra_key."""
     extra_key: str | list[str] | None = None
     priority: int | None = None
+    slo_ttft_ms: float | None = None
     model: str | None = None
     stream: bool | None = None

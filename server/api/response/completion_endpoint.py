@@ -7,6 +7,7 @@ body ─► CompletionRequest ─► GenerationRequests ─┬─ prefill server
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.schema import GenerateBody, OpenAIBody
@@ -78,6 +80,8 @@ class CompletionEndpoint:
         with notify_peers_on_refusal(self._completions, config, raw):
             body = parse_body(raw, kind)
             completion = await check(body)
+            base = with_client_terms(completion.base, http, config)
+            completion = msgspec.structs.replace(completion, base=base)
             if config.role == "prefill":
                 requests = prefill_requests(completion, body, self._model.max_model_len)
             else:

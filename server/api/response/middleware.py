@@ -1,7 +1,7 @@
 """Middleware around every route: API keys, request metrics, X-Request-Id."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,24 +16,33 @@ CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys as a bearer token (401). Passes everything if there are no keys."""
+    """Refuses requests without one of the keys as a bearer token (401). Passes everything if there are no keys.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    The name of the tenant whose key it is goes into the state of the request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], tenants: Mapping[str, str]) -> None:
+        """tenants: more keys, by the name of the tenant."""
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = [("", key.encode()) for key in keys] + [(name, key.encode()) for name, key in tenants.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._has_key(scope):
+        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if (tenant := self._tenant(scope)) is not None:
+            scope.setdefault("state", {})["tenant"] = tenant
             await self._app(scope, receive, send)
             return
         message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
         await error_response(ErrorInfo(code="invalid_api_key", message=message, status=401))(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> str | None:
+        """The tenant whose key the request has, "" for a key without a name; None for no key."""
         scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all, in constant time
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [name for name, key in self._keys if hmac.compare_digest(token.strip(), key)]  # all, in constant time
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
 class RequestMetrics:

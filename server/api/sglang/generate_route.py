@@ -151,6 +151,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         n=given.n,
         prompt_logprobs=(body.top_logprobs_num or 0) if wants_prompt else None,
         priority=body.priority,
+        slo_ttft_ms=body.slo_ttft_ms,
     )
 
 

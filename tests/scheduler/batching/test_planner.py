@@ -72,7 +72,7 @@ def test_a_plan_has_no_more_rows_than_it_may() -> None:
 
 
 def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
-    bench = Bench(kv_pages=6, prefix_cache=False)
+    bench = Bench(kv_pages=6, prefix_cache=False, policy="fcfs")
     bench.submit("a", 12, route=Discard())
     assert planned(bench.plan()) == [(0, 12, True)]
     bench.submit("b", 16, route=Discard())
@@ -102,7 +102,7 @@ def test_decode_rows_run_ahead_of_their_tokens() -> None:
 
 
 def test_a_row_feeds_the_one_behind_it_unless_it_is_the_last() -> None:
-    bench = Bench(pipeline_depth=4)
+    bench = Bench(pipeline_depth=4, policy="fcfs")
     bench.submit("a", 20, max_tokens=3)
     bench.submit("b", 4, route=Discard(), max_tokens=3, cache_salt="b")
     rows = [row for _ in range(4) if (forward := bench.plan()) is not None for row in forward.rows]

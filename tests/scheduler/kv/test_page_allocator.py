@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.state.deadlines import Deadlines, Timer
@@ -80,4 +81,4 @@ def test_moving_a_deadline_again_and_again_keeps_the_heap_small() -> None:
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'lifo'.*fcfs"):
-        make_policy("lifo")
+        make_policy(SchedulerConfig(policy="lifo"))  # type: ignore[arg-type]

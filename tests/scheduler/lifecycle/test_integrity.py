@@ -50,7 +50,7 @@ def free_rid(state: State) -> None:
 
 
 def lose_from_waiting(state: State) -> None:
-    state.queues.waiting.remove(named(state, "send"))
+    state.queues.policy.remove(named(state, "send"))
 
 
 def decode_what_waits(state: State) -> None:

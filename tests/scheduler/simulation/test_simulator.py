@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from headrace.core.config.scheduler import Policy
 from headrace.scheduler.simulation.server import SimulationReport
-from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import POLICIES, Scenario, Shape, simulate
 
 BATCH = 100
 
@@ -69,6 +70,27 @@ def test_without_faults_no_peer_or_stage_times_out() -> None:
     outcomes = run("pair", 30_000, cancel=0.1, crash=0.0, lost_peer=0.0, abandon=0.0)
     assert outcomes["decode:stop"] > 0
     assert not [reason for reason in outcomes if reason.endswith(("peer_gone", "stage_failed", "no_request"))]
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_results_do_not_depend_on_the_policy(shape: Shape) -> None:
+    """The same requests under every policy: those that finish have the same tokens and finish reason."""
+    compared = 0
+    for seed in range(60_000, 60_000 + BATCH // 2):
+
+        def run_under(policy: Policy, seed: int = seed) -> SimulationReport:
+            report = simulate(
+                Scenario(seed, shape, 7, cancel=0.0, crash=0.0, lost_peer=0.0, abandon=0.0, policy=policy)
+            )
+            assert report.violations == [], f"seed {seed}, {policy}: {report.violations[:3]}"
+            return report
+
+        plain, *others = (run_under(policy).results for policy in POLICIES)
+        for other in others:
+            both = plain.keys() & other.keys()
+            compared += len(both)
+            assert {key: plain[key] for key in both} == {key: other[key] for key in both}, seed
+    assert compared > BATCH * 4, "few requests were let in, or met their deadline, under every policy"
 
 
 @pytest.mark.parametrize("shape", ["colocated", "pair"])

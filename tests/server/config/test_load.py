@@ -52,6 +52,9 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             case "text":
                 samples[setting.key] = ('"127.0.0.2"', [setting.option, "127.0.0.2"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
+    samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
+    samples["tenant-key"] = ('["a=k"]', ["--tenant-key", "a=k"])
+    samples["priority-range"] = ('["0:9"]', ["--priority-range", "0:9"])
     samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
     for key, (toml, flags) in samples.items():
         role: list[str] = []
@@ -146,6 +149,11 @@ MISTAKES = [
     (["--api-key", "two words"], "without spaces"),
     (["--config", "/nowhere/x.toml"], "cannot read /nowhere/x.toml"),
     (["--policy", "lifo"], "fcfs"),
+    (["--policy-reserve", "1.5"], "1"),
+    (["--priority-range", "high"], "LOW:HIGH"),
+    (["--priority-range", "5:1"], "5 is above 1"),
+    (["--tenant-key", "alone"], "NAME=KEY"),
+    (["--tenant-key", "a=k", "--tenant-key", "b=k"], "another tenant"),
     (["--model", " "], "a text"),
     (["--stage-host", "10.0.0.1"], "--stages external"),
     (["--stage-port", "8300"], "--stages external"),

@@ -1,0 +1,115 @@
+"""How a forward pass is shared by several prompts, under a policy that is not strict.
+
+1. the reserve, a set share of the budget: to the oldest requests that can run, in order of arrival
+2. the rest: in the policy's order, each to its end
+3. what is left when too many in the order do not fit: to half-done requests, which can always run
+
+So a request gets its part of each plan as soon as no older one wants it, whatever comes later; and no budget is left
+while a half-done request has tokens.
+"""
+
+import heapq
+from collections.abc import Iterable
+from itertools import islice
+from math import ceil
+
+from headrace.scheduler.batching.starting import LOOKED_AT, Starter
+from headrace.scheduler.state.chunking import chunk_length
+from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.state import State
+
+
+class PrefillShares:
+    """Divides the budget of one plan at a time."""
+
+    def __init__(self, state: State, starter: Starter) -> None:
+        self._state = state
+        self._starter = starter
+        self._budget = 0
+        self._slots = 0
+        self._counts: dict[Request, int] = {}  # tokens
+        self._used: dict[Request, int] = {}  # of the budget
+        self._refused: set[int] = set()
+
+    @property
+    def divided(self) -> Iterable[Request]:
+        """The requests that got a part of the last plan."""
+        return self._counts
+
+    def divide(self, budget: int, slots: int, now: float) -> Iterable[tuple[Request, int]]:
+        """Requests and the tokens that each of them has in the plan, at most slots of them. Starts those that wait."""
+        self._budget, self._slots = budget, slots
+        self._counts, self._used, self._refused = {}, {}, set()
+        if budget > 0 and slots > 0 and self._state.queues.policy:
+            self._state.queues.renew_keys(now)
+            self._reserve(now)
+            self._in_order(now)
+        return self._counts.items()
+
+    def _reserve(self, now: float) -> None:
+        """Give the reserve to the oldest requests that can run, and keep pages for the oldest that cannot."""
+        queues, policy = self._state.queues, self._state.queues.policy
+        left = ceil(self._budget * self._state.config.policy_reserve)
+        if left <= 0:
+            return
+        waiting = islice(policy.by_age(started=False), LOOKED_AT)
+        for request in heapq.merge(policy.by_age(started=True), waiting, key=_arrival):
+            if left <= 0 or self._budget <= 0:
+                return
+            if request.phase is Phase.WAITING:
+                queues.look_up(request, now)
+                if not self._start(request, now):
+                    self._starter.refused(request)
+                    continue
+            left -= self._give(request, left)
+
+    def _in_order(self, now: float) -> None:
+        """Give what the reserve has left to the best ones, passing over those that do not fit."""
+        queues = self._state.queues
+        looked_at = LOOKED_AT
+        for request in queues.policy.order(now):
+            if self._budget <= 0:
+                return
+            if not looked_at:
+                break
+            if request.phase is not Phase.WAITING:
+                self._give(request, self._budget)
+            elif queues.look_up(request, now):
+                looked_at -= 1  # it comes up again at its place
+            elif self._start(request, now):
+                self._give(request, self._budget)
+            else:
+                looked_at -= 1
+        for request in queues.policy.by_age(started=True):
+            if self._budget <= 0:
+                return
+            self._give(request, self._budget)
+
+    def _start(self, request: Request, now: float) -> bool:
+        """Start a request, at most one attempt a plan."""
+        if len(self._counts) >= self._slots or request.arrival in self._refused:
+            return False
+        if self._starter.start(request, now):
+            return True
+        self._refused.add(request.arrival)
+        return False
+
+    def _give(self, request: Request, budget: int) -> int:
+        """Give a request what it can use of this budget, beside what it has; returns what that takes of it. A chunk
+        that is shorter because it follows a long prefix, and takes as long as a full one, uses up as much of it."""
+        state, config = self._state, self._state.config
+        start, had = request.planned, self._used.get(request, 0)
+        left = request.target - start
+        if self._counts.get(request) == left or (request not in self._counts and len(self._counts) >= self._slots):
+            return 0
+        budget = min(budget, self._budget) + had
+        length = chunk_length(state.engine.costs, start, config.chunk_tokens, config.page_size)
+        full = max(1, budget * length // config.chunk_tokens)
+        self._counts[request] = count = min(full, left)
+        self._used[request] = used = budget * count // full
+        self._budget -= used - had
+        return used - had
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival

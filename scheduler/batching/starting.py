@@ -1,0 +1,135 @@
+"""Starting requests: a request that waits gets its pages, and is computed or fetched from then on."""
+
+from headrace.scheduler.batching.page_claim import PageClaim
+from headrace.scheduler.decode.fetch import RemoteFetch
+from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.state.state import State
+
+LOOKED_AT = 32
+"""Waiting requests that may be found not to fit before the search ends."""
+
+
+class Starter:
+    """Leases pages and metadata rows to requests that wait.
+
+    A strict policy (fcfs) starts them in order of arrival: the first that does not fit is waited for. Under another
+    one they are passed over, and pages are kept for the oldest (see PageClaim).
+    """
+
+    def __init__(self, state: State, fetch: RemoteFetch) -> None:
+        self._state = state
+        self._fetch = fetch
+        self._claim = PageClaim()
+        self._refused: tuple[int, int, int] | None = None  # the attempt that failed last, where one is made at a time
+        self._no_fetch: tuple[int, int, int] | None = None  # what there was when no fetch could be started
+
+    def start_next(self, now: float, fetches_only: bool) -> Request | None:
+        """Start the fetches that come first in order, and the prefill behind them; None when it does not fit now."""
+        self._start_strictly_fetches(now)
+        state, head = self._state, self._head()
+        if fetches_only or head is None or head.to_fetch or state.queues.rows >= state.config.max_running:
+            return None
+        return head if self._attempt(head, now) else None
+
+    def start_fetches(self, now: float) -> None:
+        """Start to fetch what is next, and fits. Costs nothing where nothing has changed since."""
+        state, queues = self._state, self._state.queues
+        if not state.engine.ready or not queues.to_fetch:
+            return
+        if queues.to_fetch.strict:
+            self._start_strictly_fetches(now)
+            return
+        before = (state.cache.version, state.metadata_rows.free, len(queues.to_fetch))
+        if before == self._no_fetch:
+            return
+        oldest = next(queues.to_fetch.by_age(started=False))
+        if not self._start_fetch(oldest, now):
+            self._claim.refused(oldest)
+        left = LOOKED_AT
+        for request in queues.to_fetch.order(now):
+            if not left:
+                break
+            left -= not self._start_fetch(request, now)
+        self._no_fetch = (state.cache.version, state.metadata_rows.free, len(queues.to_fetch))
+
+    def start(self, request: Request, now: float) -> bool:
+        """Start to compute a request, unless that would delay an older one that lacks pages."""
+        state = self._state
+        if request.decodes_here and len(state.queues.decoding) >= state.config.max_running:
+            return False
+        lacking = state.cache.pages_for(request.target) - request.expected_cached // state.config.page_size
+        if lacking > state.cache.free + state.cache.cached or not self._allowed(request):
+            return False
+        return self._lease(request, now)
+
+    def refused(self, request: Request) -> None:
+        """The oldest request that waits to be computed could not be started: keep pages for it."""
+        self._claim.refused(request)
+
+    def _head(self) -> Request | None:
+        return next(self._state.queues.policy.by_age(started=False), None)
+
+    def _start_strictly_fetches(self, now: float) -> None:
+        while (head := self._head()) is not None and head.to_fetch and self._attempt(head, now):
+            pass
+
+    def _attempt(self, head: Request, now: float) -> bool:
+        """Start the head; remember when it does not fit, so that it is not tried again before something has changed."""
+        attempt = (head.serial, self._state.cache.version, self._state.metadata_rows.free)
+        if attempt == self._refused:
+            return False
+        if self._fetch.start(head, now) if head.to_fetch else self._lease(head, now):
+            return True
+        self._refused = attempt
+        return False
+
+    def _start_fetch(self, request: Request, now: float) -> bool:
+        if request.phase is not Phase.WAITING:
+            return True  # it has been started as the oldest
+        if not self._allowed(request) or not self._fetch.start(request, now):
+            return False
+        self._claim.started(request)
+        return True
+
+    def _allowed(self, request: Request) -> bool:
+        state, claimant = self._state, self._claim.claimant
+        if claimant is None:
+            return True
+        rest = state.cache.total - state.cache.pages_for(claimant.target)
+        if not self._claim.allows(request, state.cache.pages_for(request.target), rest):
+            return False
+        return (
+            not _needs_row(claimant)
+            or not _needs_row(request)
+            or self._claim.allows_row(request, state.metadata_rows.total)
+        )
+
+    def _lease(self, request: Request, now: float) -> bool:
+        """Lease pages for all that is to be computed, and a metadata row if the request's peer has reserved; False when
+        they are not to be had now. Both or none: two requests that each had one and waited for the other would block
+        each other."""
+        state, counters = self._state, self._state.metrics.counters
+        needs_row = _needs_row(request)
+        if needs_row and not state.metadata_rows.free:
+            return False
+        lease = state.cache.acquire(request.tokens, request.salt, match=request.uses_cache)
+        if lease is None:
+            return False
+        request.lease = lease
+        if needs_row:
+            request.row = state.metadata_rows.allocate(1, request.arrival)[0]
+        cached = lease.matched * state.config.page_size
+        request.expected_cached = 0
+        state.queues.plan(request, cached)
+        request.computed = cached
+        if not request.generated:
+            request.cached_tokens = cached
+            counters.add("prompt_tokens_total", request.prompt_tokens)
+            counters.add("cached_tokens_total", cached)
+        state.enter(request, Phase.RUNNING, now)
+        self._claim.started(request)
+        return True
+
+
+def _needs_row(request: Request) -> bool:
+    return request.outgoing is not None or request.to_fetch

@@ -1,0 +1,147 @@
+"""The cost model of prefill: predicted seconds of a forward pass, and of what a request has left to compute.
+
+A stage computes count tokens after a prefix of start tokens in
+
+    a · ((start + count)² - start²) + b · count + c seconds     attention, matrix products, overhead of a pass
+
+so that the costs of a prompt's chunks add up, c apart. The slowest stage decides, since a pipeline runs at its pace.
+
+Where the coefficients come from, later ones first:
+    the plans that were computed    fitted online, with forgetting
+    what the stages measured        at their start (StageReady.cost), under --chunking dynamic
+    a default                       only the relation of its coefficients counts: the first plan sets the scale
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.state.cost_fit import CostFit
+from headrace.scheduler.state.prediction_error import PredictionError
+
+DEFAULT: Cost = (1e-9, 1e-4, 5e-3)
+MICROSECOND = 1e-6
+KEY_DRIFT = 1.5  # predictions may change by this factor before keys that were computed from them are renewed
+KEY_LENGTHS = (1, 16)  # prompts by which that is judged, in plans
+
+
+class Load(NamedTuple):
+    """Work, as the numbers that the cost of every stage is linear in. Loads add up exactly: they are integers."""
+
+    squares: int
+    """Sum of (start + count)² - start²."""
+
+    tokens: int
+    """Sum of count."""
+
+    @classmethod
+    def between(cls, start: int, end: int) -> "Load":
+        """The load of positions [start, end); nothing when end is not above start."""
+        return cls(end * end - start * start, end - start) if end > start else NOTHING
+
+    def plus(self, other: "Load") -> "Load":
+        """Both."""
+        return Load(self.squares + other.squares, self.tokens + other.tokens)
+
+    def minus(self, other: "Load") -> "Load":
+        """What is left without the other."""
+        return Load(self.squares - other.squares, self.tokens - other.tokens)
+
+
+NOTHING = Load(0, 0)
+
+
+class CostModel:
+    """Predicts seconds, rounded to microseconds, from the plans that were computed. Pure and deterministic.
+
+    When the median error of its predictions has left ±20 % for ten minutes it is stale: predictions then follow from
+    tokens alone, at the recent speed.
+    """
+
+    def __init__(self, stages: int, chunk_tokens: int) -> None:
+        """chunk_tokens: tokens of a full plan."""
+        self._chunk = chunk_tokens
+        self._fits = [CostFit(DEFAULT, chunk_tokens) for _ in range(stages)]
+        self._errors = [PredictionError() for _ in range(stages)]
+        self._full = Load.between(0, chunk_tokens)
+        self._costs: tuple[Cost, ...] = ()
+        self._key_costs: tuple[Cost, ...] = ()
+        self.stale = False
+        """Predictions of the slowest stage have been wrong for ten minutes."""
+
+        self.key_version = 0
+        """Rises when keys that were computed with key_s() have to be computed again."""
+
+        self._refresh()
+        self._renew_keys()
+
+    def start(self, costs: Sequence[Cost | None]) -> None:
+        """The stages are up. costs: what each of them measured, None where it has not."""
+        for stage, cost in enumerate(costs):
+            if cost is not None and sum(cost[:2]) > 0:
+                self._fits[stage] = CostFit(cost, self._chunk, measured=True)
+                self._errors[stage] = PredictionError()
+        self._refresh()
+        self._renew_keys()
+
+    def observe(self, stage: int, load: Load, seconds: float, now: float) -> None:
+        """A stage has computed a plan of this load in so many seconds."""
+        if load.tokens <= 0 or seconds <= 0:
+            return
+        fit = self._fits[stage]
+        if fit.scaled:
+            self._errors[stage].observe(_seconds(fit.cost, load), seconds, now)
+        fit.observe(load.squares, load.tokens, seconds)
+        self._refresh()
+        if self._keys_drifted():
+            self._renew_keys()
+
+    def pass_s(self, start: int, count: int) -> float:
+        """Seconds of a forward pass over count tokens after a prefix of start tokens, alone in its plan."""
+        load = Load.between(start, start + count)
+        return _rounded(max(_seconds(cost, load) for cost in self._costs))
+
+    def load_s(self, load: Load) -> float:
+        """Seconds of this load in full plans, each of which has its overhead."""
+        return self._slowest(self._costs, load)
+
+    def key_s(self, load: Load) -> float:
+        """As load_s(), with coefficients that stay the same until key_version rises: keys compare with each other."""
+        return self._slowest(self._key_costs, load)
+
+    def _slowest(self, costs: tuple[Cost, ...], load: Load) -> float:
+        seconds = 0.0
+        for cost in costs:
+            seconds = max(seconds, self._part(cost, load))
+        return _rounded(seconds)
+
+    def _refresh(self) -> None:
+        """Take over what the fits and the errors say now."""
+        parts = [self._part(fit.cost, self._full) for fit in self._fits]
+        self.stale = self._errors[parts.index(max(parts))].stale
+        self._costs = tuple(fit.by_tokens if self.stale else fit.cost for fit in self._fits)
+
+    def _part(self, cost: Cost, load: Load) -> float:
+        a, b, c = cost
+        return a * load.squares + (b + c / self._chunk) * load.tokens
+
+    def _renew_keys(self) -> None:
+        self._key_costs = self._costs
+        self.key_version += 1
+
+    def _keys_drifted(self) -> bool:
+        for plans in KEY_LENGTHS:
+            load = Load.between(0, plans * self._chunk)
+            old, new = self.key_s(load), self.load_s(load)
+            if not old <= new * KEY_DRIFT or not new <= old * KEY_DRIFT:
+                return True
+        return False
+
+
+def _seconds(cost: Cost, load: Load) -> float:
+    a, b, c = cost
+    return a * load.squares + b * load.tokens + c
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds / MICROSECOND) * MICROSECOND

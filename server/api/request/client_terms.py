@@ -1,0 +1,36 @@
+"""What holds for all requests of a client beside what its bodies say: tenant, range of priorities, headers."""
+
+import msgspec
+from starlette.requests import Request
+
+from headrace.core.config import ServerConfig
+from headrace.core.types.errors import invalid, shown
+from headrace.core.types.tenants import priority_ranges
+from headrace.server.api.request.sampling import objective_s
+from headrace.server.frontend.generation_request import GenerationRequest
+
+SLO_HEADER = "x-llm-d-slo-ttft-ms"
+"""The objective for the first token, as llm-d's gateway sends it. A body's slo_ttft_ms goes before it."""
+
+MAX_HEADER_CHARS = 32
+
+
+def with_client_terms(request: GenerationRequest, http: Request, config: ServerConfig) -> GenerationRequest:
+    """The request, with the tenant of its API key, its priority cut to the range that the tenant may use, and the
+    objective of the header if the body has none. Raises HeadraceError (400) for a header that is no number."""
+    tenant = http.scope.get("state", {}).get("tenant", "")
+    ranges = priority_ranges(config.priority_ranges)
+    low, high = ranges.get(tenant) or ranges.get("") or (request.priority, request.priority)
+    objective = request.slo_ttft_s
+    if objective is None and (header := http.headers.get(SLO_HEADER)) is not None:
+        objective = _header_objective(header)
+    return msgspec.structs.replace(
+        request, tenant=tenant, priority=min(max(request.priority, low), high), slo_ttft_s=objective
+    )
+
+
+def _header_objective(header: str) -> float | None:
+    try:
+        return objective_s(float(header[:MAX_HEADER_CHARS]), SLO_HEADER)
+    except ValueError:
+        raise invalid(SLO_HEADER, f"the header {SLO_HEADER} is {shown(header)!r}; it has to be a number") from None

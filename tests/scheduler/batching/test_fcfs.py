@@ -1,0 +1,85 @@
+"""First come, first served, against a plain statement of it: the same effects in random schedules, byte for byte."""
+
+from unittest.mock import patch
+
+import pytest
+
+from headrace.core.messages.orders import Forward
+from headrace.core.types.request import FetchFrom
+from headrace.scheduler.batching.planner import Planner
+from headrace.scheduler.batching.starting import Starter
+from headrace.scheduler.scheduler import Effect
+from headrace.scheduler.simulation.server import SimulatedServer
+from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+from headrace.scheduler.state.plan_table import BatchBuilder
+from headrace.scheduler.state.record import Phase, Request
+
+
+class PlainFcfs(Planner):
+    """Head of line, found by looking at every request: running prefills in the order in which they were started, then
+    waiting requests by arrival. The first that does not fit is waited for, and none overtakes it."""
+
+    def plan(self, now: float) -> None:
+        state, config = self._state, self._state.config
+        if not state.engine.ready or len(state.plans) >= config.stages + config.pipeline_depth:
+            return
+        batch = BatchBuilder(config.chunk_tokens, config.max_running)
+        self._decode(batch, now)
+        for request in list(state.queues.prefilling.values()):
+            if batch.full:
+                break
+            self._chunk(batch, request)
+        self._start(batch, now)
+        if batch.rows:
+            self._order(batch, now)
+
+    def start(self, now: float) -> None:
+        self._start(None, now)
+
+    def _head(self) -> Request | None:
+        waiting = [request for request in self._state.requests if request.phase is Phase.WAITING]
+        return min(waiting, key=lambda request: request.arrival, default=None)
+
+    def _start(self, batch: BatchBuilder | None, now: float) -> None:
+        state = self._state
+        starter: Starter = self._starter
+        while state.engine.ready and (head := self._head()) is not None:
+            to_fetch = isinstance(head.route, FetchFrom) and head.incoming is None
+            full = batch is None or batch.full or state.queues.rows >= state.config.max_running
+            if not to_fetch and full:
+                return
+            if not (self._fetch.start(head, now) if to_fetch else starter._lease(head, now)):
+                return
+            if not to_fetch and batch is not None:
+                self._chunk(batch, head)
+
+    def __init__(self, state, generation, handoff, fetch) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(state, generation, handoff, fetch)
+        self._fetch = fetch
+
+
+def effects(scenario: Scenario) -> list[Effect]:
+    """All that the servers decide in a run, in order."""
+    seen: list[Effect] = []
+    perform = SimulatedServer._perform
+
+    def keep(server: SimulatedServer, effect: Effect) -> None:
+        seen.append(effect)
+        perform(server, effect)
+
+    with patch.object(SimulatedServer, "_perform", keep):
+        report = simulate(scenario)
+    assert report.violations == []
+    return seen
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_schedules_are_those_of_the_plain_statement(shape: Shape) -> None:
+    shared = 0
+    for seed in range(70_000, 70_060):
+        scenario = Scenario(seed=seed, shape=shape, requests=9, arrivals_s=0.004, policy="fcfs")
+        found = effects(scenario)
+        with patch("headrace.scheduler.scheduler.Planner", PlainFcfs):
+            assert found == effects(scenario), seed
+        shared += sum(isinstance(effect, Forward) and len(effect.rows) > 1 for effect in found)
+    assert shared > 100, "few plans had several requests to put in order"

@@ -1,0 +1,318 @@
+"""What every policy guarantees, whatever arrives: no starvation, no idle budget, no livelock, the same plans again."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.messages.frontend import RequestFinished, Submit
+from headrace.core.messages.orders import Forward
+from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
+from headrace.core.types.packed import pack
+from headrace.core.types.request import DecodeHere, Discard, SamplingParams
+from headrace.scheduler.scheduler import Effect, Scheduler
+from tests.scheduler.bench import Bench, config, geometry
+
+CHUNK = 64
+POLICIES = ("fcfs", "srpt", "slo")
+LENGTHS = st.integers(1, 600)
+OVERTAKING = st.sampled_from(["srpt", "slo"])
+RESERVES = st.sampled_from([0.0, 0.1, 1.0])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that arrives when so many plans are done."""
+
+    at: int
+    length: int
+    priority: int = 0
+    tenant: str = ""
+    slo_ttft_s: float | None = None
+
+
+PROMPTS = st.lists(
+    st.builds(
+        Prompt,
+        st.integers(0, 30),
+        LENGTHS,
+        st.integers(-1, 1),
+        st.sampled_from(["", "a", "b"]),
+        st.sampled_from([None, 0.01, 1.0]),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@dataclass
+class Run:
+    """Prompts through a scheduler, one plan at a time; a plan takes 10 ms."""
+
+    plans: list[list[tuple[str, int]]] = field(default_factory=list)
+    """Tokens of each prompt, by plan."""
+
+    finished: dict[str, int] = field(default_factory=dict)
+    """The plan that ended each prompt."""
+
+    able: dict[str, int] = field(default_factory=dict)
+    """The plan before which each prompt came."""
+
+
+def run(prompts: list[Prompt], limit: int = 3000, generate: int = 0, **settings: object) -> Run:
+    """Run all prompts to their end, in at most so many plans. generate: tokens decoded here, 0 for none."""
+    defaults: dict[str, object] = {
+        "chunk_tokens": CHUNK,
+        "pipeline_depth": 0,
+        "kv_pages": 20_000,
+        "page_size": 4,
+        "max_model_len": 0,
+        "prefix_cache": False,
+        "max_queued_tokens": 1 << 30,
+        "max_running": 1000,
+    }
+    bench = Scheduler(config(**(defaults | settings)))
+    pages = int(str((defaults | settings)["kv_pages"]))
+    bench.handle(
+        StageReady(stage=0, geometry=geometry(4), fingerprint="f", data_port=1, kv_pages=pages, vocab_size=1000), 0.0
+    )
+    result, serials = Run(), {}
+    waiting = sorted(enumerate(prompts), key=lambda item: item[1].at)
+    now = 0.0
+
+    def take(effects: list[Effect]) -> Forward | None:
+        forward = None
+        for effect in effects:
+            if isinstance(effect, Forward):
+                forward = effect
+            elif isinstance(effect, RequestFinished):
+                result.finished[effect.rid] = len(result.plans)
+        return forward
+
+    for number in range(limit):
+        while waiting and waiting[0][1].at <= number:
+            index, prompt = waiting.pop(0)
+            serials[len(serials) + 1] = rid = f"r{index}"
+            result.able[rid] = number
+            sampling = SamplingParams(max_tokens=max(1, generate))
+            route = DecodeHere() if generate else Discard()
+            submit = Submit(
+                rid=rid,
+                prompt=pack([index % 1000] * prompt.length),
+                sampling=sampling,
+                route=route,
+                priority=prompt.priority,
+                tenant=prompt.tenant,
+                slo_ttft_s=prompt.slo_ttft_s,
+            )
+            take(bench.handle(submit, now))
+        forward = take(bench.plan(now))
+        assert number % 8 or not bench.check_integrity()
+        if forward is None:
+            if bench.idle and not waiting:
+                return result
+            assert bench.idle, f"plan {number} is empty, and requests are left"
+            result.plans.append([])
+            continue
+        result.plans.append([(serials.get(row.request, str(row.request)), row.count) for row in forward.rows])
+        now += 0.01
+        samples = tuple(SampledToken(row.request, 1) for row in forward.rows if row.sample is not None)
+        take(bench.handle(PlanDone(stage=0, seq=forward.seq, duration_s=0.01, samples=samples), now))
+    raise AssertionError(f"not done within {limit} plans: {len(result.finished)} of {len(prompts)}")
+
+
+@settings(deadline=None, max_examples=60)
+@given(PROMPTS, st.sampled_from([0.05, 0.1, 0.5]), OVERTAKING, st.integers(1, 12), st.integers(1, 4))
+def test_no_request_waits_longer_than_its_bound_whatever_arrives_later(
+    prompts: list[Prompt], reserve: float, policy: str, length: int, each: int
+) -> None:
+    """With W tokens of all that arrived before and are not done, and its own: W / (reserve · chunk) plans."""
+    flood = [Prompt(at, length * 6, -2) for at in range(200) for _ in range(each)]  # shorter and more urgent
+    result = run([*prompts, *flood], policy=policy, policy_reserve=reserve, tenant_lag_s=0.05)
+    arrivals = sorted(result.able, key=lambda rid: (result.able[rid], int(rid[1:])))
+    work = {f"r{index}": prompt.length for index, prompt in enumerate([*prompts, *flood])}
+    done = defaultdict(int)
+    left: dict[str, int] = {}
+    for number, plan in enumerate(result.plans):
+        for rid in arrivals:
+            if result.able[rid] == number:
+                before = arrivals[: arrivals.index(rid) + 1]
+                left[rid] = sum(work[other] - done[other] for other in before)
+        for rid, count in plan:
+            done[rid] += count
+    for index in range(len(prompts)):
+        rid = f"r{index}"
+        bound = ceil(left[rid] / ceil(reserve * CHUNK)) + 1
+        assert result.finished[rid] - result.able[rid] <= bound, rid
+
+
+@settings(deadline=None, max_examples=60)
+@given(PROMPTS, st.sampled_from(POLICIES), RESERVES)
+def test_no_plan_leaves_budget_while_a_prompt_has_tokens(prompts: list[Prompt], policy: str, reserve: float) -> None:
+    result = run(prompts, policy=policy, policy_reserve=reserve, tenant_lag_s=0.02)
+    left = {f"r{index}": prompt.length for index, prompt in enumerate(prompts)}
+    for number, plan in enumerate(result.plans):
+        for rid, count in plan:
+            left[rid] -= count
+        here = sum(count for rid, count in left.items() if result.able[rid] <= number)
+        assert sum(count for _, count in plan) == CHUNK or here == 0
+    assert not any(left.values())
+
+
+@settings(deadline=None, max_examples=40)
+@given(PROMPTS, OVERTAKING, RESERVES, st.integers(150, 400), st.booleans())
+def test_half_done_prompts_that_hold_all_pages_still_end(
+    prompts: list[Prompt], policy: str, reserve: float, pages: int, decode: bool
+) -> None:
+    """A pool that one or two of the longest prompts fill: no plan is empty before the last has ended."""
+    generate = 9 if decode else 0
+    result = run(prompts, policy=policy, policy_reserve=reserve, kv_pages=pages + 3, max_running=4, generate=generate)
+    assert len(result.finished) == len(prompts)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 8), st.integers(1, 3), st.sampled_from(["srpt", "slo"]))
+def test_pages_are_kept_for_a_request_that_needs_the_whole_pool(length: int, each: int, policy: str) -> None:
+    """Short ones come all the time and would take every page that is freed; they go on, in pages that it can spare."""
+    flood = [Prompt(at, 10 * length, -1) for at in range(300) for _ in range(each)]
+    result = run([Prompt(0, 500, -5), Prompt(1, 620), *flood], policy=policy, kv_pages=160)
+    first = ceil(500 / ceil(0.1 * CHUNK)) + 1
+    bound = first + ceil((620 + 2 * each * 10 * length + 640) / ceil(0.1 * CHUNK)) + 2
+    assert result.finished["r1"] <= bound
+
+
+def test_a_lone_prompt_is_planned_as_under_fcfs() -> None:
+    for length in (1, 63, 64, 65, 1000):
+        plans = [run([Prompt(0, length)], policy=policy).plans for policy in POLICIES]
+        assert plans[0] == plans[1] == plans[2]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=20), LENGTHS, RESERVES)
+def test_srpt_of_equal_lengths_is_fcfs(arrivals: list[int], length: int, reserve: float) -> None:
+    prompts = [Prompt(at, length) for at in arrivals]
+    srpt = run(prompts, policy="srpt", policy_reserve=reserve)
+    assert srpt.plans == run(prompts, policy="fcfs").plans
+
+
+@settings(deadline=None, max_examples=40)
+@given(PROMPTS, st.sampled_from(["srpt", "slo"]))
+def test_a_reserve_of_everything_is_fcfs(prompts: list[Prompt], policy: str) -> None:
+    assert run(prompts, policy=policy, policy_reserve=1.0).plans == run(prompts, policy="fcfs").plans
+
+
+def test_short_prompts_overtake_a_long_one_that_keeps_its_pages_and_its_reserve() -> None:
+    prompts = [Prompt(0, 640), Prompt(2, 60), Prompt(2, 30)]
+    assert run(prompts, policy="srpt").plans[:5] == [
+        [("r0", 64)],
+        [("r0", 64)],
+        [("r0", 7), ("r2", 30), ("r1", 27)],
+        [("r0", 31), ("r1", 33)],
+        [("r0", 64)],
+    ]
+
+
+def test_a_half_done_prompt_goes_on_behind_more_that_do_not_fit_than_are_looked_at() -> None:
+    """One that has most of the pool, and is the longest of all: the others are passed over, and leave it the plan."""
+    prompts = [Prompt(0, 600, 9), *[Prompt(1, 100, index % 3) for index in range(80)]]
+    result = run(prompts, policy="srpt", policy_reserve=0.0, kv_pages=160)
+    assert result.plans[:10] == [[("r0", 64)]] * 9 + [[("r0", 24)]], "then its pages are free"
+
+
+def test_lower_priorities_go_first_and_the_reserve_goes_to_the_oldest_of_all() -> None:
+    prompts = [Prompt(0, 200, 5), Prompt(1, 200, 1), Prompt(1, 60, 2), Prompt(1, 300, -1)]
+    plans = run(prompts, policy="srpt").plans
+    assert plans[1] == [("r0", 7), ("r3", 57)]
+    assert [plan[-1][0] for plan in plans[1:9]] == ["r3"] * 5 + ["r1"] * 3
+    assert all(plan[0] == ("r0", 7) for plan in plans[1:9])
+
+
+def test_objectives_go_by_their_time_and_those_that_cannot_be_met_last_by_their_work() -> None:
+    prompts = [
+        Prompt(0, 300, slo_ttft_s=0.02),  # five plans of 10 ms: can never meet it
+        Prompt(0, 290),
+        Prompt(0, 128, slo_ttft_s=9.0),
+        Prompt(0, 200, slo_ttft_s=5.0),
+    ]
+    warm = [Prompt(0, 64)] * 3  # so that the cost of a plan is known
+    later = [Prompt(5, prompt.length, slo_ttft_s=prompt.slo_ttft_s) for prompt in prompts]
+    result = run([*warm, *later], policy="slo", policy_reserve=0.0)
+    ends = sorted(("r3", "r4", "r5", "r6"), key=lambda rid: result.finished[rid])
+    assert ends == ["r6", "r5", "r4", "r3"]
+
+
+def test_a_tenant_too_far_ahead_goes_last_and_is_not_held_up_alone() -> None:
+    flood = [Prompt(0, 64, tenant="flood") for _ in range(60)]
+    other = [Prompt(10 + 4 * index, 100, tenant="other") for index in range(6)]
+    alone = run(flood, policy="srpt", policy_reserve=0.0, tenant_lag_s=0.05)
+    assert len(alone.plans) == 60, "no other tenant: no limit"
+    limited = run([*flood, *other], policy="srpt", policy_reserve=0.0, tenant_lag_s=0.05)
+    free = run([*flood, *other], policy="srpt", policy_reserve=0.0, tenant_lag_s=100.0)
+    waits = [[result.finished[f"r{60 + index}"] - 10 - 4 * index for index in range(6)] for result in (limited, free)]
+    assert max(waits[0]) <= 8, "5 plans of lag, and 2 of its own"
+    assert min(waits[1]) > 20, "shortest first alone: all of the flood goes before"
+    assert limited.plans[:10] == free.plans[:10]
+
+
+def test_what_is_cached_does_not_count_as_work() -> None:
+    bench = Bench(pipeline_depth=0, chunk_tokens=16, max_model_len=0, policy_reserve=0.0, kv_pages=200)
+    text = list(range(60))
+    bench.submit("warm", text, route=Discard())
+    bench.compute(1)
+    bench.submit("running", 16, route=Discard(), cache_salt="x")
+    bench.plan()
+    bench.submit("fresh", list(range(100, 130)), route=Discard())
+    bench.submit("turn", [*text, *range(200, 210)], route=Discard())
+    bench.done(bench.last(Forward), 1)
+    forward = bench.plan()
+    assert forward is not None
+    assert [(row.start, row.count) for row in forward.rows] == [(60, 10), (0, 6)], "70 tokens, 10 of them to compute"
+
+
+DIGEST = """
+import hashlib
+from unittest.mock import patch
+from headrace.scheduler.simulation.server import SimulatedServer
+from headrace.scheduler.simulation.simulator import POLICIES, Scenario, simulate
+digest, perform = hashlib.sha256(), SimulatedServer._perform
+def keep(server, effect):
+    digest.update(repr(effect).encode())
+    perform(server, effect)
+with patch.object(SimulatedServer, "_perform", keep):
+    for seed in range(80_000, 80_012):
+        for shape in ("colocated", "pair"):
+            assert not simulate(Scenario(seed=seed, shape=shape, requests=9, policy=POLICIES[seed % 3])).violations
+print(digest.hexdigest())
+"""
+
+
+def test_the_same_events_give_the_same_effects_byte_for_byte_in_every_process() -> None:
+    digests = set()
+    for seed in ("1", "2", "77"):
+        command = [sys.executable, "-c", DIGEST]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout)
+    assert len(digests) == 1
+    assert digests != {hashlib.sha256().hexdigest()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_that_end_leave_nothing_behind(policy: str) -> None:
+    bench = Bench(policy=policy, pipeline_depth=0)
+    for index in range(8):
+        bench.submit(f"r{index}", 40, cache_salt=f"{index}", route=Discard())
+    bench.done(bench.plan() or bench.last(Forward))
+    for index in range(8):
+        bench.abort(f"r{index}")
+    bench.assert_empty()
+    assert bench.metric("unplanned_seconds") == 0
