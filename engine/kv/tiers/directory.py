@@ -16,8 +16,8 @@ class TierDirectory:
     """A locked directory with numbered segment files."""
 
     def __init__(self, root: str, name: str) -> None:
-        """Create root/name, if need be, and lock it. Raises ConfigError when that cannot be done, or when another server
-        uses it."""
+        """Create root/name, if need be, and lock it. Raises ConfigError when that cannot be done, or when another
+        server uses it."""
         self.path = Path(root) / name
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

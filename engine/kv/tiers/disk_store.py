@@ -19,7 +19,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from headrace.core.types.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.directory import TierDirectory
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin, Record, pack_header, parse_header
 from headrace.engine.kv.tiers.scan import Ignored, SegmentScan
-from headrace.engine.kv.tiers.store import Bytes, PageMemory, TierError, check_slot
+from headrace.engine.kv.tiers.store import Bytes, Failure, PageMemory, TierError, check_slot
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +127,12 @@ class DiskStore:
             self._forget(slot)
             descriptor = self._writable()
             place = _Place(self._next - 1, self._end)
-            record = Record(header, slot, *place, len(data), xxhash.xxh3_64_intdigest(data))
+            record = Record(header, slot, *place, len(data), xxhash.xxh3_64_intdigest(data.data))
             try:
-                _write(descriptor, (memoryview(pack_header(self._origin, record)), memoryview(data)), self._end)
+                _write(descriptor, (memoryview(pack_header(self._origin, record)), data.data), self._end)
             except OSError:
-                os.ftruncate(descriptor, self._end)  # the part that was written
+                with suppress(OSError):
+                    os.ftruncate(descriptor, self._end)  # the part that was written
                 raise
             self._end += self._record_bytes
             self._enter(slot, place)
@@ -173,7 +174,7 @@ class DiskStore:
         """A slot's page, verified. Raises TierError, OSError."""
         descriptor = self._directory.open(place.segment)
         try:
-            size = os.preadv(descriptor, [memoryview(self._staging)], place.offset)
+            size = os.preadv(descriptor, [self._staging.data], place.offset)
         finally:
             os.close(descriptor)
         data = self._staging[HEADER_BYTES:]
@@ -182,7 +183,7 @@ class DiskStore:
             size < self._record_bytes
             or not isinstance(record, Record)
             or (record.slot, record.segment, record.offset) != (slot, *place)
-            or record.checksum != xxhash.xxh3_64_intdigest(data)
+            or record.checksum != xxhash.xxh3_64_intdigest(data.data)
         ):
             raise TierError("checksum", f"the page in slot {slot} of the disk tier was changed on disk")
         return data
@@ -194,6 +195,8 @@ class DiskStore:
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
+            if not self._segments[self._next - 1]:
+                self._remove(self._next - 1)
         while len(self._segments) >= self._max_segments:
             victim = min(self._segments, key=lambda segment: (len(self._segments[segment]), segment))
             self._directory.remove(victim)
@@ -235,7 +238,7 @@ def _as_tier_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "full" if error.errno in _FULL else "io"
+        reason: Failure = "full" if error.errno in _FULL else "io"
         raise TierError(reason, f"the disk tier: {error.strerror}") from error
 
 

@@ -48,7 +48,7 @@ class HostStore:
         row = self._row(slot)
         self._checksums.pop(slot, None)  # should the copy fail, the slot holds nothing
         page.copy_to(row)
-        self._checksums[slot] = xxhash.xxh3_64_intdigest(row)
+        self._checksums[slot] = xxhash.xxh3_64_intdigest(row.data)
         return len(row)
 
     def get(self, slot: int, page: PageMemory) -> None:
@@ -60,7 +60,7 @@ class HostStore:
         row, checksum = self._row(slot), self._checksums.get(slot)
         if checksum is None:
             raise TierError("missing", f"slot {slot} of the host tier holds nothing")
-        if xxhash.xxh3_64_intdigest(row) != checksum:
+        if xxhash.xxh3_64_intdigest(row.data) != checksum:
             raise TierError("checksum", f"the page in slot {slot} of the host tier was changed in memory")
         return HostPage(row)
 
@@ -76,7 +76,7 @@ class HostStore:
     def close(self) -> None:
         """Unregister the memory from CUDA. It is freed with the store."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._rows.ctypes.data)
+            torch.cuda.cudart().cudaHostUnregister(self._rows.ctypes.data)  # type: ignore[no-untyped-call]
             self._pinned = False
         self._checksums.clear()
 
@@ -87,7 +87,8 @@ class HostStore:
 
     def _pin(self) -> bool:
         """Register the memory in place: torch's own pinned memory is rounded up to a power of two."""
-        status = int(torch.cuda.cudart().cudaHostRegister(self._rows.ctypes.data, self._rows.nbytes, 0))
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(cuda.cudaHostRegister(self._rows.ctypes.data, self._rows.nbytes, 0))
         if status:
             log.warning("the host tier's memory cannot be pinned (CUDA error %d): its copies are slower", status)
         return status == 0

@@ -40,6 +40,11 @@ class PoolPages:
         self._copies = pool.device_copies()
         self._pages = pool.pages
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._bytes.shape[1]
+
     def page(self, page: int) -> PageMemory:
         """One page. Raises IndexError for a page outside the pool."""
         if not 0 <= page < self._pages:
