@@ -291,7 +291,5 @@ class StageIoThread(threading.Thread):
 
     def _statistics(self) -> Stats:
         logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
-        parts = [self._sender, self._receiver, self._meter]
-        if self._copies is not None:
-            parts.append(self._copies.copier)
-        return join([logged, *(part.statistics() for part in parts)])
+        copied = [self._copies.copier.statistics()] if self._copies is not None else []
+        return join([logged, *copied, *(part.statistics() for part in (self._sender, self._receiver, self._meter))])

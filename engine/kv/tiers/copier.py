@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, StorePages
-from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageEvent, StageFailed
+from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
 from headrace.core.stats import Stats
 from headrace.core.types import packed
 from headrace.core.types.kv_tiers import DISK, HOST, PageHeader, Tier
@@ -29,6 +29,7 @@ from headrace.engine.kv.tiers.store import PageMemory, TierError, TierStore
 log = logging.getLogger(__name__)
 
 FOUND_PER_EVENT = 4096  # pages of one PagesFound
+CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
 CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages
 
 
@@ -42,7 +43,7 @@ class Copier(threading.Thread):
         *,
         host: HostStore | None,
         disk: DiskStore | None,
-        report: Callable[[StageEvent], None],
+        report: Callable[[CopyEvent], None],
     ) -> None:
         """stage: pipeline rank. report: called by this thread, with the answers and, should the thread fail, with
         StageFailed."""

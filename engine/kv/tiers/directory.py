@@ -37,10 +37,15 @@ class TierDirectory:
                 f"--disk-path {root}: another server uses {self.path}: give each server a directory of its own"
             ) from error
 
-    def segments(self) -> list[int]:
-        """Numbers of the segment files, ascending. Other files are left alone. Raises OSError."""
-        names = (_SEGMENT.fullmatch(entry.name) for entry in os.scandir(self.path))
-        return sorted(int(match[1]) for match in names if match)
+    def segments(self) -> list[tuple[int, int | None]]:
+        """Numbers and sizes in bytes of the segment files, in ascending order; None for what has the name of one and is
+        no regular file. All else is left alone. Raises OSError."""
+        found: list[tuple[int, int | None]] = []
+        for entry in os.scandir(self.path):
+            if match := _SEGMENT.fullmatch(entry.name):
+                regular = entry.is_file(follow_symlinks=False)
+                found.append((int(match[1]), entry.stat().st_size if regular else None))
+        return sorted(found)
 
     def file(self, segment: int) -> Path:
         """Path of a segment."""

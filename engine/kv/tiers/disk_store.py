@@ -52,6 +52,14 @@ class _Place(NamedTuple):
     offset: int
 
 
+class _Segment:
+    """A file of the directory; it may hold no page that is of use."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # in bytes; that of a full one while it is written
+        self.slots: set[int] = set()
+
+
 class DiskStore:
     """A TierStore in a directory of its own. One thread at a time puts or gets; others wait for it."""
 
@@ -68,12 +76,12 @@ class DiskStore:
             least = LEAST_SEGMENTS * self._record_bytes / (1 << 30)
             raise ConfigError(f"--disk-gib is too small for pages of this size: write {least:.3g} or more per stage")
         self._segment_bytes = per_segment * self._record_bytes
-        self._max_segments = budget_bytes // self._segment_bytes
-        records = self._max_segments * per_segment
+        self._budget_bytes = budget_bytes
+        records = budget_bytes // self._segment_bytes * per_segment
         self._slots = records - max(1, records // SPARE)
         self._directory = TierDirectory(root, f"{origin.fingerprint}-stage{origin.stage}-shard{origin.shard}")
         self._places: dict[int, _Place] = {}  # by slot
-        self._segments: dict[int, set[int]] = {}  # slots by segment; also of foreign and damaged segments
+        self._segments: dict[int, _Segment] = {}  # by number, foreign and damaged ones included
         self._next = 0  # number of the next segment
         self._writing: int | None = None  # file descriptor of the newest segment
         self._end = 0  # of the newest segment, in bytes
@@ -103,9 +111,12 @@ class DiskStore:
         scan = SegmentScan(self._directory, self._origin, self._record_bytes - HEADER_BYTES)
         headers: dict[int, PageHeader] = {}
         with self._lock:
-            for segment in self._directory.segments():
-                self._segments[segment] = set()
+            for segment, size in self._directory.segments():
                 self._next = segment + 1
+                if size is None:
+                    scan.ignored["unreadable"] += 1
+                    continue
+                self._segments[segment] = _Segment(size)
                 for record in scan.records(segment):
                     if record.slot >= self._slots:
                         scan.ignored["slot"] += 1
@@ -153,7 +164,7 @@ class DiskStore:
         with self._lock:
             place = self._places.get(slot)
             self._forget(slot)
-            if place is not None and not self._segments[place.segment] and not self._is_open(place.segment):
+            if place is not None and not self._segments[place.segment].slots and not self._is_open(place.segment):
                 self._remove(place.segment)
 
     def take_lost(self) -> Sequence[int]:
@@ -195,32 +206,39 @@ class DiskStore:
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
-            if not self._segments[self._next - 1]:
+            if not self._segments[self._next - 1].slots:
                 self._remove(self._next - 1)
-        while len(self._segments) >= self._max_segments:
-            victim = min(self._segments, key=lambda segment: (len(self._segments[segment]), segment))
-            self._directory.remove(victim)
-            for slot in self._segments.pop(victim):
-                del self._places[slot]
-                self._lost.append(slot)
+        self._make_room()
         self._writing = self._directory.create(self._next)
-        self._segments[self._next] = set()
+        self._segments[self._next] = _Segment(self._segment_bytes)
         self._next += 1
         self._end = 0
         return self._writing
+
+    def _make_room(self) -> None:
+        """Delete segments until a new one is within the budget. Raises OSError."""
+        taken = sum(segment.size for segment in self._segments.values())
+        while self._segments and taken + self._segment_bytes > self._budget_bytes:
+            victim = min(self._segments, key=lambda number: (len(self._segments[number].slots), number))
+            self._directory.remove(victim)
+            removed = self._segments.pop(victim)
+            taken -= removed.size
+            for slot in removed.slots:
+                del self._places[slot]
+                self._lost.append(slot)
 
     def _is_open(self, segment: int) -> bool:
         return self._writing is not None and segment == self._next - 1
 
     def _enter(self, slot: int, place: _Place) -> None:
         self._places[slot] = place
-        self._segments[place.segment].add(slot)
+        self._segments[place.segment].slots.add(slot)
 
     def _forget(self, slot: int) -> bool:
         """Returns whether the slot held a page."""
         place = self._places.pop(slot, None)
         if place is not None:
-            self._segments[place.segment].discard(slot)
+            self._segments[place.segment].slots.discard(slot)
         return place is not None
 
     def _remove(self, segment: int) -> None:

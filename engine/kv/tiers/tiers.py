@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.stage_events import StageEvent
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.kv.tiers.copier import Copier
+from headrace.engine.kv.tiers.copier import Copier, CopyEvent
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pool_pages import PoolPages
@@ -13,7 +12,7 @@ from headrace.engine.kv.tiers.record import Origin
 
 
 def open_tiers(
-    config: StageConfig, pool: KVPool, fingerprint: str, report: Callable[[StageEvent], None]
+    config: StageConfig, pool: KVPool, fingerprint: str, report: Callable[[CopyEvent], None]
 ) -> Copier | None:
     """The copy thread of a stage with its tiers, not yet started; None without tiers.
 
