@@ -26,7 +26,7 @@ class TierDirectory:
                 raise ConfigError(f"--disk-path {root}: {self.path} belongs to another user: write another directory")
             if stat.S_IMODE(owner.st_mode) != 0o700:
                 self.path.chmod(0o700)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            self._lock = os.open(self.path / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(f"--disk-path {root}: {error.strerror} ({error.filename or self.path})") from error
         try:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -224,37 +224,44 @@ def test_writes_in_parts_are_completed(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
 
 
-def test_a_file_system_that_is_full(tmp_path: Path) -> None:
-    """A real refusal of the system: a limit on the size of files, in a process of its own."""
-    code = f"""
-import resource
-from tests.engine.kv.tiers.pages import RECORD, disk, get, page, put
+FULL_DISK = """
+import subprocess, sys
+from tests.engine.kv.tiers.pages import disk, get, page, put
 from headrace.engine.kv.tiers.store import TierError
-resource.setrlimit(resource.RLIMIT_FSIZE, (2 * RECORD + 100, resource.RLIM_INFINITY))
-store = disk({str(tmp_path)!r})
-put(store, 0); put(store, 1)
-for slot in (2, 3):
+
+def attempt(slot):
     try: put(store, slot)
-    except TierError as error: print(error.reason)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-put(store, 4)
-print(all((get(store, slot) == page(slot)).all() for slot in (0, 1, 4)))
+    except TierError as error: return error.reason
+    return "stored"
+
+folder = sys.argv[1]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], check=True)
+store = disk(folder, records=256)
+results = [attempt(slot) for slot in range(40)]
+stored = results.index("full")
+print(stored > 8, set(results[stored:]))
+print(all((get(store, slot) == page(slot)).all() for slot in range(stored)))
+subprocess.run(["mount", "-o", "remount,size=1m", folder], check=True)
+print({attempt(slot) for slot in range(stored, 40)})
+print(all((get(store, slot) == page(slot)).all() for slot in range(40)))
+store.close()
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+store = disk(folder, records=256)
+print(len(store.scan()))
+print(attempt(50), (get(store, 30) == page(30)).all())
+for slot in range(40): store.drop(slot)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["full", "full", "True"]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_became_read_only(tmp_path: Path) -> None:
-    store = disk(tmp_path)
-    folder_of(tmp_path).chmod(0o500)
-    with pytest.raises(TierError) as raised:
-        put(store, 0)
-    assert raised.value.reason == "io"
-    folder_of(tmp_path).chmod(0o700)
-    put(store, 0)
-    store.close()
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode != 0,
+    reason="no namespaces here",
+)
+def test_a_file_system_that_is_full_and_then_read_only(tmp_path: Path) -> None:
+    command = [*NAMESPACE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["True {'full'}", "True", "{'stored'}", "True", "40", "io True"]
 
 
 def test_files_that_vanish_are_failed_loads(tmp_path: Path) -> None:
