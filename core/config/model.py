@@ -38,8 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, Flag("disk-path", KV_CACHE, "folder for KV pages on disk, found again after a restart (default: none)")
     ] = ""
     disk_gib: Annotated[
-        float, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
-    ] = 16.0
+        int, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
+    ] = 16
     threads: Annotated[
         int, Flag("threads", MODEL, "CPU threads of one stage; 0: all cores divided by the stages", low=0)
     ] = 0

@@ -23,7 +23,7 @@ def open_tiers(
         return None
     disk = None
     if engine.disk_path:
-        budget = int(engine.disk_gib * (1 << 30) * _share(config))
+        budget = int((engine.disk_gib << 30) * _share(config))
         disk = DiskStore(engine.disk_path, Origin(fingerprint, geometry, config.stage), budget)
     host = None
     if engine.host_pages:
