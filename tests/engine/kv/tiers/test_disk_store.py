@@ -198,6 +198,7 @@ def test_a_write_that_fails_fails_that_page_alone(
             with pytest.raises(TierError, match="the disk tier: ") as raised:
                 put(store, slot, seed=90)
             assert raised.value.reason == reason
+    assert [path.stat().st_size for path in segments(tmp_path)] == [2 * RECORD], "no part of it stays"
     assert refused(store, 1) == "missing", "neither the old page nor the new one"
     assert np.array_equal(get(store, 0), page(0))
     put(store, 2)

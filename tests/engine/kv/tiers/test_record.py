@@ -30,15 +30,15 @@ def segment(tmp_path: Path) -> Path:
     return path
 
 
-def scanned(segment: Path, origin: Origin = ORIGIN) -> tuple[DiskStore, dict[int, bool], dict[str, int]]:
-    """The store, whether the bytes of each found slot are right, and what was ignored."""
+def scanned(segment: Path, origin: Origin = ORIGIN) -> tuple[DiskStore, dict[int, bool | None], dict[str, int]]:
+    """The store, whether the bytes of each found slot are right (None: it does not load), and what was ignored."""
     store = disk(segment.parent.parent, origin=origin)
-    good = {}
+    good: dict[int, bool | None] = {}
     for found in store.scan():
         assert found.header == header(found.slot)
         with suppress(TierError):
             good[found.slot] = np.array_equal(get(store, found.slot), page(found.slot))
-        good.setdefault(found.slot, False)
+        good.setdefault(found.slot, None)
     return store, good, {reason: count for reason, count in store.ignored.items() if count}
 
 
@@ -90,7 +90,7 @@ def test_every_changed_byte_of_a_segment_costs_its_page_alone(segment: Path, rec
         if at % RECORD < HEADER_BYTES:
             assert (good, ignored) == (others, {"damaged": 1})
         else:
-            assert (good, ignored) == ({**others, record: False}, {})
+            assert (good, ignored) == ({**others, record: None}, {})
 
 
 def test_zeros_as_a_crash_of_the_machine_leaves_them(segment: Path) -> None:
