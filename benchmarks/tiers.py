@@ -73,6 +73,7 @@ class Tiers:
         """count: pages that each order copies."""
         self._events: queue.Queue[CopyEvent] = queue.Queue()
         budget = 2 * count * (HEADER_BYTES + runner.geometry.page_bytes) + (1 << 30)
+        self._endless: StorePages | None = None  # given again when it is answered
         self._folder = Path(folder)
         self._all = packed.pack(range(count))
         digest = sha256(b"").digest()
@@ -82,7 +83,7 @@ class Tiers:
             PoolPages(runner.pool),
             host=HostStore(count, runner.geometry.page_bytes),
             disk=DiskStore(folder, Origin(runner.fingerprint, runner.geometry), budget),
-            report=self._events.put,
+            report=self._answered,
         )
         self.copier.start()
 
@@ -106,14 +107,17 @@ class Tiers:
     @contextmanager
     def storing(self) -> Iterator[None]:
         """Stores to the host tier go on all the time within a with block."""
-        orders = 400
-        for _ in range(orders):
-            self.copier.submit(StorePages(seq=1, tier=HOST, sources=self._all, slots=self._all))
+        self._endless = StorePages(seq=1, tier=HOST, sources=self._all, slots=self._all)
+        self.copier.submit(self._endless)
         yield
         self.copier.close()
         self.copier.join()
-        if self._events.qsize() >= orders:
-            raise ConfigError("the copies ended before the computation: give fewer --tokens")
+
+    def _answered(self, event: CopyEvent) -> None:
+        if self._endless is not None:
+            self.copier.submit(self._endless)
+        else:
+            self._events.put(event)
 
     def _ask(self, order: CopyOrder) -> float:
         started = time.perf_counter()
