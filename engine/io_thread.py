@@ -6,7 +6,9 @@
                           └──────────┘
 
 The I/O thread owns every socket of the stage. The compute thread owns the model; two bounded queues connect them. A
-SendChunk is held here until the Forward that computes its pages is done, and is sent while the next one runs.
+SendChunk is held here until the Forward that computes its pages is done, and is sent while the next one runs. So is a
+StorePages of pool pages, until all Forwards before it are done. The copy thread of the host and disk tiers
+(kv/tiers/copier.py) takes the orders to copy pages, and has an outbox of its own.
 
 Every order of the stream is counted and hashed (OrderLog). A Heartbeat carries the scheduler's count and digest; a
 stage whose own differ has lost, repeated or changed an order and fails.
@@ -29,9 +31,11 @@ from headrace.core.messages.orders import (
     CancelReceive,
     CancelSend,
     CloseSession,
+    DropPages,
     DropPeer,
     Forward,
     Heartbeat,
+    LoadPages,
     OpenSession,
     PrepareReceive,
     ReleaseRequest,
@@ -39,6 +43,7 @@ from headrace.core.messages.orders import (
     ShutdownStage,
     StartRecording,
     StopRecording,
+    StorePages,
 )
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEvent, StageFailed, StageHeartbeat
 from headrace.core.runtime.clock import Clock
@@ -48,6 +53,7 @@ from headrace.core.runtime.event_source import EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
+from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.order_connection import OrderConnection
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
@@ -73,8 +79,8 @@ OutboxItem = AnyStageEvent | ComputedPlan | ShutdownStage
 
 
 class EventOutbox:
-    """Queue from the compute thread to the I/O thread: bounded, with a socket pair that wakes the I/O thread's
-    poller."""
+    """Queue from another thread (compute or copy) to the I/O thread: bounded, with a socket pair that wakes the I/O
+    thread's poller."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """context: of the stage; both sockets are in-process."""
@@ -83,12 +89,12 @@ class EventOutbox:
         self.reader = context.socket(zmq.PAIR)  # used by the I/O thread
         self.reader.set_hwm(0)  # the queue bounds the number of wake-up frames
         self.reader.bind(endpoint)
-        self._writer = context.socket(zmq.PAIR)  # used by the compute thread
+        self._writer = context.socket(zmq.PAIR)  # used by the other thread
         self._writer.set_hwm(0)
         self._writer.connect(endpoint)
 
     def post(self, item: OutboxItem) -> None:
-        """Queue an item and wake the I/O thread. Compute thread only. Raises queue.Full."""
+        """Queue an item and wake the I/O thread. By one other thread only. Raises queue.Full."""
         self._items.put_nowait(item)
         with contextlib.suppress(zmq.Again):  # the I/O thread has ended
             self._writer.send(b"", zmq.NOBLOCK)
@@ -105,9 +111,22 @@ class EventOutbox:
             items.append(self._items.get_nowait())
         return items
 
-    def close_writer(self) -> None:
-        """Close the compute thread's socket. Compute thread only."""
+    def close(self) -> None:
+        """Close both sockets of an outbox that no thread uses yet."""
+        self.reader.close()
         self._writer.close()
+
+    def close_writer(self) -> None:
+        """Close the other thread's socket, by that thread or after its end."""
+        self._writer.close()
+
+
+class Copies(NamedTuple):
+    """The copy thread of a stage with host or disk tiers, as the I/O thread sees it."""
+
+    copier: Copier
+    outbox: EventOutbox
+    """The events that it reports."""
 
 
 class OrderMismatch(Exception):
@@ -129,9 +148,11 @@ class StageIoThread(threading.Thread):
         inbox: "queue.Queue[AnyOrder]",
         outbox: EventOutbox,
         clock: Clock,
+        copies: Copies | None = None,
     ) -> None:
-        """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. The thread takes over
-        control, sender and receiver, and closes them at its end."""
+        """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. copies: None for a stage
+        without tiers. The thread takes over control, sender and receiver, and closes them at its end; the copier ends
+        with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
@@ -141,13 +162,16 @@ class StageIoThread(threading.Thread):
         self._recorder = recorder
         self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
-        self._outbox = outbox
+        self._copies = copies
+        self._outboxes = [outbox, copies.outbox] if copies is not None else [outbox]
         self._clock = clock
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[StageEvent] = Codec(AnyStageEvent)
         self._log = OrderLog()
+        self._planned = 0  # seq of the last Forward that was received
         self._computed = 0  # seq of the last Forward that was computed
         self._held: deque[SendChunk] = deque()  # waiting for their Forwards, in stream order
+        self._held_stores: deque[tuple[int, StorePages]] = deque()  # each with the seq of the last Forward before it
         self._loop = EventLoop(self._data_sockets, zmq.Poller, clock)
         self._running = True
 
@@ -169,17 +193,22 @@ class StageIoThread(threading.Thread):
             for data_socket in self._data_sockets:
                 data_socket.close()
             self._control.close()
-            self._outbox.reader.close()
+            for outbox in self._outboxes:
+                outbox.reader.close()
+            if self._copies is not None:
+                self._copies.copier.close()
 
     def _turn(self) -> None:
         longest_s = UNSENT_WAIT_S if self._control.unsent else MAX_WAIT_S
-        readable = self._loop.wait([self._control.handle, self._outbox.reader], longest_s=longest_s)
+        handles = [self._control.handle, *(outbox.reader for outbox in self._outboxes)]
+        readable = self._loop.wait(handles, longest_s=longest_s)
         if self._control.unsent:
             self._control.flush()
         if self._control.handle in readable:
             self._receive_orders()
-        if self._outbox.reader in readable:
-            self._drain_outbox()
+        for outbox in self._outboxes:
+            if outbox.reader in readable:
+                self._drain(outbox)
         for _, events in self._loop.events():
             self._report(events)
 
@@ -192,9 +221,11 @@ class StageIoThread(threading.Thread):
 
     def _handle(self, order: AnyOrder, now: float) -> None:
         match order:
-            case BeginEpoch():
-                pass  # starts the log
+            case BeginEpoch():  # starts the log
+                if self._copies is not None:
+                    self._copies.copier.submit(order)
             case Forward():
+                self._planned = order.seq
                 self._inbox.put_nowait(order)
             case SendChunk() if order.after > self._computed:
                 self._held.append(order)
@@ -205,6 +236,10 @@ class StageIoThread(threading.Thread):
                 self._report(self._sender.apply(order, now))
             case OpenSession() | CloseSession() | PrepareReceive() | CancelReceive():
                 self._report(self._receiver.apply(order, now))
+            case StorePages(from_host=False) if self._planned > self._computed:
+                self._held_stores.append((self._planned, order))
+            case StorePages() | LoadPages() | DropPages():
+                self._copy(order)
             case Heartbeat():
                 self._check_stream(order)
                 self._report([StageHeartbeat(stage=self._stage, stats=self._statistics())])
@@ -222,8 +257,13 @@ class StageIoThread(threading.Thread):
             received, sent = f"{log.count} ({log.digest.hex()})", f"{heartbeat.orders} ({heartbeat.digest.hex()})"
             raise OrderMismatch(f"the stage's orders are not the scheduler's: {received} received, {sent} sent")
 
-    def _drain_outbox(self) -> None:
-        for item in self._outbox.drain():
+    def _copy(self, order: StorePages | LoadPages | DropPages) -> None:
+        if self._copies is None:
+            raise OrderMismatch(f"order {order.seq} is for a tier that this stage was not configured with")
+        self._copies.copier.submit(order)
+
+    def _drain(self, outbox: EventOutbox) -> None:
+        for item in outbox.drain():
             match item:
                 case ShutdownStage():
                     self._running = False
@@ -233,6 +273,11 @@ class StageIoThread(threading.Thread):
                     self._computed = item.done.seq
                     while self._held and self._held[0].after <= self._computed:
                         self._report(self._sender.apply(self._held.popleft(), self._clock.now()))
+                    while self._held_stores and self._held_stores[0][0] <= self._computed:
+                        self._copy(self._held_stores.popleft()[1])
+                case StageFailed():
+                    self._fail(item.message)
+                    self._running = False
                 case _:
                     self._report([item])
 
@@ -246,4 +291,5 @@ class StageIoThread(threading.Thread):
 
     def _statistics(self) -> Stats:
         logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
-        return join([logged, *(part.statistics() for part in (self._sender, self._receiver, self._meter))])
+        copied = [self._copies.copier.statistics()] if self._copies is not None else []
+        return join([logged, *copied, *(part.statistics() for part in (self._sender, self._receiver, self._meter))])

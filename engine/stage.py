@@ -19,8 +19,10 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
-from headrace.engine.io_thread import QUEUE_LIMIT, EventOutbox, StageIoThread
+from headrace.core.types.kv_tiers import DISK, HOST
+from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
+from headrace.engine.kv.tiers.tiers import open_tiers
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import connect_scheduler
@@ -65,6 +67,7 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     meter = Meter(config.stage, clock)
     recorder = Recorder(config.stage, meter)
     sender, receiver = _data_sockets(config, runner, memory, recorder, context)
+    copies = _start_copies(config, runner, context)
     io_thread = StageIoThread(
         control=connect_scheduler(
             context,
@@ -79,9 +82,10 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
         inbox=inbox,
         outbox=outbox,
         clock=clock,
+        copies=copies,
     )
     freeze_loaded()
-    outbox.post(_ready(config, runner, memory, sender.port))
+    outbox.post(_ready(config, runner, memory, sender.port, copies))
     io_thread.start()
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.
@@ -90,6 +94,9 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     status = _compute(loop, config.stage, outbox, shutdown_wait_s)
     io_thread.join(timeout=5)
     outbox.close_writer()
+    if copies is not None:
+        copies.copier.join(timeout=5)
+        copies.outbox.close_writer()
     return status
 
 
@@ -117,7 +124,19 @@ def _data_sockets(
     return sender, receiver
 
 
-def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int) -> StageReady:
+def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copies | None:
+    """The copy thread of the stage's host and disk tiers; None without them. Raises ConfigError."""
+    outbox = EventOutbox(context)
+    copier = open_tiers(config, runner.pool, runner.fingerprint, outbox.post)
+    if copier is None:
+        outbox.close()
+        return None
+    copier.start()
+    return Copies(copier, outbox)
+
+
+def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int, copies: Copies | None) -> StageReady:
+    slots = copies.copier.slots if copies is not None else {}
     return StageReady(
         stage=config.stage,
         geometry=runner.geometry,
@@ -126,6 +145,8 @@ def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int
         data_port=data_port,
         kv_pages=runner.pool.pages,
         vocab_size=runner.vocab_size,
+        host_pages=slots.get(HOST, 0),
+        disk_pages=slots.get(DISK, 0),
         epoch=config.epoch,
         cost=_measured_cost(config, runner),
         backends=memory.backends,

@@ -3,9 +3,10 @@
     BeginEpoch ─► Forward, SendChunk, ReleaseRequest, … ─► ShutdownStage
 
 Every stage of a group gets the same stream. Forwards are executed in stream order. A SendChunk waits for the Forward
-that computes its pages, and for no other order. All other orders act at once. Each Heartbeat carries the number and a
-digest of the orders sent so far (core/runtime/order_log.py); a stage compares them with its own and fails if they
-differ.
+that computes its pages, and for no other order. StorePages and DropPages are executed in stream order among themselves,
+beside the Forwards; a StorePages of pool pages waits for the Forwards before it. A LoadPages overtakes them. All other
+orders act at once. Each Heartbeat carries the number and a digest of the orders sent so far
+(core/runtime/order_log.py); a stage compares them with its own and fails if they differ.
 
 What stages report back: core/messages/stage_events.py. Lists of token and page ids are packed little-endian int32
 (core/types/packed.py).
@@ -15,6 +16,7 @@ import msgspec
 
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.request import FirstToken, SamplingParams
 
 
@@ -168,6 +170,42 @@ class CancelReceive(Order, frozen=True, kw_only=True):
     request: int
 
 
+class StorePages(Order, frozen=True, kw_only=True):
+    """Copy KV pages to slots of a tier. Answered by PagesStored; until then the sources are not changed and the slots
+    are not read. Slots are numbered from 0 in each tier, by the scheduler, the same on every stage."""
+
+    tier: Tier
+    """Where the copies go."""
+    sources: bytes
+    """Packed pages of the pool, or packed slots of the host tier, see from_host."""
+    slots: bytes
+    """Packed slots of the tier, one for each source."""
+    from_host: bool = False
+    """The sources are slots of the host tier (and the tier is the disk). False: they are pages of the pool, and are
+    copied once the Forwards ordered before have been computed."""
+    headers: tuple[PageHeader, ...] = ()
+    """For the disk tier: what is written beside each page. Parents are in a slot already, or come before."""
+
+
+class LoadPages(Order, frozen=True, kw_only=True):
+    """Copy slots of a tier to pages of the pool, and verify them. Answered by PagesLoaded; until then the pages are not
+    used and the slots are not dropped."""
+
+    tier: Tier
+    slots: bytes
+    """Packed slots."""
+    pages: bytes
+    """Packed pages of the pool, one for each slot."""
+
+
+class DropPages(Order, frozen=True, kw_only=True):
+    """Forget slots of a tier. A later StorePages may use them again."""
+
+    tier: Tier
+    slots: bytes
+    """Packed slots."""
+
+
 class Heartbeat(Order, frozen=True, kw_only=True):
     """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own count or digest of
     orders differs fails."""
@@ -207,6 +245,9 @@ AnyOrder = (
     | CloseSession
     | PrepareReceive
     | CancelReceive
+    | StorePages
+    | LoadPages
+    | DropPages
     | Heartbeat
     | StartRecording
     | StopRecording

@@ -4,7 +4,7 @@ Some answer an order, each order of these kinds once:
 
     CancelSend ─► SendCancelled        PrepareReceive ─► ReceivePrepared       Heartbeat ─► StageHeartbeat
     Forward ─► PlanDone                CancelReceive ─► ReceiveCancelled       StopRecording ─► RecordingStopped
-                                       CloseSession ─► SessionClosed
+    StorePages ─► PagesStored          CloseSession ─► SessionClosed           LoadPages ─► PagesLoaded
 
 The orders: core/messages/orders.py.
 """
@@ -14,6 +14,7 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.request import FirstToken, TokenLogprob
 
 
@@ -36,6 +37,10 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     kv_pages: int
     """Pages in the pool."""
     vocab_size: int
+    host_pages: int = 0
+    """Slots of the host tier; 0 without one."""
+    disk_pages: int = 0
+    """Slots of the disk tier; 0 without one."""
     data_host: str = ""
     """Host where peers attach to this stage."""
     epoch: int = 0
@@ -161,6 +166,48 @@ class SessionClosed(StageEvent, frozen=True, kw_only=True):
     session: str
 
 
+class PagesStored(StageEvent, frozen=True, kw_only=True):
+    """Answer to StorePages: the sources may be changed, and the slots may be read."""
+
+    seq: int
+    """seq of the StorePages."""
+    failed: bytes = b""
+    """Packed indices, into the order's lists, of the pages that could not be stored; their slots hold nothing."""
+    written_bytes: int = 0
+    """Bytes that this stage has written to the tier."""
+
+
+class PagesLoaded(StageEvent, frozen=True, kw_only=True):
+    """Answer to LoadPages: the pages have the contents of the slots, and both may be used."""
+
+    seq: int
+    """seq of the LoadPages."""
+    failed: bytes = b""
+    """Packed indices, into the order's lists, of the pages that could not be read or whose checksum was wrong. The
+    slots stay taken until they are dropped."""
+
+
+class PagesLost(StageEvent, frozen=True, kw_only=True):
+    """Slots of a tier hold nothing any more on this stage, such as those of a segment that was deleted. They stay taken
+    until they are dropped."""
+
+    tier: Tier
+    slots: bytes
+    """Packed slots."""
+
+
+class PagesFound(StageEvent, frozen=True, kw_only=True):
+    """Pages that the stage found on its disk when it started: sent after StageReady, in one or more parts, by every
+    stage that has a disk tier. Nothing is stored on disk before every stage has sent its last part."""
+
+    slots: bytes
+    """Packed slots, as the StorePages that wrote the pages named them. Each slot comes once."""
+    headers: tuple[PageHeader, ...]
+    """Of each slot's page, in the same order."""
+    last: bool = True
+    """No further part follows."""
+
+
 class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
     """Answer to Heartbeat, with the stage's counters."""
 
@@ -194,6 +241,10 @@ AnyStageEvent = (
     | ReceiveFailed
     | ReceiveCancelled
     | SessionClosed
+    | PagesStored
+    | PagesLoaded
+    | PagesLost
+    | PagesFound
     | StageHeartbeat
     | RecordingStopped
     | StageFailed

@@ -36,15 +36,20 @@ class DeviceCopies:
     def to_host(self, part: Tensor) -> Tensor:
         """A contiguous copy of a tensor of any shape in pinned host memory, complete on return."""
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        self.copy_to_host(part, host)
+        return host
+
+    def copy_to_host(self, part: Tensor, host: Tensor) -> None:
+        """Copy a tensor (device) into host, of the same shape and contiguous; complete on return."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)
             host.copy_(part.contiguous(), non_blocking=True)
         self._stream.synchronize()
-        return host
 
     def to_device(self, target: Tensor, values: Tensor) -> None:
-        """Copy values (host) into target (device), of the same shape; complete on return. No queued plan may read or
-        write target."""
+        """Copy values (host) into target (device), of the same shape; complete on return. Plans that were queued before
+        and use target are waited for; none queued later may use it meanwhile."""
         with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._computed)
             target.copy_(values.pin_memory().to(self._device, non_blocking=True))
         self._stream.synchronize()

@@ -20,6 +20,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     does not multiply that."""
     page_bytes: int
     kv_pages: int
+    host_pages: int = 0
+    """Pages of the host tier."""
     available_bytes: int
     """Before the stage takes anything."""
     explanation: str
@@ -29,6 +31,11 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     def kv_bytes(self) -> int:
         """Bytes of the KV pool."""
         return self.page_bytes * self.kv_pages
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier."""
+        return self.page_bytes * self.host_pages
 
 
 def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None) -> Geometry:
@@ -125,6 +132,24 @@ def plan_memory(
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
     )
+
+
+def add_host_tier(plan: MemoryPlan, pages: int, room_bytes: int) -> MemoryPlan:
+    """Add a host tier of this many pages to a plan.
+
+    room_bytes: host memory that is left for it. Raises ConfigError when it does not fit.
+    """
+    if not pages:
+        return plan
+    planned = msgspec.structs.replace(plan, host_pages=pages)
+    if planned.host_bytes > room_bytes:
+        fitting = max(0, room_bytes) // plan.page_bytes
+        raise ConfigError(
+            f"{pages} pages of the host tier take {_mib(planned.host_bytes)} and {_mib(max(0, room_bytes))} of memory "
+            f"are left for them; write --host-pages {fitting} or less, or fewer --kv-pages"
+        )
+    tier = f"host tier {_mib(planned.host_bytes)} = {pages} pages, taken when first used"
+    return msgspec.structs.replace(planned, explanation=f"{plan.explanation}; {tier}")
 
 
 def _mib(size: int) -> str:

@@ -46,6 +46,7 @@ class KVPool:
         on_cpu = self.tensor.device.type == "cpu"
         self._bytes: NDArray[np.uint8] | None = self.tensor.view(torch.uint8).numpy() if on_cpu else None
         self._copies = None if on_cpu else DeviceCopies(self.tensor.device)
+        self._all_copies = [] if self._copies is None else [self._copies]  # of all threads
 
     @property
     def blocks_per_layer(self) -> int:
@@ -99,8 +100,16 @@ class KVPool:
     def mark_computed(self) -> None:
         """Called by the compute thread after each plan. On a GPU, where the plan is only queued by then, later reads of
         its pages wait until it is done."""
-        if self._copies is not None:
-            self._copies.mark_computed()
+        for copies in self._all_copies:
+            copies.mark_computed()
+
+    def device_copies(self) -> DeviceCopies | None:
+        """Copies of pages for another thread than that of view(), read() and write(); None on the CPU. Call it before
+        the first plan."""
+        if self._copies is None:
+            return None
+        self._all_copies.append(DeviceCopies(self.tensor.device))
+        return self._all_copies[-1]
 
     def _check(self, page: int, first_slot: int, count: int) -> None:
         if not 0 <= page < self.pages:

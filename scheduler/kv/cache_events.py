@@ -1,20 +1,11 @@
 """Cache events: which pages the prefix cache gained and lost, for routers that follow it.
 
-A page is named by a chain of SHA-256 digests, so that equal prefixes have equal names on every server:
-
-    root     = SHA-256(ROOT, then the cache salt in UTF-8)
-    digest_0 = SHA-256(root,       then the page's token ids as little-endian int32)
-    digest_n = SHA-256(digest_n-1, then the page's token ids as little-endian int32)
-
-Events carry the last eight bytes of a digest as a big-endian number, as vLLM shortens its own.
+Events carry the last eight bytes of a page's digest (page_digests.py) as a big-endian number, as vLLM shortens its own.
 """
-
-from hashlib import sha256
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage
 from headrace.core.types.packed import unpack
-
-ROOT = b"headrace kv 1\0"
+from headrace.scheduler.kv.page_digests import page_digest, root_digest
 
 
 class CacheEventLog:
@@ -30,7 +21,7 @@ class CacheEventLog:
 
     def stored(self, parent: bytes | None, salt: bytes, key: bytes) -> bytes:
         """Note a page below the one with the parent's digest (None: at the salt's root); return its digest."""
-        digest = sha256((parent or sha256(ROOT + salt).digest()) + key).digest()
+        digest = page_digest(parent or root_digest(salt), key)
         above = None if parent is None else short(parent)
         if self._removed or not self._stored or self._stored[-1] != above:
             self._close()

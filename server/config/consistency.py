@@ -113,6 +113,13 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"--page-size {engine.page_size} is no power of two: write --page-size {below} or --page-size {2 * below}"
         )
+    for key, given in (("host-pages", engine.host_pages), ("disk-path", engine.disk_path)):
+        if given and not config.scheduler.prefix_cache:
+            raise ConfigError(
+                f"--{key} keeps pages of the prefix cache, which --no-prefix-cache disables: leave one of them out"
+            )
+    if engine.disk_path and not engine.disk_gib:
+        raise ConfigError("--disk-path needs room: write --disk-gib 1 or more, or leave it out")
     if model.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
 

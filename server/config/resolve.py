@@ -8,7 +8,7 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import available_memory, computes_in, resolve_device, resolve_dtype
-from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
+from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier, plan_memory
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import ranges, stage_layers
@@ -46,9 +46,12 @@ def resolve(config: Config) -> Resolved:
     available = available_memory(device)
     # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
     whole = plan(config.engine.kv_pages, available)
+    room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu")
+    whole = add_host_tier(whole, config.engine.host_pages, room)
     memory: tuple[MemoryPlan, ...] = (whole,)
     if len(layers) > 1:
-        memory = tuple(plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
+        parts = (plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
+        memory = tuple(add_host_tier(part, whole.host_pages, room) for part in parts)
     threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
     engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)

@@ -103,6 +103,33 @@ STAGES: tuple[MetricSpec, ...] = (
         ("stage",),
     ),
     MetricSpec("stage_idle_seconds_total", "counter", "Time that a stage had no plan to execute.", ("stage",)),
+    MetricSpec(
+        "stage_tier_bytes_total",
+        "counter",
+        "Bytes of KV pages that a stage has copied to (store) or from (load) its host or disk tier.",
+        ("stage", "tier", "direction"),
+    ),
+    MetricSpec(
+        "stage_tier_seconds_total",
+        "counter",
+        "Time that a stage's copy thread spent on these copies, checksums included.",
+        ("stage", "tier", "direction"),
+    ),
+    MetricSpec(
+        "stage_tier_failures_total",
+        "counter",
+        "KV pages that could not be copied: missing (the slot held nothing), checksum (changed in memory or on disk), "
+        "full (no space left), io.",
+        ("stage", "tier", "direction", "reason"),
+    ),
+    MetricSpec(
+        "stage_disk_ignored_total",
+        "counter",
+        "KV pages and files that were on disk at the start and are not used: damaged, version, foreign (of another "
+        "model, geometry or stage), short (written in part), unreadable, replaced (the slot was stored to later), slot "
+        "(the tier has fewer slots now).",
+        ("stage", "reason"),
+    ),
     MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states sent to the next stage.", ("stage",)),
 )
 

@@ -14,22 +14,38 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import (
     AnyOrder,
     BeginEpoch,
+    DropPages,
     DropPeer,
     Forward,
     Heartbeat,
+    LoadPages,
     ReleaseRequest,
     ShutdownStage,
+    StorePages,
     stage_identity,
 )
-from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat
+from headrace.core.messages.stage_events import (
+    AnyStageEvent,
+    PagesLoaded,
+    PagesStored,
+    PlanDone,
+    StageFailed,
+    StageHeartbeat,
+)
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX, ConnectionClosed
 from headrace.core.runtime.order_log import OrderLog
+from headrace.core.types import packed
 from headrace.core.types.geometry import Geometry
-from headrace.engine.io_thread import EventOutbox, StageIoThread
+from headrace.core.types.kv_tiers import HOST
+from headrace.engine.io_thread import ComputedPlan, Copies, EventOutbox, StageIoThread
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.tiers.copier import Copier
+from headrace.engine.kv.tiers.host_store import HostStore
+from headrace.engine.kv.tiers.pool_pages import PoolPages
 from headrace.engine.order_connection import connect_scheduler
-from headrace.engine.telemetry.meter import Meter
+from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.server.launch.stage_connections import FrameRouter
 from headrace.transfer.backends.strided_pool import ArrayPageStore
@@ -48,9 +64,9 @@ STREAM: list[AnyOrder] = [
 
 
 class Bench:
-    """A scheduler's order socket, and the I/O thread of one stage."""
+    """A scheduler's order socket, and the I/O thread of one stage. pool: with a host tier of as many pages."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, pool: KVPool | None = None) -> None:
         self._came: list[tuple[bytes, list[bytes]]] = []
         self.router = FrameRouter(f"{folder}/stages")
         control = connect_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
@@ -59,6 +75,12 @@ class Bench:
         self.inbox: queue.Queue[AnyOrder] = queue.Queue()
         self.outbox = EventOutbox(context)
         meter = Meter(STAGE, SystemClock())
+        copies = None
+        if pool is not None:
+            host, copied = HostStore(pool.pages, GEOMETRY.page_bytes), EventOutbox(context)
+            copies = Copies(Copier(STAGE, PoolPages(pool), host=host, disk=None, report=copied.post), copied)
+            copies.copier.start()
+        self.copies = copies
         self.io_thread = StageIoThread(
             control=control,
             stage=STAGE,
@@ -69,6 +91,7 @@ class Bench:
             inbox=self.inbox,
             outbox=self.outbox,
             clock=SystemClock(),
+            copies=copies,
         )
         self.io_thread.start()
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
@@ -97,6 +120,10 @@ class Bench:
         self.io_thread.join(5)
         assert not self.io_thread.is_alive()
         self.outbox.close_writer()
+        if self.copies is not None:
+            self.copies.copier.join(5)
+            assert not self.copies.copier.is_alive(), "the copier ends with the I/O thread"
+            self.copies.outbox.close_writer()
         self.router.close()
 
 
@@ -143,6 +170,60 @@ def test_other_orders_end_the_stage(bench: Bench, came: list[AnyOrder]) -> None:
     assert f"{len(STREAM)} (" in failure.message
     orders = [bench.inbox.get(timeout=5) for _ in range(sum(isinstance(o, Forward | ReleaseRequest) for o in came) + 1)]
     assert orders[-1] == ShutdownStage(seq=0), "the compute thread ends, too"
+
+
+def pages(*numbers: int) -> bytes:
+    return packed.pack(numbers)
+
+
+def test_a_store_waits_for_the_plans_before_it_and_nothing_waits_for_the_store() -> None:
+    pool = KVPool(GEOMETRY, 4)
+    pool.tensor.zero_()
+    with zmq.Context() as context, TemporaryDirectory() as folder:
+        bench = Bench(context, folder, pool)
+        bench.send(StorePages(seq=1, tier=HOST, sources=pages(3), slots=pages(3)))
+        assert bench.hear() == PagesStored(stage=STAGE, seq=1, written_bytes=GEOMETRY.page_bytes), "no plan before it"
+        plans = [Forward(seq=seq, rows=()) for seq in (2, 3)]
+        for plan in plans:
+            bench.send(plan)
+        bench.send(StorePages(seq=4, tier=HOST, sources=pages(0, 1), slots=pages(0, 1)))
+        bench.send(Forward(seq=5, rows=()))
+        bench.send(LoadPages(seq=6, tier=HOST, slots=pages(3), pages=pages(2)))
+        assert bench.hear() == PagesLoaded(stage=STAGE, seq=6)
+        pool.tensor[0] = 1.0
+        done = [PlanDone(stage=STAGE, seq=plan.seq, duration_s=0.0) for plan in plans]
+        bench.outbox.post(ComputedPlan(PlanRun(plans[0], ()), done[0]))
+        assert bench.hear() == done[0]
+        pool.tensor[1] = 2.0
+        bench.outbox.post(ComputedPlan(PlanRun(plans[1], ()), done[1]))
+        assert [bench.hear(), bench.hear()] == [
+            done[1],
+            PagesStored(stage=STAGE, seq=4, written_bytes=2 * GEOMETRY.page_bytes),
+        ]
+        pool.tensor.zero_()
+        bench.send(LoadPages(seq=7, tier=HOST, slots=pages(0, 1), pages=pages(2, 3)))
+        assert bench.hear() == PagesLoaded(stage=STAGE, seq=7)
+        assert pool.tensor[2].eq(1.0).all()
+        assert pool.tensor[3].eq(2.0).all()
+        bench.close()
+
+
+def test_a_copy_thread_that_fails_ends_the_stage() -> None:
+    with zmq.Context() as context, TemporaryDirectory() as folder:
+        bench = Bench(context, folder, KVPool(GEOMETRY, 4))
+        bench.send(StorePages(seq=1, tier=HOST, sources=pages(9), slots=pages(0)))
+        failure = bench.hear()
+        assert isinstance(failure, StageFailed)
+        assert failure.message == "copy thread: IndexError: page 9 is outside the pool of 4"
+        assert bench.inbox.get(timeout=5) == ShutdownStage(seq=0)
+        bench.close()
+
+
+def test_an_order_for_a_tier_that_is_not_there_ends_the_stage(bench: Bench) -> None:
+    bench.send(DropPages(seq=1, tier=HOST, slots=pages(0)))
+    failure = bench.hear()
+    assert isinstance(failure, StageFailed)
+    assert "order 1 is for a tier that this stage was not configured with" in failure.message
 
 
 ORDERS = st.one_of(

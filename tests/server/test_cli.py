@@ -46,10 +46,12 @@ def test_check_prints_a_loadable_configuration_and_the_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     flags = ["--dtype", "float32", "--device", "cpu", "--max-model-len", "512", "--threads", "1", "--kv-pages", "64"]
+    flags += ["--host-pages", "64"]
     assert cli.main(["check", *flags]) == 0
     out = capsys.readouterr().out
     assert "# memory: weights" in out
     assert "64 pages" in out
+    assert "45.0 MiB = 64 pages, taken when first used" in out
     path = tmp_path / "x.toml"
     path.write_text(out)
     config = load({"config": str(path)}, {})

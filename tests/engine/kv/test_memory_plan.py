@@ -6,7 +6,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import available_memory, has_matrix_units, has_wide_vectors, resolve_device, resolve_dtype
-from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
+from headrace.engine.kv.memory_plan import add_host_tier, plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from tests.cpus import cpuinfo
 from tests.engine.models import CONFIGS, Saved, save_model
@@ -50,6 +50,23 @@ def test_weights_are_held_wide_where_there_is_room() -> None:
         assert plan.weight_dtype == dtype
         assert plan.weight_bytes == count * (4 if dtype == "float32" else 2)
         assert dtype in plan.explanation
+
+
+def test_a_host_tier_takes_the_room_that_is_left() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    plan = plan_memory(spec, "float32", 16, 32, 10_000 * MIB)
+    assert add_host_tier(plan, 0, 0) is plan
+    room = 100 * plan.page_bytes
+    tiered = add_host_tier(plan, 100, room)
+    assert (tiered.host_bytes, tiered.kv_pages) == (room, 32)
+    assert tiered.explanation.startswith(plan.explanation)
+    assert f"host tier {room / MIB:.1f} MiB = 100 pages" in tiered.explanation
+    with pytest.raises(
+        ConfigError, match=r"101 pages of the host tier take .* left .*; write --host-pages 100 or less"
+    ):
+        add_host_tier(plan, 101, room)
+    with pytest.raises(ConfigError, match=r"0.0 MiB of memory are left for them; write --host-pages 0 or less"):
+        add_host_tier(plan, 1, -room)
 
 
 def test_what_does_not_fit_is_refused() -> None:

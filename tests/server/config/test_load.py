@@ -164,6 +164,9 @@ MISTAKES = [
     (["--kv-events-port", "5557", "--kv-events-replay-port", "5557"], "both 5557"),
     (["--kv-events-port", "5557", "--kv-events-host", "0.0.0.0"], "--kv-events-host 0.0.0.0"),
     (["--kv-events-port", "5557", "--no-prefix-cache"], "--no-prefix-cache"),
+    (["--host-pages", "5", "--no-prefix-cache"], "--host-pages keeps pages of the prefix cache"),
+    (["--disk-path", "kv", "--no-prefix-cache"], "--disk-path keeps pages of the prefix cache"),
+    (["--disk-path", "kv", "--disk-gib", "0"], "write --disk-gib 1 or more"),
 ]
 
 

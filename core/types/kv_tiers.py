@@ -1,0 +1,25 @@
+"""Tiers that hold copies of KV pages outside the pool, and how such a page is named."""
+
+from typing import Literal
+
+import msgspec
+
+Tier = Literal["host", "disk"]
+HOST: Tier = "host"
+DISK: Tier = "disk"
+
+
+class PageHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Names one page by the prompt prefix that it ends, so that it is found again after a restart.
+
+    Digests are SHA-256, chained as for KV events (scheduler/kv/page_digests.py), 32 bytes each.
+    """
+
+    digest: bytes
+    """Of the page: of the parent's digest and the page's token ids."""
+    parent: bytes
+    """Digest of the page before it; the salt's digest for the first page of a prompt."""
+    salt: bytes
+    """Digest of the cache salt."""
+    turn: int
+    """Turns of the conversation that had used the page when it was written; for eviction."""

@@ -1,0 +1,201 @@
+"""The stage's copy thread: executes StorePages, LoadPages and DropPages beside the plans, and reports the results.
+
+    I/O thread ──orders──► loads ──┐
+                           others ─┴─► copier ──► pool ◄──► host tier ──► disk tier
+    I/O thread ◄──events────────────────┘           ▲───────────────────────┘
+
+Stores and drops are executed in stream order. Loads are executed before them, even between two pages of a store, since
+a request waits for them: the scheduler loads no slot before it has been reported as stored, and drops none before the
+load is answered, so a load never depends on an order that it overtakes.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, StorePages
+from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
+from headrace.core.stats import Stats
+from headrace.core.types import packed
+from headrace.core.types.kv_tiers import DISK, HOST, PageHeader, Tier
+from headrace.engine.kv.tiers.disk_store import DiskStore, FoundPage
+from headrace.engine.kv.tiers.host_store import HostStore
+from headrace.engine.kv.tiers.pool_pages import PoolPages
+from headrace.engine.kv.tiers.statistics import TierStatistics
+from headrace.engine.kv.tiers.store import PageMemory, TierError, TierStore
+
+log = logging.getLogger(__name__)
+
+FOUND_PER_EVENT = 4096  # pages of one PagesFound
+CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
+CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages
+
+
+class Copier(threading.Thread):
+    """The copy thread of a stage. It owns the tiers and closes them at its end."""
+
+    def __init__(
+        self,
+        stage: int,
+        pool: PoolPages,
+        *,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        report: Callable[[CopyEvent], None],
+    ) -> None:
+        """stage: pipeline rank. report: called by this thread, with the answers and, should the thread fail, with
+        StageFailed."""
+        super().__init__(name="stage-copier", daemon=True)
+        self._stage = stage
+        self._pool = pool
+        self._host = host
+        self._disk = disk
+        self._stores: dict[Tier, TierStore] = {}
+        if host is not None:
+            self._stores[HOST] = host
+        if disk is not None:
+            self._stores[DISK] = disk
+        self._report = report
+        self._statistics = TierStatistics(stage, tuple(self._stores))
+        self._changed = threading.Condition()
+        self._loads: deque[LoadPages] = deque()
+        self._others: deque[BeginEpoch | StorePages | DropPages] = deque()
+        self._closed = False
+
+    @property
+    def slots(self) -> Mapping[Tier, int]:
+        """Slots of each tier."""
+        return {tier: store.slots for tier, store in self._stores.items()}
+
+    def submit(self, order: CopyOrder) -> None:
+        """Queue an order. At BeginEpoch the pages found on disk are reported. Any thread."""
+        with self._changed:
+            if isinstance(order, LoadPages):
+                self._loads.append(order)
+            else:
+                self._others.append(order)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after the page that it is copying; what is queued is not executed. Any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def statistics(self) -> Stats:
+        """Counters of this stage's tiers. Any thread."""
+        return self._statistics.snapshot()
+
+    def run(self) -> None:
+        """Scan the disk, then execute orders until close(). An unexpected error is reported as StageFailed."""
+        try:
+            found = self._scan()
+            while (order := self._next()) is not None:
+                if isinstance(order, BeginEpoch):
+                    self._report_found(found)
+                    found = []
+                else:
+                    self._execute(order)
+        except Exception as error:
+            log.exception("the stage's copy thread has failed")
+            self._report(StageFailed(stage=self._stage, message=f"copy thread: {type(error).__name__}: {error}"))
+        finally:
+            for store in self._stores.values():
+                store.close()
+
+    def _next(self) -> CopyOrder | None:
+        """The next order, loads first; waits for one. None: the copier is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._loads or self._others)
+            if self._closed:
+                return None
+            return self._loads.popleft() if self._loads else self._others.popleft()
+
+    def _execute(self, order: StorePages | LoadPages | DropPages) -> None:
+        match order:
+            case LoadPages():
+                self._load(order)
+            case StorePages():
+                self._store(order)
+            case DropPages(tier=tier):
+                for slot in packed.unpack(order.slots):
+                    self._stores[tier].drop(slot)
+
+    def _load(self, order: LoadPages) -> None:
+        store = self._stores[order.tier]
+        failed = []
+        pairs = zip(packed.unpack(order.slots), packed.unpack(order.pages), strict=True)
+        for index, (slot, page) in enumerate(pairs):
+            if self._closed:
+                return
+            started = time.perf_counter()
+            try:
+                store.get(slot, self._pool.page(page))
+            except TierError as error:
+                failed.append(index)
+                self._statistics.failed("load", order.tier, error)
+            else:
+                self._statistics.copied("load", order.tier, self._pool.page_bytes, time.perf_counter() - started)
+        self._report(PagesLoaded(stage=self._stage, seq=order.seq, failed=packed.pack(failed)))
+
+    def _store(self, order: StorePages) -> None:
+        store = self._stores[order.tier]
+        failed, total = [], 0
+        headers: tuple[PageHeader | None, ...] = order.headers
+        slots = packed.unpack(order.slots)
+        pages = zip(packed.unpack(order.sources), slots, headers or (None,) * len(slots), strict=True)
+        for index, (source, slot, header) in enumerate(pages):
+            while self._loads:  # this thread is their only consumer
+                self._load(self._loads.popleft())
+            if self._closed:
+                return
+            started = time.perf_counter()
+            try:
+                written = store.put(slot, self._source(order, source), header)
+            except TierError as error:
+                failed.append(index)
+                self._statistics.failed("store", order.tier, error)
+            else:
+                total += written
+                self._statistics.copied("store", order.tier, written, time.perf_counter() - started)
+        stage = self._stage
+        self._report(PagesStored(stage=stage, seq=order.seq, failed=packed.pack(failed), written_bytes=total))
+        if lost := store.take_lost():
+            self._report(PagesLost(stage=stage, tier=order.tier, slots=packed.pack(lost)))
+
+    def _source(self, order: StorePages, source: int) -> PageMemory:
+        """The page to store. Raises TierError for a slot of the host tier that does not hold what was stored."""
+        if not order.from_host:
+            return self._pool.page(source)
+        assert self._host is not None, "pages come from the host tier only where there is one"
+        return self._host.verified(source)
+
+    def _scan(self) -> list[FoundPage]:
+        """Pages on disk. A directory that cannot be read is an empty one."""
+        if self._disk is None:
+            return []
+        try:
+            found = self._disk.scan()
+        except OSError as error:
+            log.warning("the disk tier's directory cannot be read: %s", error)
+            return []
+        self._statistics.scanned(self._disk.ignored)
+        log.info("disk tier: %d pages found, ignored: %s", len(found), dict(self._disk.ignored) or "none")
+        return found
+
+    def _report_found(self, found: list[FoundPage]) -> None:
+        """Report what was found, in parts; where there is a disk tier, at least one."""
+        if self._disk is None:
+            return
+        for at in range(0, max(1, len(found)), FOUND_PER_EVENT):
+            part = found[at : at + FOUND_PER_EVENT]
+            self._report(
+                PagesFound(
+                    stage=self._stage,
+                    slots=packed.pack(page.slot for page in part),
+                    headers=tuple(page.header for page in part),
+                    last=at + FOUND_PER_EVENT >= len(found),
+                )
+            )
