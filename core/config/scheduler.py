@@ -8,6 +8,7 @@ from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Fla
 
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["fcfs"]
+Eviction = Literal["lru", "turns"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag("max-queued-requests", SCHEDULING, "requests that may be open; above it requests get 429", low=1),
     ] = 4096
     prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
+    eviction: Annotated[
+        Eviction,
+        Flag(
+            "eviction",
+            KV_CACHE,
+            "which cached pages leave first; lru: least recently used; turns: of conversations with few turns, aged",
+        ),
+    ] = "turns"
     kv_events: bool = False
     """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
     policy: Annotated[Policy, Flag("policy", SCHEDULING, "order in which waiting prompts are computed")] = "fcfs"

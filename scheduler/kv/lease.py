@@ -14,12 +14,15 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headrace.core.config.scheduler import Eviction
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.kv.prefix_tree import Node, PrefixTree
+from headrace.scheduler.kv.prefix_tree import Node, PrefixTree, next_turn, pages_of
 
+GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
 TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbers
 
 
@@ -40,6 +43,12 @@ class Lease:
     matched: int
     """Pages that were found in the tree when the lease began."""
 
+    turn: int = 0
+    """The request's turn of its conversation, from 0."""
+
+    short: bool = False
+    """It is the first turn, and of few tokens."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -49,14 +58,23 @@ class KvCache:
     """The KV pool of one engine: the page allocator, the prefix tree, and the leases on both."""
 
     def __init__(
-        self, pages: int, page_size: int, prefix_cache: bool = True, events: CacheEventLog | None = None
+        self,
+        pages: int,
+        page_size: int,
+        prefix_cache: bool = True,
+        events: CacheEventLog | None = None,
+        eviction: Eviction = "lru",
+        short_tokens: int = SHORT_TOKENS,
     ) -> None:
-        """events: is told of every page that the tree gains or loses."""
+        """events: is told of every page that the tree gains or loses. eviction: which cached pages leave first, see
+        eviction.py. short_tokens: a first prompt of at most so many tokens is short."""
         self._events = events
         self._page_size = page_size
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(pages)
-        self._tree = PrefixTree(events)
+        self._eviction = eviction
+        self._short_tokens = short_tokens
+        self._tree = self._new_tree(pages)
         self._leases: dict[int, Lease] = {}
         self._owners = 0
         self.version = 0
@@ -98,7 +116,7 @@ class KvCache:
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases have not ended")
         self._allocator = PageAllocator(pages)
-        self._tree = PrefixTree(self._events)
+        self._tree = self._new_tree(pages)
         self.version += 1
         if self._events is not None:
             self._events.cleared()
@@ -113,18 +131,20 @@ class KvCache:
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits.
         """
         length = len(tokens) // ITEM_BYTES
-        path: list[Node] = []
+        known: list[Node] = []
         if match and self._prefix_cache:
-            path = self._tree.match(self._keys(tokens, 0, (length - 1) // self._page_size), salt)
+            known = self._tree.find(self._keys(tokens, 0, (length - 1) // self._page_size), salt)
+        path, turn = pages_of(known), next_turn(known)
         self._tree.lock(path)
         self._owners += 1
         pages = self._take(self.pages_for(length + extra) - len(path), self._owners)
         if pages is None:
-            self._tree.unlock(path)
+            self._tree.unlock_unused(path)
             return None
         table = array("i", [node.page for node in path])
         table.extend(pages)
-        lease = Lease(self._owners, salt, table, path, len(path))
+        short = turn == 0 and length <= self._short_tokens
+        lease = Lease(self._owners, salt, table, path, len(path), turn, short)
         self._leases[lease.owner] = lease
         return lease
 
@@ -165,7 +185,7 @@ class KvCache:
         lease.ended = True
         del self._leases[lease.owner]
         self._allocator.release(list(self._private(lease)), lease.owner)
-        self._tree.unlock(lease.path)
+        self._tree.unlock(lease.path, lease.turn, lease.short)
         if lease.nonfinite:
             self._allocator.release(self._tree.drop(lease.path), TREE)
         self.version += 1
@@ -195,6 +215,10 @@ class KvCache:
         if self.free + nodes + private != self.total:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems
+
+    def _new_tree(self, pages: int) -> PrefixTree:
+        ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
+        return PrefixTree(self._events, make_ranking(self._eviction), ghosts)
 
     def _take(self, count: int, owner: int) -> list[int] | None:
         """Allocate count pages, evicting where needed; None when there are not that many."""

@@ -133,6 +133,7 @@ class Simulation:
             hold_limit_s=0.4,
             hold_percent=rng.choice([30, 100]),
             optimistic_start=rng.random() < 0.5,
+            eviction=("lru", "turns")[self._scenario.seed % 2],
         )
         if self._scenario.depth is not None:
             config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)

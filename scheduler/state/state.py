@@ -41,7 +41,7 @@ class State:
         self.cache_events = CacheEventLog(config.page_size) if config.kv_events else None
         """What the prefix cache gains and loses, where routers follow it."""
 
-        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache, self.cache_events)
+        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache, self.cache_events, config.eviction)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
         self.queues = Queues(make_policy(config.policy))

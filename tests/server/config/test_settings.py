@@ -37,6 +37,7 @@ FLAGS = """\
 --device TEXT = auto
 --drain-timeout SECONDS [0..] = 30.0
 --dtype {auto,float32,bfloat16,float16} = auto
+--eviction {lru,turns} = turns
 --fallback {none,local} = none
 --hold-lease SECONDS [0.001..] = 30.0
 --hold-limit SECONDS [0.001..] = 600.0
