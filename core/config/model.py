@@ -31,6 +31,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     page_size: Annotated[int, Flag("page-size", KV_CACHE, "tokens per KV page, a power of two", low=1, high=4096)] = 16
     kv_pages: Annotated[int, Flag("kv-pages", KV_CACHE, "pages in the KV pool; 0: as many as memory allows", low=0)] = 0
+    host_pages: Annotated[
+        int, Flag("host-pages", KV_CACHE, "KV pages kept in host memory beside the pool; 0: no host tier", low=0)
+    ] = 0
+    disk_path: Annotated[
+        str, Flag("disk-path", KV_CACHE, "folder for KV pages on disk, found again after a restart (default: none)")
+    ] = ""
+    disk_gib: Annotated[
+        int, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
+    ] = 16
     threads: Annotated[
         int, Flag("threads", MODEL, "CPU threads of one stage; 0: all cores divided by the stages", low=0)
     ] = 0

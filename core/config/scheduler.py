@@ -62,6 +62,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "which cached pages leave first; lru: least recently used; turns: of conversations with few turns, aged",
         ),
     ] = "turns"
+    disk_admission_turn: Annotated[
+        int,
+        Flag(
+            "disk-admission-turn",
+            KV_CACHE,
+            "turn of a conversation from which its pages go to disk; 0: those of every prompt, 1: from the second on",
+            low=0,
+        ),
+    ] = 1
+    disk_write_gib_per_day: Annotated[
+        int,
+        Flag("disk-write-gib-per-day", KV_CACHE, "GiB a day that a stage may write to its disk tier; 0: any", low=0),
+    ] = 0
     kv_events: bool = False
     """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
     policy: Annotated[Policy, Flag("policy", SCHEDULING, "order in which waiting prompts are computed")] = "fcfs"

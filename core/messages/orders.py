@@ -3,10 +3,10 @@
     BeginEpoch ─► Forward, SendChunk, ReleaseRequest, … ─► ShutdownStage
 
 Every stage of a group gets the same stream. Forwards are executed in stream order. A SendChunk waits for the Forward
-that computes its pages, and for no other order. StorePages, LoadPages and DropPages are executed in stream order among
-themselves, beside the Forwards; a StorePages of pool pages waits for the Forwards before it. All other orders act at
-once. Each Heartbeat carries the number and a digest of the orders sent so far (core/runtime/order_log.py); a stage
-compares them with its own and fails if they differ.
+that computes its pages, and for no other order. StorePages and DropPages are executed in stream order among themselves,
+beside the Forwards; a StorePages of pool pages waits for the Forwards before it. A LoadPages overtakes them. All other
+orders act at once. Each Heartbeat carries the number and a digest of the orders sent so far
+(core/runtime/order_log.py); a stage compares them with its own and fails if they differ.
 
 What stages report back: core/messages/stage_events.py. Lists of token and page ids are packed little-endian int32
 (core/types/packed.py).

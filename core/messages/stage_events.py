@@ -37,6 +37,10 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     kv_pages: int
     """Pages in the pool."""
     vocab_size: int
+    host_pages: int = 0
+    """Slots of the host tier; 0 without one."""
+    disk_pages: int = 0
+    """Slots of the disk tier; 0 without one."""
     data_host: str = ""
     """Host where peers attach to this stage."""
     epoch: int = 0

@@ -41,7 +41,8 @@ class Planner:
         for request in list(state.queues.prefilling.values()):
             if batch.full:
                 break
-            self._chunk(batch, request)
+            if request.has_kv:
+                self._chunk(batch, request)
         self.start(batch, now)
         if batch.rows:
             self._order(batch, now)
@@ -60,7 +61,7 @@ class Planner:
             if not started:
                 self._refused = attempt
                 return
-            if not to_fetch and batch is not None:
+            if not to_fetch and batch is not None and head.has_kv:
                 self._chunk(batch, head)
 
     def _decode(self, batch: BatchBuilder, now: float) -> None:
@@ -94,7 +95,7 @@ class Planner:
             return False
         again = request.generated > 0
         match = again or request.submit.sampling.prompt_logprobs is None
-        lease = state.cache.acquire(request.tokens, request.salt, match=match)
+        lease = state.cache.acquire(request.tokens, request.salt, match=match, load=state.loads)
         if lease is None:
             return False
         request.lease = lease

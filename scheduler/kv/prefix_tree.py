@@ -11,49 +11,12 @@ in the pool are closed towards the root, and so are the nodes with any copy.
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
-
-NONE = -1  # no page of the pool, no slot of a tier
-
-
-class Node:
-    """One cached page, or the root of a cache salt."""
-
-    __slots__ = (
-        "children", "digest", "key", "locks", "number", "page", "parent", "queued", "rank", "resident", "turn", "used",
-    )  # fmt: skip
-
-    def __init__(self, key: bytes, page: int, parent: "Node | None", number: int) -> None:
-        self.key = key
-        self.page = page
-        """Its page of the pool, or NONE."""
-
-        self.parent = parent
-        self.number = number
-        self.digest: bytes | None = None
-        """Its name in the cache events; None without them, and in roots."""
-
-        self.children: dict[bytes, Node] = {}
-        self.resident = 0
-        """Children that have a page in the pool."""
-
-        self.locks = 0
-        """Leases whose path runs through it."""
-
-        self.used = 0
-        """Tick of its last use."""
-
-        self.turn = 0
-        """Turn of the conversation that used it last."""
-
-        self.rank = 0
-        """Its place in the eviction order, as of its last use; equal ones go by `used`."""
-
-        self.queued = False
-        """It is in the heap of eviction candidates."""
+from headrace.scheduler.kv.node import NONE, Node, TierCopies
+from headrace.scheduler.kv.page_digests import root_digest
 
 
 class PrefixTree:
@@ -63,15 +26,26 @@ class PrefixTree:
     has at most one entry there, which is checked, and put back or dropped, when it comes up.
     """
 
-    def __init__(self, events: CacheEventLog | None = None, ranking: Ranking | None = None, ghosts: int = 0) -> None:
+    def __init__(
+        self,
+        events: CacheEventLog | None = None,
+        ranking: Ranking | None = None,
+        ghosts: int = 0,
+        digests: bool = False,
+    ) -> None:
         """events: is told of every page that comes and goes. ranking: eviction order; None for LRU. ghosts: evicted
-        pages that are remembered."""
+        pages that are remembered. digests: keys are digests of pages (page_digests.py), not their tokens."""
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
         self._heap: list[tuple[int, int, Node]] = []
         self._ghosts: deque[tuple[Node, int]] = deque()
         self._ghost_limit = ghosts
+        self._digests = digests
+        self.on_change: Callable[[Node], bool] = lambda _node: False
+        """Called when a node's page has come to the pool, or has left it. Returns whether the node has to be kept for
+        the copies that it has elsewhere."""
+
         self._tick = 0
         self._numbers = 0
         self._nodes = 0
@@ -89,7 +63,7 @@ class PrefixTree:
 
     def find(self, keys: Iterable[bytes], salt: str) -> list[Node]:
         """The longest path whose keys are a prefix of keys, ghosts among them."""
-        node = self._roots.get(salt.encode())
+        node = self._roots.get(self.root_key(salt))
         path: list[Node] = []
         if node is None:
             return path
@@ -106,29 +80,62 @@ class PrefixTree:
 
     def child(self, parent: Node | None, salt: str, key: bytes) -> Node | None:
         """The node for key below parent (None: below the salt's root), if it has a page in the pool."""
-        above = self._roots.get(salt.encode()) if parent is None else parent
+        above = self._roots.get(self.root_key(salt)) if parent is None else parent
         node = None if above is None else above.children.get(key)
         return node if node is not None and node.page != NONE else None
 
-    def insert(self, parent: Node | None, salt: str, key: bytes, page: int) -> Node:
-        """Add a page below parent, unlocked. Raises ValueError when an equal page is already there."""
+    def insert(self, parent: Node | None, salt: str, key: bytes, page: int, tokens: bytes | None = None) -> Node:
+        """Add a page below parent, unlocked. tokens: those of the page, where the key is a digest. Raises ValueError
+        when an equal page is already there."""
         if parent is None:
-            parent = self._roots.setdefault(salt.encode(), Node(salt.encode(), NONE, None, 0))
+            root = self.root_key(salt)
+            parent = self._roots.setdefault(root, Node(root, NONE, None, 0))
         node = parent.children.get(key)
         if node is None:
-            self._numbers += 1
-            node = parent.children[key] = Node(key, page, parent, self._numbers)
-        elif node.page == NONE:
-            node.page = page
-        else:
+            node = self._add(parent, key)
+        elif node.page != NONE:
             raise ValueError("an equal page is already in the tree")
         if self._events is not None:
-            node.digest = self._events.stored(parent.digest, salt.encode(), key)
+            node.digest = self._events.stored(parent.digest, salt.encode(), key if tokens is None else tokens)
+        self.fill(node, page)
+        return node
+
+    def fill(self, node: Node, page: int) -> None:
+        """Give a node that has none a page of the pool; it is unlocked."""
+        parent = node.parent
+        assert parent is not None, "roots have no page"
+        node.page = page
         parent.resident += 1
         self._nodes += 1
         self._unlocked += 1
         node.rank = 0
         self._touch(node, 0, True)  # the lowest rank: the lease that uses it raises it
+        self.on_change(node)
+
+    def announce(self, node: Node, salt: str, tokens: bytes) -> None:
+        """Tell routers of a page that was filled from a copy. tokens: those of the page."""
+        assert node.parent is not None, "roots have no page"
+        if self._events is not None and node.digest is None and node.page != NONE:
+            node.digest = self._events.stored(node.parent.digest, salt.encode(), tokens)
+
+    def place(self, parent: Node | None, root: bytes, digest: bytes, turn: int) -> Node:
+        """The node of a digest below parent (None: below the root with that digest), added without a page if it is not
+        there. What is added is newer than what was added before."""
+        above = self._roots.setdefault(root, Node(root, NONE, None, 0)) if parent is None else parent
+        node = above.children.get(digest)
+        if node is None:
+            node = self._add(above, digest)
+            self._tick += 1
+            node.used, node.turn, node.rank = self._tick, turn, self._ranking.rank(turn, False)
+        return node
+
+    def root_key(self, salt: str) -> bytes:
+        """The key of a salt's root."""
+        return root_digest(salt.encode()) if self._digests else salt.encode()
+
+    def _add(self, parent: Node, key: bytes) -> Node:
+        self._numbers += 1
+        node = parent.children[key] = Node(key, NONE, parent, self._numbers)
         return node
 
     def lock(self, path: Sequence[Node]) -> None:
@@ -157,23 +164,64 @@ class PrefixTree:
             node.locks -= 1
             if node.locks == 0:
                 self._unlocked += 1
-                if not node.resident:
+                if _is_leaf(node):
                     self._queue(node)
 
     def evict(self, count: int) -> list[int]:
         """Drop up to count unlocked leaves, lowest rank first, and return their pages."""
         pages: list[int] = []
-        while len(pages) < count and self._heap:
+        while len(pages) < count and (node := self._pop()) is not None:
+            if not node.resident:  # else its children are about to leave: it queues again when they have
+                self._ranking.evicted(node.rank)
+                pages.append(self.vacate(node))
+        return pages
+
+    def coldest(self) -> Node | None:
+        """Take the next candidate for eviction, locked, to be copied before it leaves; None when there is none.
+        From now on its parent may be one, too. Followed by stay() or leave()."""
+        node = self._pop()
+        if node is None or node.parent is None:
+            return None
+        self._ranking.evicted(node.rank)
+        self.lock([node])
+        parent = node.parent
+        if parent.copies is None:
+            parent.copies = TierCopies()
+        parent.copies.leaving += 1
+        self._offer(parent)
+        return node
+
+    def stay(self, node: Node) -> None:
+        """A node that coldest() gave does not leave the pool now."""
+        self._settle(node)
+        self.unlock_unused([node])
+
+    def leave(self, node: Node) -> int | None:
+        """A node that coldest() gave leaves the pool, unless it is used again: returns its page, or None."""
+        self._settle(node)
+        if node.locks > 1 or node.resident:
+            self.unlock_unused([node])
+            return None
+        node.locks = 0
+        self._unlocked += 1
+        return self.vacate(node)
+
+    def _settle(self, node: Node) -> None:
+        assert node.parent is not None, "coldest() gives no root"
+        assert node.parent.copies is not None, "coldest() has counted its child"
+        node.parent.copies.leaving -= 1
+
+    def _pop(self) -> Node | None:
+        """Take the first valid candidate out of the heap; its children, if it has any, are about to leave."""
+        while self._heap:
             _, used, node = heapq.heappop(self._heap)
             node.queued = False
-            if node.locks or node.resident or node.page == NONE:
+            if node.locks or node.page == NONE or not _is_leaf(node):
                 continue  # it queues again when it is an unlocked leaf
-            if node.used != used:
-                self._queue(node)
-                continue
-            self._ranking.evicted(node.rank)
-            pages.append(self._vacate(node))
-        return pages
+            if node.used == used:
+                return node
+            self._queue(node)
+        return None
 
     def drop(self, path: Sequence[Node]) -> list[int]:
         """Remove the pages of a path, last one first, up to a node that is locked or has children.
@@ -184,7 +232,7 @@ class PrefixTree:
         for node in reversed(path):
             if node.locks or node.resident:
                 break
-            pages.append(self._vacate(node))
+            pages.append(self.vacate(node))
         return pages
 
     def walk(self) -> Iterator[Node]:
@@ -204,7 +252,7 @@ class PrefixTree:
         node.used = self._tick
         node.turn = turn
         node.rank = max(node.rank, self._ranking.rank(turn, short))  # the heap finds nodes late, and never early
-        if not node.resident:
+        if _is_leaf(node):
             self._queue(node)
 
     def _queue(self, node: Node) -> None:
@@ -212,36 +260,49 @@ class PrefixTree:
             node.queued = True
             heapq.heappush(self._heap, (node.rank, node.used, node))
 
-    def _vacate(self, node: Node) -> int:
-        """Take a node's page out of the pool; return it."""
+    def vacate(self, node: Node) -> int:
+        """Take an unlocked leaf's page out of the pool; return it."""
         parent, page = node.parent, node.page
         assert parent is not None, "roots have no page"
         node.page = NONE
         if self._events is not None and node.digest is not None:
             self._events.removed(node.digest)
+            node.digest = None
         self._nodes -= 1
         self._unlocked -= 1
         parent.resident -= 1
-        if not parent.resident and parent.parent is not None and not parent.locks:
-            self._queue(parent)
-        self._bury(node)
+        self._offer(parent)
+        if not self.on_change(node):
+            self.bury(node)
         return page
 
-    def _bury(self, node: Node) -> None:
+    def _offer(self, node: Node) -> None:
+        """A child of the node has left the pool, or is about to: it may be a candidate for eviction now."""
+        if node.page != NONE and not node.locks and _is_leaf(node):
+            self._queue(node)
+
+    def bury(self, node: Node) -> None:
         """Make a node that has no copy a ghost. The oldest ghost goes in its place: ghosts of children are older than
         those of their parents."""
         self._ghosts.append((node, node.used))
         while len(self._ghosts) > self._ghost_limit:
             ghost, used = self._ghosts.popleft()
-            if ghost.page == NONE and ghost.used == used:
+            if ghost.page == NONE and ghost.used == used and (ghost.copies is None or not ghost.copies.any):
                 self._forget(ghost)
 
     def _forget(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "roots are no ghosts"
+        if parent.children.get(node.key) is not node:
+            return  # it was buried twice
         del parent.children[node.key]
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
+
+
+def _is_leaf(node: Node) -> bool:
+    """No child has a page in the pool, but such as are about to leave it."""
+    return node.resident == (0 if node.copies is None else node.copies.leaving)
 
 
 def pages_of(path: Sequence[Node]) -> list[Node]:
