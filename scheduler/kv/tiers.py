@@ -142,11 +142,12 @@ class KvTiers:
         for index, node in enumerate(store.nodes):
             assert node.copies is not None, "it has a slot"
             node.copies.busy -= 1
-            slot = store.slots[index]
-            if index in failed or (store.tier, slot) in self._lost:
-                self._lost.discard((store.tier, slot))
+            if (store.tier, store.slots[index]) in self._lost:
                 failed = failed | {index}
-        return self._archived(store, failed) if store.tier == "disk" else self._left(store, failed)
+        freed = self._archived(store, failed) if store.tier == "disk" else self._left(store, failed)
+        for node in store.nodes:
+            self._forget_lost(node)
+        return freed
 
     def loaded(self, load: PageLoad, failed: set[int]) -> list[int]:
         """A load has ended; failed: indices of pages that some stage could not load. These, and those after them, are
@@ -159,18 +160,16 @@ class KvTiers:
             node.copies.load = None
         for node in load.nodes[:first]:
             self._forget(node, "host")
-            if ("disk", _slot(node, "disk")) in self._lost:
-                self._forget(node, "disk")
             self._tree.unlock_unused([node])
         freed = []
         for index in range(len(load.nodes) - 1, first - 1, -1):
             node = load.nodes[index]
             self._tree.unlock_unused([node])
-            for tier in TIERS:
-                if (tier, _slot(node, tier)) in self._lost or (index in failed and tier == load.tiers[index]):
-                    self._forget(node, tier)
+            if index in failed:
+                self._forget(node, load.tiers[index])
             freed.append(self._tree.vacate(node))
         for node in load.nodes:
+            self._forget_lost(node)
             self._offer(node)
         return freed
 
@@ -256,11 +255,11 @@ class KvTiers:
         freed = []
         for index, node in enumerate(store.nodes):
             if index in failed:
-                self._slots["host"].release(node)
+                self._release(node, "host")
             if (page := self._tree.leave(node)) is not None:
                 freed.append(page)
             elif index not in failed:
-                self._slots["host"].release(node)
+                self._release(node, "host")
         return freed
 
     def _archived(self, store: PageStore, failed: set[int]) -> list[int]:
@@ -278,7 +277,7 @@ class KvTiers:
         copies = node.copies
         if node.page != NONE:
             if copies is not None and copies.slots["host"] != NONE and not copies.busy:
-                self._slots["host"].release(node)  # it was computed again
+                self._release(node, "host")  # it was computed again
             return True
         if copies is not None and copies.any:
             self._offer(node)
@@ -288,9 +287,8 @@ class KvTiers:
 
     def _forget(self, node: Node, tier: Tier) -> None:
         """Drop a node's copy in a tier, and what could not be reached or kept without it."""
-        if (slot := _slot(node, tier)) == NONE:
+        if _slot(node, tier) == NONE:
             return
-        self._lost.discard((tier, slot))
         if tier == "disk":
             below = [one for one in _below(node, tier) if one is not node]
             for one in reversed(below):
@@ -298,10 +296,20 @@ class KvTiers:
                 if one.copies.busy:
                     self._lost.add((tier, one.copies.slots[tier]))
                 else:
-                    self._slots[tier].release(one)
+                    self._release(one, tier)
                     self._bury_without_copy(one)
-        self._slots[tier].release(node)
+        self._release(node, tier)
         self._bury_without_copy(node)
+
+    def _forget_lost(self, node: Node) -> None:
+        """Drop the copies of a node that were lost while it was busy, once it is not."""
+        for tier in TIERS:
+            if (tier, _slot(node, tier)) in self._lost and node.copies is not None and not node.copies.busy:
+                self._forget(node, tier)
+
+    def _release(self, node: Node, tier: Tier) -> None:
+        self._lost.discard((tier, _slot(node, tier)))
+        self._slots[tier].release(node)
 
     def _bury_without_copy(self, node: Node) -> None:
         if not _has_copy(node):
@@ -313,7 +321,7 @@ class KvTiers:
         for tier in TIERS if node.copies is not None else ():
             for one in reversed(_below(node, tier)):
                 if one is not node:
-                    self._slots[tier].release(one)
+                    self._release(one, tier)
                     if not _has_copy(one):
                         self._tree.bury(one)
 

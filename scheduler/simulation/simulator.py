@@ -62,6 +62,12 @@ class Scenario:
     has_nan_token: bool = False
     """KV of NAN_TOKEN, and of all positions after it, is NaN."""
 
+    tiers: bool = False
+    """Servers have host and disk tiers of random sizes."""
+
+    tier_faults: float = 0.02
+    """Probability that a page is not stored, not loaded, changed or lost there."""
+
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
@@ -141,6 +147,10 @@ class Simulation:
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
         if other is not None and rng.random() < 0.5:
             config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
+        host_pages = disk_pages = 0
+        if self._scenario.tiers:
+            host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
+            config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
         return SimulatedServer(
             self._world,
             name,
@@ -149,6 +159,9 @@ class Simulation:
             self._report,
             has_nan_token=self._scenario.has_nan_token,
             checks_chunks=self._scenario.seed % 3 > 0,
+            host_pages=host_pages,
+            disk_pages=disk_pages,
+            tier_faults=self._scenario.tier_faults,
         )
 
     def _arrive(self, number: int) -> None:
