@@ -28,7 +28,7 @@ from headrace.scheduler.kv.tiers import KvTiers, nearest
 
 GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
 LOW_WATER = 16  # one page of so many is kept free, where evicted pages are copied to the host tier
-COPYING = 4  # at most one page of so many is being written to disk
+COPYING = 2  # at most one page of so many is being written to disk
 LOADING = 2  # at most one page of so many is being loaded
 TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbers
 
