@@ -74,6 +74,8 @@ class PageCopies:
             failed = sum(copy.tiers[index] == tier for index in pending.failed)
             self._count_end("load", tier, copy.tiers.count(tier), failed)
             if count := copy.tiers.count(tier):
+                hits = (count - failed) * state.config.page_size
+                state.metrics.counters.add("kv_tier_hit_tokens_total", hits, (tier,))
                 state.copies.measured(tier, count, (now - pending.began) * count / len(copy.nodes))
         waiting = [one for one in state.queues.prefilling.values() if one.lease is not None and one.lease.load is copy]
         bad = copy.nodes[first] if pending.failed else None

@@ -292,7 +292,7 @@ class KvCache:
         has_tiers = self._prefix_cache and host_pages + disk_pages > 0
         ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
         tree = PrefixTree(self._events, make_ranking(self._eviction), ghosts, digests=has_tiers)
-        self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn) if has_tiers else None
+        self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn, self._events) if has_tiers else None
         return tree
 
     def _further(self, known: list[Node], resident: int, load: LoadChoice | None) -> list[Node]:

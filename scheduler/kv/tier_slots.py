@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterable
 
 from headrace.core.types.kv_tiers import Tier
+from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
 from headrace.scheduler.kv.page_allocator import PageAllocator
 
@@ -16,7 +17,10 @@ class TierSlots:
     Candidates for eviction stand in a heap, once each; an entry is checked when it comes up.
     """
 
-    def __init__(self, tier: Tier, count: int) -> None:
+    def __init__(self, tier: Tier, count: int, events: CacheEventLog | None = None) -> None:
+        """events: is told of every copy that can be loaded."""
+        self._events = events
+        self._announced: set[int] = set()
         self._tier = tier
         self._allocator = PageAllocator(count)
         self._nodes: dict[int, Node] = {}
@@ -63,9 +67,22 @@ class TierSlots:
         copies.slots[self._tier] = NONE
         parent.copies.children[self._tier] -= 1
         del self._nodes[slot]
+        if self._events is not None and slot in self._announced:
+            self._announced.discard(slot)
+            self._events.copy_dropped(node.key, self._tier)
         self._allocator.release([slot], TAKEN)
         self._dropped.append(slot)
         self.offer(parent)
+
+    def announce(self, node: Node) -> None:
+        """Tell routers that what a node's slot holds can be loaded."""
+        slot = NONE if node.copies is None else node.copies.slots[self._tier]
+        if self._events is None or slot == NONE or slot in self._announced:
+            return
+        parent = node.parent
+        above = b"" if parent is None or parent.parent is None else parent.key
+        self._announced.add(slot)
+        self._events.copied(above, node.key, self._tier)
 
     def drop(self, slots: Iterable[int]) -> None:
         """Note that the stages are to drop slots that no node has."""

@@ -12,6 +12,7 @@ being written or read is given away. A failed copy costs what was copied, never 
 from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.kv.tier_slots import TierSlots
@@ -20,10 +21,18 @@ from headrace.scheduler.kv.tier_slots import TierSlots
 class KvTiers:
     """The copies of one prefix tree in other tiers. Begun operations are taken with begun(), and are to be ended."""
 
-    def __init__(self, tree: PrefixTree, host_slots: int, disk_slots: int, admission_turn: int) -> None:
-        """admission_turn: pages of requests from this turn of their conversation on are written to disk."""
+    def __init__(
+        self,
+        tree: PrefixTree,
+        host_slots: int,
+        disk_slots: int,
+        admission_turn: int,
+        events: CacheEventLog | None = None,
+    ) -> None:
+        """admission_turn: pages of requests from this turn of their conversation on are written to disk. events: is
+        told of every copy that comes and goes."""
         self._tree = tree
-        self._slots = {"host": TierSlots("host", host_slots), "disk": TierSlots("disk", disk_slots)}
+        self._slots = {"host": TierSlots("host", host_slots, events), "disk": TierSlots("disk", disk_slots, events)}
         self._admission_turn = admission_turn
         self._begun: list[PageCopy] = []
         self._lost: set[tuple[Tier, int]] = set()  # slots that the stages lost while they were being copied
@@ -147,6 +156,7 @@ class KvTiers:
         freed = self._archived(store, failed) if store.tier == "disk" else self._left(store, failed)
         for node in store.nodes:
             self._forget_lost(node)
+            self._slots[store.tier].announce(node)
         return freed
 
     def loaded(self, load: PageLoad, failed: set[int]) -> list[int]:
@@ -214,6 +224,7 @@ class KvTiers:
         self._slots["disk"].claim(claimed)
         for node in claimed.values():
             self._offer(node)
+            self._slots["disk"].announce(node)
         return len(claimed)
 
     def check(self, nodes: Sequence[Node]) -> list[str]:
@@ -263,10 +274,10 @@ class KvTiers:
         return freed
 
     def _archived(self, store: PageStore, failed: set[int]) -> list[int]:
-        """Pages have been copied to disk, parents first."""
+        """Pages have been copied to disk, parents first. With a page that failed go those behind it."""
         self.archiving -= len(store.nodes)
         for index, node in enumerate(store.nodes):
-            if index in failed or not _parent_on_disk(node):
+            if index in failed:
                 self._forget(node, "disk")
             self._offer(node)
         self._tree.unlock_unused(store.nodes)
@@ -328,12 +339,6 @@ class KvTiers:
     def _offer(self, node: Node) -> None:
         for slots in self._slots.values():
             slots.offer(node)
-
-
-def _parent_on_disk(node: Node) -> bool:
-    """The page before it is on disk, or it is the first of its salt."""
-    parent = node.parent
-    return parent is None or parent.parent is None or _slot(parent, "disk") != NONE
 
 
 def nearest(node: Node) -> Tier:
