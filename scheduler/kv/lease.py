@@ -210,7 +210,8 @@ class KvCache:
             if node is None:
                 page = lease.pages[index]
                 self._allocator.transfer(page, lease.owner, TREE)
-                node = self._tree.insert(parent, lease.salt, key, page, self._page_tokens(tokens, index))
+                content = None if self.tiers is None else self._page_tokens(tokens, index)
+                node = self._tree.insert(parent, lease.salt, key, page, content)
                 self.version += 1
             elif node.copies is not None and node.copies.load is not None:
                 return  # an equal page is being loaded, and it is not certain that it can be
@@ -344,10 +345,11 @@ class KvCache:
 
     def _keys(self, tokens: bytes | bytearray, first: int, end: int, above: Node | None, salt: str) -> Iterator[bytes]:
         """Keys of the full pages [first, end), which come after the node above (None: the root)."""
-        pages = (self._page_tokens(tokens, index) for index in range(first, end))
-        return (
-            pages if self.tiers is None else _digests(pages, self._tree.root_key(salt) if above is None else above.key)
-        )
+        step = self._page_size * ITEM_BYTES
+        pages = (bytes(tokens[index * step : (index + 1) * step]) for index in range(first, end))
+        if self.tiers is None:
+            return pages
+        return _digests(pages, self._tree.root_key(salt) if above is None else above.key)
 
     def _page_tokens(self, tokens: bytes | bytearray, index: int) -> bytes:
         """The packed tokens of a full page."""

@@ -42,7 +42,7 @@ class PrefixTree:
         self._ghosts: deque[tuple[Node, int]] = deque()
         self._ghost_limit = ghosts
         self._digests = digests
-        self.on_change: Callable[[Node], bool] = lambda _node: False
+        self.on_change: Callable[[Node], bool] | None = None
         """Called when a node's page has come to the pool, or has left it. Returns whether the node has to be kept for
         the copies that it has elsewhere."""
 
@@ -109,8 +109,9 @@ class PrefixTree:
         self._nodes += 1
         self._unlocked += 1
         node.rank = 0
-        self._touch(node, 0, True)  # the lowest rank: the lease that uses it raises it
-        self.on_change(node)
+        self._touch(node, 0, self._ranking.rank(0, True))  # the lowest: the lease that uses it raises it
+        if self.on_change is not None:
+            self.on_change(node)
 
     def announce(self, node: Node, salt: str, tokens: bytes) -> None:
         """Tell routers of a page that was filled from a copy. tokens: those of the page."""
@@ -150,13 +151,14 @@ class PrefixTree:
 
         turn, short: of the request that used them, for the eviction order.
         """
+        rank = self._ranking.rank(turn, short)
         for node in reversed(path):
             if node.locks == 0:
                 raise ValueError("a node is unlocked more often than it was locked")
             node.locks -= 1
             if node.locks == 0:
                 self._unlocked += 1
-                self._touch(node, turn, short)
+                self._touch(node, turn, rank)
 
     def unlock_unused(self, path: Sequence[Node]) -> None:
         """Take one lock off each node, leaves first, as if it had never been there: the eviction order stays."""
@@ -247,12 +249,13 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _touch(self, node: Node, turn: int, short: bool) -> None:
+    def _touch(self, node: Node, turn: int, rank: int) -> None:
         self._tick += 1
         node.used = self._tick
         node.turn = turn
-        node.rank = max(node.rank, self._ranking.rank(turn, short))  # the heap finds nodes late, and never early
-        if _is_leaf(node):
+        if rank > node.rank:  # it never falls: the heap finds nodes late, and never early
+            node.rank = rank
+        if not node.queued and (not node.resident or _is_leaf(node)):
             self._queue(node)
 
     def _queue(self, node: Node) -> None:
@@ -271,8 +274,9 @@ class PrefixTree:
         self._nodes -= 1
         self._unlocked -= 1
         parent.resident -= 1
-        self._offer(parent)
-        if not self.on_change(node):
+        if not parent.resident or parent.copies is not None:
+            self._offer(parent)
+        if self.on_change is None or not self.on_change(node):
             self.bury(node)
         return page
 
@@ -284,6 +288,9 @@ class PrefixTree:
     def bury(self, node: Node) -> None:
         """Make a node that has no copy a ghost. The oldest ghost goes in its place: ghosts of children are older than
         those of their parents."""
+        if not self._ghost_limit:
+            self._forget(node)
+            return
         self._ghosts.append((node, node.used))
         while len(self._ghosts) > self._ghost_limit:
             ghost, used = self._ghosts.popleft()
