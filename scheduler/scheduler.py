@@ -46,6 +46,10 @@ from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
     KvReceived,
+    PagesFound,
+    PagesLoaded,
+    PagesLost,
+    PagesStored,
     PeerLost,
     PlanDone,
     ReceiveCancelled,
@@ -62,6 +66,7 @@ from headrace.core.messages.stage_events import (
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo
 from headrace.scheduler.admission import Admission
+from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.decode.fetch import RemoteFetch
@@ -100,6 +105,7 @@ class Scheduler:
         self._prefills = PrefillSessions(state, self._completion)
         self._planner = Planner(state, self._generation, self._handoff, self._fetch)
         self._stages = StageGroup(state, self._completion, self._generation)
+        self._copies = PageCopies(state, self._completion)
         self._tracing = Tracing(state)
         self._drained = False
         self._problems: list[str] = []
@@ -207,12 +213,26 @@ class Scheduler:
                     self._rendezvous.stages_up()
                     self._prefills.stages_up()
                     self._tracing.stages_up()
+                    self._copies.restore()
+            case PagesStored() | PagesLoaded() | PagesLost() | PagesFound():
+                self._page_event(event, now)
             case StageFailed():
                 self._stages.stage_failed(event.stage, event.message, now)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:
                 pass  # StageHeartbeat: the loop keeps the stages' counters
+
+    def _page_event(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
+        match event:
+            case PagesStored():
+                self._copies.stored(event, now)
+            case PagesLoaded():
+                self._copies.loaded(event, now)
+            case PagesLost():
+                self._copies.lost(event)
+            case PagesFound():
+                self._copies.found(event)
 
     def _peer_event(self, event: PeerEvent, now: float) -> None:
         match event:
@@ -244,6 +264,7 @@ class Scheduler:
         state = self._state
         self._rendezvous.give_out_rows(now)
         self._planner.start(now)
+        self._copies.order(now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True
@@ -290,6 +311,10 @@ class Scheduler:
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
         if timer is Timer.PLAN:
             self._stages.plan_timed_out(now)
+            return
+        if timer is Timer.COPY:
+            text = f"no copy of KV pages has ended in {self._state.config.stage_timeout_s:g} s"
+            self._stages.stage_failed(self._copies.timed_out(), text, now)
             return
         if isinstance(key, str):
             self._rendezvous.reservation_timed_out(key)

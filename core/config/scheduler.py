@@ -8,6 +8,7 @@ from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Fla
 
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]
+Eviction = Literal["lru", "turns"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,27 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag("max-queued-requests", SCHEDULING, "requests that may be open; above it requests get 429", low=1),
     ] = 4096
     prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
+    eviction: Annotated[
+        Eviction,
+        Flag(
+            "eviction",
+            KV_CACHE,
+            "which cached pages leave first; lru: least recently used; turns: of conversations with few turns, aged",
+        ),
+    ] = "turns"
+    disk_admission_turn: Annotated[
+        int,
+        Flag(
+            "disk-admission-turn",
+            KV_CACHE,
+            "turn of a conversation from which its pages go to disk; 0: those of every prompt, 1: from the second on",
+            low=0,
+        ),
+    ] = 1
+    disk_write_gib_per_day: Annotated[
+        int,
+        Flag("disk-write-gib-per-day", KV_CACHE, "GiB a day that a stage may write to its disk tier; 0: any", low=0),
+    ] = 0
     kv_events: bool = False
     """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
     policy: Annotated[

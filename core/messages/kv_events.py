@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+Medium = Literal["GPU", "CPU", "DISK"]
 Hash = int  # 64 bits, unsigned; scheduler/kv/cache_events.py says of what
 
 
@@ -19,7 +20,8 @@ class BlockStored(KvEvent, frozen=True, kw_only=True):
     """Consecutive pages of one prefix are in the cache from now on.
 
     parent_block_hash: the page before the first one, None at the beginning of a prompt. token_ids: those of all
-    these pages, block_size for each. medium "GPU" is the pool that forward passes read, whatever the device is.
+    these pages, block_size for each; empty for copies in other tiers. medium "GPU" is the pool that forward passes
+    read, whatever the device is, "CPU" the host tier, "DISK" the disk tier.
     """
 
     block_hashes: tuple[Hash, ...]
@@ -27,7 +29,7 @@ class BlockStored(KvEvent, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     block_size: int
     lora_id: int | None = None
-    medium: Literal["GPU"] = "GPU"
+    medium: Medium = "GPU"
     lora_name: str | None = None
 
 
@@ -35,7 +37,7 @@ class BlockRemoved(KvEvent, frozen=True, kw_only=True):
     """These pages were evicted, each after all pages that followed it."""
 
     block_hashes: tuple[Hash, ...]
-    medium: Literal["GPU"] = "GPU"
+    medium: Medium = "GPU"
 
 
 class AllBlocksCleared(KvEvent, frozen=True, kw_only=True):

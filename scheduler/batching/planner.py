@@ -61,9 +61,11 @@ class Planner:
         for request in list(self._state.queues.prefilling.values()):
             if batch.full:
                 break
-            self._chunk(batch, request)
+            if request.has_kv:
+                self._chunk(batch, request)
         while (started := self._starter.start_next(now, fetches_only=batch.full)) is not None:
-            self._chunk(batch, started)
+            if started.has_kv:
+                self._chunk(batch, started)
 
     def _decode(self, batch: BatchBuilder, now: float) -> None:
         """Add one row for each request that decodes here, least recently planned first.

@@ -97,6 +97,8 @@ class PrefillShares:
     def _give(self, request: Request, budget: int) -> int:
         """Give a request what it can use of this budget, beside what it has; returns what that takes of it. A chunk
         that is shorter because it follows a long prefix, and takes as long as a full one, uses up as much of it."""
+        if not request.has_kv:
+            return 0  # its cached pages are being loaded
         state, config = self._state, self._state.config
         start, had = request.planned, self._used.get(request, 0)
         left = request.target - start

@@ -133,6 +133,8 @@ class StageGroup:
         state.metrics.bubbles.reset()
         state.deadlines.clear(Timer.PLAN, 0)
         self._completion.end_all(error, now)
+        state.deadlines.clear(Timer.COPY, 0)
+        state.copies.clear()
         state.cache.reset(state.cache.total)
 
     def announce(self, reason: str) -> None:
@@ -146,7 +148,11 @@ class StageGroup:
         """Every stage is up: the pool is as large as that of the smallest stage, or as configured."""
         state, stages = self._state, list(self._up.values())
         sizes = [stage.kv_pages for stage in stages]
-        state.cache.reset(min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes))
+        state.cache.reset(
+            min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
+            host_pages=min(stage.host_pages for stage in stages),
+            disk_pages=min(stage.disk_pages for stage in stages),
+        )
         costs = [stage.cost for stage in stages if stage.cost is not None]
         state.costs.start([self._up[stage].cost for stage in sorted(self._up)])
         state.engine.start(

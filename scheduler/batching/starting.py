@@ -112,7 +112,7 @@ class Starter:
         needs_row = _needs_row(request)
         if needs_row and not state.metadata_rows.free:
             return False
-        lease = state.cache.acquire(request.tokens, request.salt, match=request.uses_cache)
+        lease = state.cache.acquire(request.tokens, request.salt, match=request.uses_cache, load=state.loads)
         if lease is None:
             return False
         request.lease = lease

@@ -3,9 +3,19 @@
 Events carry the last eight bytes of a page's digest (page_digests.py) as a big-endian number, as vLLM shortens its own.
 """
 
-from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage
+from headrace.core.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Hash,
+    KvEventMessage,
+    Medium,
+)
+from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.packed import unpack
 from headrace.scheduler.kv.page_digests import page_digest, root_digest
+
+MEDIA: dict[Tier, Medium] = {"host": "CPU", "disk": "DISK"}
 
 
 class CacheEventLog:
@@ -35,6 +45,24 @@ class CacheEventLog:
         if self._stored:
             self._close()
         self._removed.append(short(digest))
+
+    def copied(self, parent: bytes, digest: bytes, tier: Tier) -> None:
+        """Note that a tier has a copy of a page, below the one with the parent's digest (the root's digest: b"")."""
+        self._close()
+        self._events.append(
+            BlockStored(
+                block_hashes=(short(digest),),
+                parent_block_hash=short(parent) if parent else None,
+                token_ids=(),
+                block_size=self._page_size,
+                medium=MEDIA[tier],
+            )
+        )
+
+    def copy_dropped(self, digest: bytes, tier: Tier) -> None:
+        """Note that a tier's copy of a page was given up."""
+        self._close()
+        self._events.append(BlockRemoved(block_hashes=(short(digest),), medium=MEDIA[tier]))
 
     def cleared(self) -> None:
         """Note that the cache is empty. Events before that are discarded."""

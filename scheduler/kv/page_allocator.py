@@ -1,5 +1,7 @@
 """The allocator of KV pages and of metadata rows: the free list, and the owner of each id."""
 
+from collections.abc import Collection
+
 FREE = 0  # owner of ids that are not allocated
 
 
@@ -37,6 +39,16 @@ class PageAllocator:
         for page in pages:
             self._owner[page] = owner
         return pages
+
+    def claim(self, pages: Collection[int], owner: int) -> None:
+        """Give certain free ids to owner. Takes time in proportion to all ids. Raises ValueError for one that is not
+        free."""
+        for page in pages:
+            if self._owner[page] != FREE:
+                raise ValueError(f"page {page} belongs to {self._owner[page]}")
+        for page in pages:
+            self._owner[page] = owner
+        self._free = [page for page in self._free if self._owner[page] == FREE]
 
     def transfer(self, page: int, owner: int, new_owner: int) -> None:
         """Pass a page to another owner. Raises ValueError for a page that its owner does not have."""

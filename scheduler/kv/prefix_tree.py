@@ -1,52 +1,51 @@
 """The prefix cache as a tree of full KV pages, found by the tokens that they hold.
 
-One node is one page. Its key is the packed token ids of that page, its place in the tree the pages before it, so a
-path from the root is a prompt prefix. Every cache salt has a root of its own, so tenants share no pages.
+One node is one page. Its key names the page's tokens, its place in the tree the pages before it, so a path from the
+root is a prompt prefix. Every cache salt has a root of its own, so tenants share no pages.
 A lease locks every node of its path; what is locked cannot be evicted, and a locked node's ancestors are locked too.
+
+A node without a page in the pool either has copies in other tiers (scheduler/kv/tiers.py), or it is a ghost: an evicted
+page whose turn is remembered, so that a conversation that comes back does not count as a new one. The nodes with a page
+in the pool are closed towards the root, and so are the nodes with any copy.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headrace.scheduler.kv.cache_events import CacheEventLog
-
-
-class Node:
-    """One cached page, or the root of a cache salt."""
-
-    __slots__ = ("children", "digest", "key", "locks", "number", "page", "parent", "queued", "used")
-
-    def __init__(self, key: bytes, page: int, parent: "Node | None", number: int) -> None:
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.number = number
-        self.digest: bytes | None = None
-        """Its name in the cache events; None without them, and in roots."""
-
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        """Leases whose path runs through it."""
-
-        self.used = 0
-        """Tick of its last use."""
-
-        self.queued = False
-        """It is in the heap of eviction candidates."""
+from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
+from headrace.scheduler.kv.node import NONE, Node, TierCopies
+from headrace.scheduler.kv.page_digests import root_digest
 
 
 class PrefixTree:
-    """Longest-prefix match, insertion and LRU eviction of unlocked leaves, O(log n) a page evicted.
+    """Longest-prefix match, insertion, and eviction of unlocked leaves by rank, O(log n) a page evicted.
 
-    Candidates for eviction stand in a heap by the tick at which they were last seen unlocked; a node has at most
-    one entry there, which is checked, and put back or dropped, when it comes up.
+    Candidates for eviction stand in a heap by (rank, tick) of the time at which they were last seen unlocked; a node
+    has at most one entry there, which is checked, and put back or dropped, when it comes up.
     """
 
-    def __init__(self, events: CacheEventLog | None = None) -> None:
-        """events: is told of every page that comes and goes."""
+    def __init__(
+        self,
+        events: CacheEventLog | None = None,
+        ranking: Ranking | None = None,
+        ghosts: int = 0,
+        digests: bool = False,
+    ) -> None:
+        """events: is told of every page that comes and goes. ranking: eviction order; None for LRU. ghosts: evicted
+        pages that are remembered. digests: keys are digests of pages (page_digests.py), not their tokens."""
         self._events = events
+        self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
         self._heap: list[tuple[int, int, Node]] = []
+        self._ghosts: deque[tuple[Node, int]] = deque()
+        self._ghost_limit = ghosts
+        self._digests = digests
+        self.on_change: Callable[[Node], bool] | None = None
+        """Called when a node's page has come to the pool, or has left it. Returns whether the node has to be kept for
+        the copies that it has elsewhere."""
+
         self._tick = 0
         self._numbers = 0
         self._nodes = 0
@@ -64,9 +63,9 @@ class PrefixTree:
         """Pages that no lease uses; every one of them can be evicted."""
         return self._unlocked
 
-    def match(self, keys: Iterable[bytes], salt: str) -> list[Node]:
-        """The longest path whose keys are a prefix of keys; empty when the first is not there."""
-        node = self._roots.get(salt.encode())
+    def find(self, keys: Iterable[bytes], salt: str) -> list[Node]:
+        """The longest path whose keys are a prefix of keys, ghosts among them."""
+        node = self._roots.get(self.root_key(salt))
         path: list[Node] = []
         if node is None:
             return path
@@ -77,26 +76,70 @@ class PrefixTree:
             path.append(node)
         return path
 
-    def child(self, parent: Node | None, salt: str, key: bytes) -> Node | None:
-        """The node for key below parent (None: below the salt's root)."""
-        above = self._roots.get(salt.encode()) if parent is None else parent
-        return None if above is None else above.children.get(key)
+    def match(self, keys: Iterable[bytes], salt: str) -> list[Node]:
+        """The longest path of pages in the pool whose keys are a prefix of keys; empty when the first is not there."""
+        return pages_of(self.find(keys, salt))
 
-    def insert(self, parent: Node | None, salt: str, key: bytes, page: int) -> Node:
-        """Add a page below parent, unlocked. Raises ValueError when an equal page is already there."""
+    def child(self, parent: Node | None, salt: str, key: bytes) -> Node | None:
+        """The node for key below parent (None: below the salt's root), if it has a page in the pool."""
+        above = self._roots.get(self.root_key(salt)) if parent is None else parent
+        node = None if above is None else above.children.get(key)
+        return node if node is not None and node.page != NONE else None
+
+    def insert(self, parent: Node | None, salt: str, key: bytes, page: int, tokens: bytes | None = None) -> Node:
+        """Add a page below parent, unlocked. tokens: those of the page, where the key is a digest. Raises ValueError
+        when an equal page is already there."""
         if parent is None:
-            parent = self._roots.setdefault(salt.encode(), Node(salt.encode(), -1, None, 0))
-        if key in parent.children:
+            root = self.root_key(salt)
+            parent = self._roots.setdefault(root, Node(root, NONE, None, 0))
+        node = parent.children.get(key)
+        if node is None:
+            node = self._add(parent, key)
+        elif node.page != NONE:
             raise ValueError("an equal page is already in the tree")
-        self._numbers += 1
-        node = Node(key, page, parent, self._numbers)
         if self._events is not None:
-            node.digest = self._events.stored(parent.digest, salt.encode(), key)
-        parent.children[key] = node
+            node.digest = self._events.stored(parent.digest, salt.encode(), key if tokens is None else tokens)
+        self.fill(node, page)
+        return node
+
+    def fill(self, node: Node, page: int) -> None:
+        """Give a node that has none a page of the pool; it is unlocked."""
+        parent = node.parent
+        assert parent is not None, "roots have no page"
+        node.page = page
+        parent.resident += 1
         self.version += 1
         self._nodes += 1
         self._unlocked += 1
-        self._touch(node)
+        node.rank = 0
+        self._touch(node, 0, self._ranking.rank(0, True))  # the lowest: the lease that uses it raises it
+        if self.on_change is not None:
+            self.on_change(node)
+
+    def announce(self, node: Node, salt: str, tokens: bytes) -> None:
+        """Tell routers of a page that was filled from a copy. tokens: those of the page."""
+        assert node.parent is not None, "roots have no page"
+        if self._events is not None and node.digest is None and node.page != NONE:
+            node.digest = self._events.stored(node.parent.digest, salt.encode(), tokens)
+
+    def place(self, parent: Node | None, root: bytes, digest: bytes, turn: int) -> Node:
+        """The node of a digest below parent (None: below the root with that digest), added without a page if it is not
+        there. What is added is newer than what was added before."""
+        above = self._roots.setdefault(root, Node(root, NONE, None, 0)) if parent is None else parent
+        node = above.children.get(digest)
+        if node is None:
+            node = self._add(above, digest)
+            self._tick += 1
+            node.used, node.turn, node.rank = self._tick, turn, self._ranking.rank(turn, False)
+        return node
+
+    def root_key(self, salt: str) -> bytes:
+        """The key of a salt's root."""
+        return root_digest(salt.encode()) if self._digests else salt.encode()
+
+    def _add(self, parent: Node, key: bytes) -> Node:
+        self._numbers += 1
+        node = parent.children[key] = Node(key, NONE, parent, self._numbers)
         return node
 
     def lock(self, path: Sequence[Node]) -> None:
@@ -106,80 +149,182 @@ class PrefixTree:
                 self._unlocked -= 1
             node.locks += 1
 
-    def unlock(self, path: Sequence[Node]) -> None:
-        """Take one lock off each node, leaves first. Raises ValueError for a node without locks."""
+    def unlock(self, path: Sequence[Node], turn: int = 0, short: bool = False) -> None:
+        """Take one lock off each node, leaves first. Raises ValueError for a node without locks.
+
+        turn, short: of the request that used them, for the eviction order.
+        """
+        rank = self._ranking.rank(turn, short)
         for node in reversed(path):
             if node.locks == 0:
                 raise ValueError("a node is unlocked more often than it was locked")
             node.locks -= 1
             if node.locks == 0:
                 self._unlocked += 1
-                self._touch(node)
+                self._touch(node, turn, rank)
+
+    def unlock_unused(self, path: Sequence[Node]) -> None:
+        """Take one lock off each node, leaves first, as if it had never been there: the eviction order stays."""
+        for node in reversed(path):
+            node.locks -= 1
+            if node.locks == 0:
+                self._unlocked += 1
+                if _is_leaf(node):
+                    self._queue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Drop up to count unlocked leaves, least recently used first, and return their pages."""
+        """Drop up to count unlocked leaves, lowest rank first, and return their pages."""
         pages: list[int] = []
-        while len(pages) < count and self._heap:
-            used, _, node = heapq.heappop(self._heap)
-            node.queued = False
-            if node.locks or node.children or not _is_in_tree(node):
-                continue  # it queues again when it is an unlocked leaf
-            if node.used != used:
-                self._queue(node)
-                continue
-            pages.append(node.page)
-            self._remove(node)
+        while len(pages) < count and (node := self._pop()) is not None:
+            if not node.resident:  # else its children are about to leave: it queues again when they have
+                self._ranking.evicted(node.rank)
+                pages.append(self.vacate(node))
         return pages
 
-    def drop(self, path: Sequence[Node]) -> list[int]:
-        """Remove the nodes of a path, last one first, up to a node that is locked or has children.
+    def coldest(self) -> Node | None:
+        """Take the next candidate for eviction, locked, to be copied before it leaves; None when there is none.
+        From now on its parent may be one, too. Followed by stay() or leave()."""
+        node = self._pop()
+        if node is None or node.parent is None:
+            return None
+        self._ranking.evicted(node.rank)
+        self.lock([node])
+        parent = node.parent
+        if parent.copies is None:
+            parent.copies = TierCopies()
+        parent.copies.leaving += 1
+        self._offer(parent)
+        return node
 
-        Returns their pages.
+    def stay(self, node: Node) -> None:
+        """A node that coldest() gave does not leave the pool now."""
+        self._settle(node)
+        self.unlock_unused([node])
+
+    def leave(self, node: Node) -> int | None:
+        """A node that coldest() gave leaves the pool, unless it is used again: returns its page, or None."""
+        self._settle(node)
+        if node.locks > 1 or node.resident:
+            self.unlock_unused([node])
+            return None
+        node.locks = 0
+        self._unlocked += 1
+        return self.vacate(node)
+
+    def _settle(self, node: Node) -> None:
+        assert node.parent is not None, "coldest() gives no root"
+        assert node.parent.copies is not None, "coldest() has counted its child"
+        node.parent.copies.leaving -= 1
+
+    def _pop(self) -> Node | None:
+        """Take the first valid candidate out of the heap; its children, if it has any, are about to leave."""
+        while self._heap:
+            _, used, node = heapq.heappop(self._heap)
+            node.queued = False
+            if node.locks or node.page == NONE or not _is_leaf(node):
+                continue  # it queues again when it is an unlocked leaf
+            if node.used == used:
+                return node
+            self._queue(node)
+        return None
+
+    def drop(self, path: Sequence[Node]) -> list[int]:
+        """Remove the pages of a path, last one first, up to a node that is locked or has children.
+
+        Returns them.
         """
         pages: list[int] = []
         for node in reversed(path):
-            if node.locks or node.children:
+            if node.locks or node.resident:
                 break
-            pages.append(node.page)
-            self._remove(node)
+            pages.append(self.vacate(node))
         return pages
 
     def walk(self) -> Iterator[Node]:
-        """Every node, parents first (for checks)."""
+        """Every node with a page in the pool, parents first (for checks)."""
+        return (node for node in self.walk_all() if node.page != NONE)
+
+    def walk_all(self) -> Iterator[Node]:
+        """Every node, ghosts among them, parents first (for checks)."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: Node, turn: int, rank: int) -> None:
         self._tick += 1
         node.used = self._tick
-        if not node.children:
+        node.turn = turn
+        if rank > node.rank:  # it never falls: the heap finds nodes late, and never early
+            node.rank = rank
+        if not node.queued and (not node.resident or _is_leaf(node)):
             self._queue(node)
 
     def _queue(self, node: Node) -> None:
         if not node.queued:
             node.queued = True
-            heapq.heappush(self._heap, (node.used, node.number, node))
+            heapq.heappush(self._heap, (node.rank, node.used, node))
 
-    def _remove(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None, "roots are never queued"
-        del parent.children[node.key]
+    def vacate(self, node: Node) -> int:
+        """Take an unlocked leaf's page out of the pool; return it."""
+        parent, page = node.parent, node.page
+        assert parent is not None, "roots have no page"
+        node.page = NONE
         self.version += 1
         if self._events is not None and node.digest is not None:
             self._events.removed(node.digest)
+            node.digest = None
         self._nodes -= 1
         self._unlocked -= 1
-        if parent.children:
+        parent.resident -= 1
+        if not parent.resident or parent.copies is not None:
+            self._offer(parent)
+        if self.on_change is None or not self.on_change(node):
+            self.bury(node)
+        return page
+
+    def _offer(self, node: Node) -> None:
+        """A child of the node has left the pool, or is about to: it may be a candidate for eviction now."""
+        if node.page != NONE and not node.locks and _is_leaf(node):
+            self._queue(node)
+
+    def bury(self, node: Node) -> None:
+        """Make a node that has no copy a ghost. The oldest ghost goes in its place: ghosts of children are older than
+        those of their parents."""
+        if not self._ghost_limit:
+            self._forget(node)
             return
-        if parent.parent is None:
+        self._ghosts.append((node, node.used))
+        while len(self._ghosts) > self._ghost_limit:
+            ghost, used = self._ghosts.popleft()
+            if ghost.page == NONE and ghost.used == used and (ghost.copies is None or not ghost.copies.any):
+                self._forget(ghost)
+
+    def _forget(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None, "roots are no ghosts"
+        if parent.children.get(node.key) is not node:
+            return  # it was buried twice
+        del parent.children[node.key]
+        if parent.parent is None and not parent.children:
             del self._roots[parent.key]
-        elif parent.locks == 0:
-            self._queue(parent)
 
 
-def _is_in_tree(node: Node) -> bool:
-    """Whether a queued node is still in the tree: dropped nodes stay in the heap until they are popped."""
-    return node.parent is not None and node.parent.children.get(node.key) is node
+def _is_leaf(node: Node) -> bool:
+    """No child has a page in the pool, but such as are about to leave it."""
+    return node.resident == (0 if node.copies is None else node.copies.leaving)
+
+
+def pages_of(path: Sequence[Node]) -> list[Node]:
+    """The part of a path that has pages in the pool."""
+    end = next((index for index, node in enumerate(path) if node.page == NONE), len(path))
+    return list(path[:end])
+
+
+def next_turn(path: Sequence[Node]) -> int:
+    """The turn of a request whose prompt begins with a path, ghosts among them: one more than that of the page where
+    it leaves what is known, 0 where that is a prefix of many."""
+    if not path or len(path[-1].children) >= SHARED_BY:
+        return 0
+    return path[-1].turn + 1

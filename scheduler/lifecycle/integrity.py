@@ -31,7 +31,7 @@ def _leases_and_rows(state: State) -> Iterator[str]:
     leases = sum(request.lease is not None for request in state.requests)
     if leases != state.cache.leases:
         yield f"{state.cache.leases} leases, {leases} of them with a request"
-    if not state.requests and state.cache.leased:
+    if not state.requests and state.cache.leased and not state.cache.copying:
         yield f"no request is left, but {state.cache.leased} leased pages"
     rows = [(request.row, request) for request in state.requests if request.row is not None]
     if state.metadata_rows.free + len(rows) != state.metadata_rows.total:

@@ -5,19 +5,22 @@ A wrong page, a page that was freed too early, a lost or misplaced token: each c
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import (
     CancelReceive,
     CancelSend,
     CloseSession,
+    DropPages,
     Forward,
+    LoadPages,
     Order,
     PlanRow,
     PrepareReceive,
     ReleaseRequest,
     SendChunk,
+    StorePages,
 )
 from headrace.core.messages.stage_events import (
     AnyStageEvent,
@@ -36,6 +39,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
+from headrace.scheduler.simulation.tiers import SimulatedDisk, SimulatedTiers
 from headrace.scheduler.simulation.world import Channel, World
 
 
@@ -91,10 +95,13 @@ class SimulatedPipeline:
         ship: Callable[[SimulatedChunk], None],
         has_nan_token: bool = False,
         checks_chunks: bool = True,
+        disks: Sequence[SimulatedDisk] = (),
+        tier_faults: float = 0.0,
     ) -> None:
         """token_s: seconds that a stage takes for a token. report: takes events, in order for each stage. ship: takes
         chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks: the last stage also reports rows
-        that are not sampled as nonfinite."""
+        that are not sampled as nonfinite. disks: of the stages, where there are tiers. tier_faults: as in
+        SimulatedTiers."""
         self.world = world
         self.has_nan_token = has_nan_token
         self.checks_chunks = checks_chunks
@@ -108,6 +115,8 @@ class SimulatedPipeline:
         self.computed: list[set[int]] = [set() for _ in range(stages)]
         """Order numbers of the Forwards that each stage has computed."""
 
+        self.disks = disks
+        self.tier_faults = tier_faults
         self.stages = [SimulatedStage(self, index, pages, page_size) for index in range(stages)]
         self.dead = False
         """It has crashed: nothing is reported any more."""
@@ -117,8 +126,8 @@ class SimulatedPipeline:
         """Index of the last stage."""
         return len(self.stages) - 1
 
-    def start(self, pages: int, page_size: int) -> None:
-        """Have every stage report that it is ready."""
+    def start(self, pages: int, page_size: int, host_pages: int = 0, disk_pages: int = 0) -> None:
+        """Have every stage report that it is ready, and then what is on its disk."""
         geometry = Geometry("float32", 1, 1, 1, page_size)
         for stage in self.stages:
             stage.report(
@@ -129,8 +138,12 @@ class SimulatedPipeline:
                     data_port=1,
                     kv_pages=pages,
                     vocab_size=VOCABULARY,
+                    host_pages=host_pages,
+                    disk_pages=disk_pages,
                 )
             )
+            if stage.tiers is not None and disk_pages:
+                stage.tiers.scan()
 
     def order(self, order: Order) -> None:
         """Send an order to every stage."""
@@ -168,6 +181,10 @@ class SimulatedStage:
         self._cancel_asked: set[int] = set()
         self._sending: Counter[int] = Counter()
         self._pending: dict[tuple[str, str, int], PendingReceive] = {}
+        self.tiers: SimulatedTiers | None = None
+        if pipeline.disks:
+            disk, faults = pipeline.disks[index], pipeline.tier_faults
+            self.tiers = SimulatedTiers(pipeline.world, index, self.pool, disk, faults, self.report)
         self.revoked: set[str] = set()  # sessions through which nothing can be written any more
 
     def report(self, event: AnyStageEvent) -> None:
@@ -201,6 +218,8 @@ class SimulatedStage:
             case CancelReceive():
                 self._drop_receive(order.request)
                 self.report(ReceiveCancelled(stage=self.index, request=order.request))
+            case StorePages() | LoadPages() | DropPages() if self.tiers is not None:
+                self.tiers.execute(order)
             case CloseSession():  # as long as the sender may go on writing
                 self.pipeline.world.after(0.05, lambda: self._revoke(order.session))
             case _:

@@ -9,10 +9,12 @@ from headrace.core.messages.orders import BeginEpoch, Order
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.scheduler.simulation.copy_guard import CopyGuard
 from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
 from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
+from headrace.scheduler.simulation.tiers import SimulatedDisk
 from headrace.scheduler.simulation.world import Channel, World
 
 
@@ -45,6 +47,9 @@ class SimulationReport:
     results: dict[tuple[str, str], tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Tokens and finish reason of every request that finished, by server and rid."""
 
+    tier_pages: dict[str, int] = field(default_factory=dict)
+    """Pages copied between tiers, by "server:tier result"."""
+
     events: int = 0
     seconds: float = 0.0
     """Virtual time at the end."""
@@ -67,8 +72,12 @@ class SimulatedServer:
         *,
         has_nan_token: bool = False,
         checks_chunks: bool = True,
+        host_pages: int = 0,
+        disk_pages: int = 0,
+        tier_faults: float = 0.0,
     ) -> None:
-        """has_nan_token, checks_chunks: as in SimulatedPipeline."""
+        """has_nan_token, checks_chunks, tier_faults: as in SimulatedPipeline. host_pages, disk_pages: slots of the
+        tiers of each stage."""
         self.world = world
         self.name = name
         self.config = config
@@ -82,6 +91,10 @@ class SimulatedServer:
         self._token_s = token_s
         self._has_nan_token = has_nan_token
         self._checks_chunks = checks_chunks
+        self._tier_pages = (host_pages, disk_pages)
+        self._tier_faults = tier_faults
+        self._disks = [SimulatedDisk() for _ in range(config.stages if host_pages + disk_pages else 0)]
+        self.copy_guard = CopyGuard(config.stages, config.page_size)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._stream: list[Order] = []
         self.pipeline = self._new_pipeline()
@@ -109,6 +122,7 @@ class SimulatedServer:
         """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
         self.guard.event(event)
+        self.copy_guard.event(event)
         self._driver.handle(event)
 
     def crash(self) -> None:
@@ -116,6 +130,10 @@ class SimulatedServer:
         self._check_streams()
         self.pipeline.dead = True
         self.guard.reset()
+        self.copy_guard.reset()
+        for stage in self.pipeline.stages:
+            if stage.tiers is not None:
+                stage.tiers.dead = True
         self.handle(StageFailed(stage=0, message="simulated"))
         self.world.after(0.05, self._restart)
 
@@ -124,7 +142,12 @@ class SimulatedServer:
         self._check_streams()
         if not self.scheduler.idle:
             self.violation("requests are left at the end")
-        pages = {sample.labels: sample.value for sample in self.scheduler.statistics().samples if sample.labels}
+        samples = self.scheduler.statistics().samples
+        pages = {sample.labels: sample.value for sample in samples if sample.labels}
+        for sample in samples:
+            if sample.name == "kv_tier_pages_total":
+                key = f"{self.name}:{' '.join(sample.labels)}"
+                self.report.tier_pages[key] = self.report.tier_pages.get(key, 0) + int(sample.value)
         if pages[("leased",)] or pages[("free",)] + pages[("cached",)] != self.config.kv_pages:
             self.violation(f"pages are left at the end: {pages}")
         for rid, client in self.clients.items():
@@ -147,8 +170,10 @@ class SimulatedServer:
             lambda chunk: self.ship(chunk),
             self._has_nan_token,
             self._checks_chunks,
+            self._disks,
+            self._tier_faults,
         )
-        pipeline.start(config.kv_pages, config.page_size)
+        pipeline.start(config.kv_pages, config.page_size, *self._tier_pages)
         return pipeline
 
     def _restart(self) -> None:
@@ -164,7 +189,7 @@ class SimulatedServer:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Order):
-            if problem := self.guard.order(effect):
+            if problem := self.guard.order(effect) or self.copy_guard.order(effect):
                 self.violation(problem)
             self._stream.append(effect)
             self.pipeline.order(effect)

@@ -64,6 +64,12 @@ class Scenario:
     has_nan_token: bool = False
     """KV of NAN_TOKEN, and of all positions after it, is NaN."""
 
+    tiers: bool = False
+    """Servers have host and disk tiers of random sizes."""
+
+    tier_faults: float = 0.02
+    """Probability that a page is not stored, not loaded, changed or lost there."""
+
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
@@ -138,6 +144,7 @@ class Simulation:
             hold_limit_s=0.4,
             hold_percent=rng.choice([30, 100]),
             optimistic_start=rng.random() < 0.5,
+            eviction=("lru", "turns")[self._scenario.seed % 2],
         )
         if self._scenario.depth is not None:
             config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)
@@ -151,6 +158,10 @@ class Simulation:
         config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
         if other is not None and rng.random() < 0.5:
             config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
+        host_pages = disk_pages = 0
+        if self._scenario.tiers:
+            host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
+            config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
         return SimulatedServer(
             self._world,
             name,
@@ -159,6 +170,9 @@ class Simulation:
             self._report,
             has_nan_token=self._scenario.has_nan_token,
             checks_chunks=self._scenario.seed % 3 > 0,
+            host_pages=host_pages,
+            disk_pages=disk_pages,
+            tier_faults=self._scenario.tier_faults,
         )
 
     def _arrive(self, number: int) -> None:

@@ -18,6 +18,7 @@ class Timer(IntEnum):
     ANSWER = 4  # PrepareReceive, CancelSend or CancelReceive without an answer from every stage
     PLAN = 5  # plans in flight without any of them done
     LEASE = 6  # a held ticket that no peer reserves or renews
+    COPY = 7  # copies of pages under way without any of them done
 
 
 class Deadlines:

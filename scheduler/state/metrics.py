@@ -27,6 +27,17 @@ CATALOG = (
     MetricSpec("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", (), ((),)),
     MetricSpec("generated_tokens_total", "counter", "Tokens sampled, first tokens among them.", (), ((),)),
     MetricSpec("kv_pages", "gauge", "KV pages by state.", ("state",), (("free",), ("cached",), ("leased",))),
+    MetricSpec(
+        "kv_tier_pages", "gauge", "KV pages with a copy in the host or disk tier, and free slots.", ("tier", "state")
+    ),
+    MetricSpec(
+        "kv_tier_pages_total",
+        "counter",
+        "KV pages copied to (stored) or from (loaded) the host or disk tier, failures, copies given up (dropped), and "
+        "pages found on disk at the start (restored).",
+        ("tier", "result"),
+    ),
+    MetricSpec("kv_tier_hit_tokens_total", "counter", "Prompt tokens found in the host or disk tier.", ("tier",)),
     MetricSpec("held_requests", "gauge", "Requests that are computed before a peer reserves their ticket."),
     MetricSpec("held_pages", "gauge", "KV pages that the prompts of those requests take."),
     MetricSpec("quarantined_pages", "gauge", "KV pages of ended requests that a prefill server may still write into."),

@@ -168,6 +168,13 @@ class Queues:
         self.unplanned += request.unplanned - before
         self.recount(request)
 
+    def restart(self, request: Request) -> None:
+        """A request that was started, and could not be given its cached pages, begins again. Its phase is moved by the
+        caller."""
+        self.end_prefill(request)
+        self.preempting[request.arrival] = request
+        self.requeue(request)
+
     def await_row(self, request: Request) -> None:
         """Queue a request for a metadata row."""
         self.awaiting_row[request.arrival] = request

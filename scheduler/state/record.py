@@ -218,6 +218,11 @@ class Request:
         return Load.between(max(self.planned, self.expected_cached), self.target)
 
     @property
+    def has_kv(self) -> bool:
+        """It has its pages, and none of them is still being loaded from a tier: it can be planned."""
+        return self.lease is not None and self.lease.load is None
+
+    @property
     def awaiting_peer(self) -> bool:
         """It is computed, or will be, before a peer has reserved its ticket."""
         return self.early_prefill and self.outgoing is None and not self.ended

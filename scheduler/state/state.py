@@ -1,10 +1,14 @@
 """The state of one scheduler: the tables that its parts share. Each table keeps its own counts and checks itself."""
 
+from collections.abc import Sequence
+
 from headrace.core.config import SchedulerConfig
+from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
+from headrace.scheduler.state.copy_table import CopyTable
 from headrace.scheduler.state.cost_model import CostModel
 from headrace.scheduler.state.deadlines import Deadlines
 from headrace.scheduler.state.engine_status import EngineStatus
@@ -25,6 +29,7 @@ class State:
 
     requests ──► queues: what may be planned next      plans: what is being computed
         │        held: computed before a peer reserves   cache, metadata_rows: what they hold
+        │                                                copies: pages on their way between the tiers of the cache
         └──────► tickets, peers, prefills: which server their KV goes to or comes from
 
     Raises ConfigError for an unknown policy.
@@ -45,7 +50,15 @@ class State:
         self.cache_events = CacheEventLog(config.page_size) if config.kv_events else None
         """What the prefix cache gains and loses, where routers follow it."""
 
-        self.cache = KvCache(config.kv_pages, config.page_size, config.prefix_cache, self.cache_events)
+        self.cache = KvCache(
+            config.kv_pages,
+            config.page_size,
+            config.prefix_cache,
+            self.cache_events,
+            config.eviction,
+            disk_turn=config.disk_admission_turn,
+        )
+        self.copies = CopyTable(config)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
         self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache)
@@ -67,6 +80,13 @@ class State:
             return request.route.prefill if isinstance(request.route, FetchFrom) else ""
         peer = self.peers.get(request.outgoing.session)
         return "" if peer is None else peer.hello.name
+
+    def loads(self, before: int, tiers: Sequence[Tier]) -> int:
+        """How many of the cached pages that follow the first pages of a prompt are to be loaded from their tiers,
+        because that is faster than computing them."""
+        nearest = next((index for index, tier in enumerate(tiers) if tier != tiers[0]), len(tiers))
+        seconds = [self.metrics.rate.seconds_for(count * self.config.page_size) for count in (len(tiers), nearest)]
+        return self.copies.worthwhile(tiers, *seconds)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""

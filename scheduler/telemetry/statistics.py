@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from headrace.core.stats import Sample, Stats
+from headrace.scheduler.kv.node import TIERS
 from headrace.scheduler.state.state import State
 
 
@@ -23,6 +24,11 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("kv_pages", state.cache.free, ("free",))
     yield Sample("kv_pages", state.cache.cached, ("cached",))
     yield Sample("kv_pages", state.cache.leased, ("leased",))
+    if state.cache.tiers is not None:
+        for tier in TIERS:
+            slots = state.cache.tiers.slots(tier)
+            yield Sample("kv_tier_pages", slots.used, (tier, "used"))
+            yield Sample("kv_tier_pages", slots.total - slots.used, (tier, "free"))
     yield Sample("held_requests", len(state.held))
     yield Sample("held_pages", state.held.pages)
     ended = [request.incoming for request in state.prefills.fetching() if request.ended]

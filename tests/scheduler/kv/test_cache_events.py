@@ -11,7 +11,8 @@ from headrace.core.messages.kv_events import BlockRemoved, BlockStored, KvEvent
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache, Lease
-from headrace.scheduler.kv.prefix_tree import Node, PrefixTree
+from headrace.scheduler.kv.node import Node
+from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.simulator import Scenario, Shape, Simulation

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.lease import KvCache, Lease
 from headrace.scheduler.kv.prefix_tree import PrefixTree
@@ -40,16 +41,16 @@ def test_match_is_the_longest_known_prefix(
 def test_eviction_takes_the_least_recently_used_leaf_and_no_locked_one() -> None:
     tree = PrefixTree()
     root = tree.insert(None, "", b"root", 0)
-    old = tree.insert(root, "", b"old", 1)
+    tree.insert(root, "", b"old", 1)
     new = tree.insert(root, "", b"new", 2)
     tree.lock([root, new])
     assert tree.unlocked == 1
     assert tree.evict(5) == [1]
     tree.unlock([root, new])
-    old = tree.insert(root, "", b"old", 3)
+    tree.insert(root, "", b"old", 3)
     tree.lock([root, new])
     tree.unlock([root, new])  # used after old
-    assert tree.evict(1) == [old.page]
+    assert tree.evict(1) == [3], "old"
     assert tree.evict(5) == [2, 0], "a parent goes after its last child"
     assert tree.pages == 0
     with pytest.raises(ValueError, match="unlocked more often"):
@@ -90,9 +91,9 @@ PAGE = 2
 class Leases(RuleBasedStateMachine):
     """Random leases on a small pool. contents: what each page holds; a published page must never change."""
 
-    @initialize(pages=st.integers(1, 12))
-    def start(self, pages: int) -> None:
-        self.cache = KvCache(pages, PAGE)
+    @initialize(pages=st.integers(1, 12), eviction=st.sampled_from(["lru", "turns"]))
+    def start(self, pages: int, eviction: Eviction) -> None:
+        self.cache = KvCache(pages, PAGE, eviction=eviction, short_tokens=PAGE)
         self.leases: list[tuple[Lease, list[int], str]] = []
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
 

@@ -1,0 +1,113 @@
+"""A node of the prefix cache: one cached page, its copies in the host and disk tiers, and the operations on them."""
+
+from dataclasses import dataclass, field
+
+from headrace.core.types.kv_tiers import Tier
+
+TIERS: tuple[Tier, ...] = ("host", "disk")  # nearest first
+NONE = -1  # no page of the pool, no slot of a tier
+
+
+class TierCopies:
+    """What the tiers have of a node and below it; only nodes that need it have one."""
+
+    __slots__ = ("busy", "children", "leaving", "load", "queued", "slots")
+
+    def __init__(self) -> None:
+        self.slots: dict[Tier, int] = {"host": NONE, "disk": NONE}
+        """Its slot in each tier."""
+
+        self.children: dict[Tier, int] = {"host": 0, "disk": 0}
+        """Children with a slot in each tier."""
+
+        self.queued: dict[Tier, bool] = {"host": False, "disk": False}
+        """It is among the tier's candidates for eviction."""
+
+        self.leaving = 0
+        """Children that are being copied to the host tier, to leave the pool."""
+
+        self.busy = 0
+        """Copy operations that read or write its page and slots."""
+
+        self.load: PageLoad | None = None
+        """The operation that is filling its page."""
+
+    @property
+    def any(self) -> bool:
+        """It has a slot in some tier."""
+        return self.slots["host"] != NONE or self.slots["disk"] != NONE
+
+
+class Node:
+    """One cached page, or the root of a cache salt."""
+
+    __slots__ = (
+        "children",
+        "copies",
+        "digest",
+        "key",
+        "locks",
+        "number",
+        "page",
+        "parent",
+        "queued",
+        "rank",
+        "resident",
+        "turn",
+        "used",
+    )
+
+    def __init__(self, key: bytes, page: int, parent: "Node | None", number: int) -> None:
+        self.key = key
+        self.page = page
+        """Its page of the pool, or NONE."""
+
+        self.parent = parent
+        self.number = number
+        self.digest: bytes | None = None
+        """Its name in the cache events; None without them, and in roots."""
+
+        self.children: dict[bytes, Node] = {}
+        self.resident = 0
+        """Children that have a page in the pool."""
+
+        self.copies: TierCopies | None = None
+        """What the host and disk tiers have of it, or have of its children."""
+
+        self.locks = 0
+        """Leases whose path runs through it, and copies of its page that are under way."""
+
+        self.used = 0
+        """Tick of its last use."""
+
+        self.turn = 0
+        """Turn of the conversation that used it last."""
+
+        self.rank = 0
+        """Its place in the eviction order, as of its last use; equal ones go by `used`."""
+
+        self.queued = False
+        """It is in the heap of eviction candidates."""
+
+
+@dataclass(slots=True, eq=False)
+class PageStore:
+    """Pages of the pool that are being copied to a tier."""
+
+    tier: Tier
+    nodes: list[Node] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class PageLoad:
+    """Pages of one path that are being filled from tiers."""
+
+    nodes: list[Node]
+    """From the root outwards, each the child of the one before it."""
+
+    tiers: list[Tier]
+    """Where each of them is read from."""
+
+
+PageCopy = PageStore | PageLoad

@@ -1,0 +1,45 @@
+"""Host and disk tiers of whole servers: cached pages come back with equal text, and from disk after a restart."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Server, serving
+
+PAGES, TOKENS = 260, 2000
+FLAGS = ("--role", "colocated", "--kv-pages", str(PAGES), "--max-model-len", "2304", "--page-size", "16")
+
+
+def text(server: Server, seed: int) -> tuple[str, int]:
+    """The completion of a long prompt, and how many of its tokens were cached."""
+    prompt = [100 + (seed * 7919 + index * 31) % 20_000 for index in range(TOKENS)]
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    reply = server.post("/v1/completions", body).json()
+    details = reply["usage"].get("prompt_tokens_details") or {}
+    return reply["choices"][0]["text"], details.get("cached_tokens", 0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_pages_come_back_from_the_host_tier_with_equal_text(stages: int) -> None:
+    with serving(*FLAGS, "--threads", "1", "--pp", str(stages), "--host-pages", "1000") as server:
+        first = text(server, 1)
+        for seed in (2, 3):
+            text(server, seed)
+        again = text(server, 1)
+        assert again[0] == first[0]
+        assert again[1] >= 1900
+        assert server.total("headrace_kv_tier_hit_tokens_total") > 1000
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--pp", str(stages), "--disk-path", str(tmp_path / "kv"), "--disk-admission-turn", "0")
+    with serving(*flags) as server:
+        first = text(server, 1)
+        text(server, 2)
+        text(server, 1)
+    with serving(*flags) as server:
+        again = text(server, 1)
+        assert again[0] == first[0]
+        assert again[1] >= 1900
+        assert server.metrics()['headrace_kv_tier_hit_tokens_total{tier="disk"}'] >= 1900

@@ -1,0 +1,239 @@
+"""Copies of pages between pool and tiers: the orders, their answers from several stages, and what requests wait for."""
+
+from headrace.core.messages.kv_events import BlockRemoved, BlockStored
+from headrace.core.messages.orders import DropPages, Forward, LoadPages, Order, StorePages
+from headrace.core.messages.stage_events import (
+    PagesFound,
+    PagesLoaded,
+    PagesLost,
+    PagesStored,
+    StageFailed,
+    StageReady,
+)
+from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.packed import pack
+from headrace.scheduler.scheduler import Effect
+from tests.scheduler.bench import PAGE, Bench, geometry, ids, only
+
+FIRST, SECOND = list(range(100, 112)), list(range(200, 228))
+
+
+class TierBench(Bench):
+    """A pool of eight pages, and stages with tiers."""
+
+    def __init__(self, host: int = 32, disk: int = 0, **changes: object) -> None:
+        self.tier_pages = (host, disk)
+        super().__init__(kv_pages=8, chunk_tokens=64, disk_admission_turn=0, **changes)
+
+    def up(self) -> None:
+        host, disk = self.tier_pages
+        for stage in range(self.config.stages):
+            self.do(
+                StageReady(
+                    stage=stage,
+                    geometry=geometry(),
+                    fingerprint="f",
+                    data_port=1,
+                    kv_pages=8,
+                    vocab_size=1000,
+                    host_pages=host,
+                    disk_pages=disk,
+                )
+            )
+
+    def run(self, rid: str, tokens: list[int]) -> None:
+        """Compute a prompt to its end."""
+        self.submit(rid, tokens, max_tokens=1)
+        self.compute(1)
+
+    def stored(self, order: StorePages, failed: tuple[int, ...] = (), stage: int = 0, size: int = 0) -> list[Effect]:
+        return self.do(PagesStored(stage=stage, seq=order.seq, failed=pack(failed), written_bytes=size))
+
+    def loaded(self, order: LoadPages, failed: tuple[int, ...] = (), stage: int = 0) -> list[Effect]:
+        return self.do(PagesLoaded(stage=stage, seq=order.seq, failed=pack(failed)))
+
+    def found(self, headers: dict[int, PageHeader], stage: int = 0, last: bool = True) -> list[Effect]:
+        return self.do(PagesFound(stage=stage, slots=pack(headers), headers=tuple(headers.values()), last=last))
+
+    def displace(self) -> None:
+        """Compute FIRST, and then SECOND, which needs its pages."""
+        self.run("first", FIRST)
+        self.submit("second", SECOND, max_tokens=1)
+        assert self.plan() is None, "SECOND waits for FIRST's pages to be copied"
+        for stage in range(self.config.stages):
+            self.stored(self.last(StorePages), stage=stage)
+        self.compute(1)
+
+    def load_first(self) -> LoadPages:
+        """A request with FIRST's tokens and more, whose cached pages are being loaded."""
+        self.submit("again", [*FIRST, 1, 2], max_tokens=1)
+        while not self.all(LoadPages):
+            assert self.plan() is None
+            if not self.all(LoadPages):
+                for stage in range(self.config.stages):
+                    self.stored(self.last(StorePages), stage=stage)
+        return self.one(LoadPages)
+
+
+def test_pages_leave_for_the_host_tier_before_others_take_their_place() -> None:
+    bench = TierBench()
+    bench.run("first", FIRST)
+    bench.submit("second", SECOND, max_tokens=1)
+    assert bench.plan() is None
+    store = bench.one(StorePages)
+    assert (store.tier, len(ids(store.sources)), store.headers) == ("host", 2, ())
+    bench.stored(store)
+    forward = bench.plan()
+    assert forward is not None
+    assert set(ids(store.sources)) < set(ids(forward.rows[0].pages))
+
+
+def test_a_prompt_is_planned_behind_pages_that_every_stage_has_loaded() -> None:
+    bench = TierBench(stages=2)
+    bench.displace()
+    load = bench.load_first()
+    assert bench.loaded(load, stage=1)[:0] == []
+    assert bench.plan() is None, "stage 0 has not answered"
+    bench.loaded(load, stage=0)
+    forward = bench.plan()
+    assert forward is not None
+    assert forward.rows[0].start == 12
+    assert bench.metric("kv_tier_hit_tokens_total", "host") == 4 * len(ids(load.slots))
+    dropped = ids(bench.last(DropPages).slots)
+    assert dropped == ids(load.slots), "a page is in the pool or in the host tier"
+
+
+def test_a_load_that_fails_on_one_stage_is_computed() -> None:
+    bench = TierBench(stages=2)
+    bench.displace()
+    load = bench.load_first()
+    bench.loaded(load, stage=0)
+    bench.loaded(load, failed=(0,), stage=1)
+    bench.compute(7)
+    assert bench.tokens("again") == [7]
+    start = next(row.start for row in bench.last(Forward).rows)
+    assert start == 4, "the first page had stayed in the pool"
+    assert bench.metric("kv_tier_pages_total", "host", "load_failed") == 1
+
+
+def test_a_request_that_is_cancelled_leaves_its_load_to_end() -> None:
+    bench = TierBench()
+    bench.displace()
+    load = bench.load_first()
+    bench.abort("again")
+    assert bench.scheduler.idle
+    assert bench.metric("kv_pages", "leased") == len(ids(load.pages)), "bytes may still be written there"
+    bench.loaded(load)
+    bench.assert_empty()
+
+
+def test_slots_are_dropped_before_they_are_stored_to_again() -> None:
+    bench = TierBench(host=2)
+    for number in range(6):
+        bench.submit(str(number), [1000 * number % 997 + index for index in range(28)], max_tokens=1)
+        while bench.plan() is None:
+            bench.stored(bench.last(StorePages))
+        bench.done(bench.last(Forward), 1)
+    taken: set[int] = set()
+    for order in (effect for effect in bench.seen if isinstance(effect, Order)):
+        if isinstance(order, StorePages):
+            assert not taken & set(ids(order.slots))
+            taken |= set(ids(order.slots))
+        elif isinstance(order, DropPages):
+            taken -= set(ids(order.slots))
+    assert bench.all(DropPages)
+
+
+def test_a_copy_that_no_stage_answers_fails_the_stage() -> None:
+    bench = TierBench(stages=2)
+    bench.run("first", FIRST)
+    bench.submit("second", SECOND, max_tokens=1)
+    bench.plan()
+    bench.stored(bench.one(StorePages), stage=0)
+    bench.wait(bench.config.stage_timeout_s + 1)
+    assert bench.error("second").message.startswith("stage 1 failed: no copy of KV pages has ended in")
+
+
+def test_after_a_crash_late_answers_are_dropped_and_the_host_tier_is_empty() -> None:
+    bench = TierBench()
+    bench.displace()
+    load = bench.load_first()
+    bench.do(StageFailed(stage=0, message="killed"))
+    bench.loaded(load)
+    assert bench.metric("dropped_messages_total", "unknown_copy") == 1
+    bench.up()
+    assert bench.metric("kv_tier_pages", "host", "used") == 0
+
+
+def test_nothing_is_written_to_disk_before_every_stage_has_said_what_is_there() -> None:
+    bench = TierBench(host=0, disk=32, stages=2)
+    bench.run("first", FIRST)
+    assert not bench.all(StorePages)
+    bench.found({}, stage=0)
+    bench.found({}, stage=1)
+    bench.run("more", [*FIRST, *range(8)])
+    store = bench.one(StorePages)
+    assert [header.parent for header in store.headers[1:]] == [header.digest for header in store.headers[:-1]]
+    assert store.headers[0].parent == store.headers[0].salt
+
+
+def test_a_restart_uses_what_is_on_the_disk_of_every_stage_and_drops_the_rest() -> None:
+    bench = TierBench(host=0, disk=32)
+    bench.found({})
+    bench.run("first", FIRST)
+    store = bench.one(StorePages)
+    names = dict(zip(ids(store.slots), store.headers, strict=True))
+    again = TierBench(host=0, disk=32, stages=2)
+    again.found(names, stage=0)
+    some = dict(list(names.items())[:2])
+    effects = again.found(some, stage=1)
+    assert ids(only(effects, DropPages).slots) == list(names)[2:]
+    again.submit("a", [*FIRST, 5], max_tokens=1)
+    assert again.plan() is None
+    load = again.one(LoadPages)
+    assert (load.tier, ids(load.slots)) == ("disk", list(some))
+    for stage in (0, 1):
+        again.loaded(load, stage=stage)
+    forward = again.plan()
+    assert forward is not None
+    assert forward.rows[0].start == 8
+    again.done(forward, 3)
+    assert again.finished("a").usage.cached_tokens == 8
+
+
+def test_lost_slots_are_not_loaded() -> None:
+    bench = TierBench(host=0, disk=32)
+    bench.found({})
+    bench.run("first", FIRST)
+    store = bench.one(StorePages)
+    bench.stored(store)
+    effects = bench.do(PagesLost(stage=0, tier="disk", slots=store.slots))
+    assert sorted(ids(only(effects, DropPages).slots)) == sorted(ids(store.slots))
+
+
+def test_the_daily_budget_of_writes_is_kept_and_refilled() -> None:
+    bench = TierBench(host=0, disk=64, disk_write_gib_per_day=1)
+    bench.found({})
+    bench.run("first", FIRST)
+    bench.stored(bench.one(StorePages), size=2 << 30)
+    bench.run("second", list(range(300, 308)))
+    assert len(bench.all(StorePages)) == 1, "the budget is used up"
+    bench.wait(2 * 86_400)
+    bench.run("third", list(range(400, 408)))
+    bench.run("fourth", list(range(500, 508)))
+    assert len(bench.all(StorePages)) > 1
+
+
+def test_routers_are_told_of_copies_by_tier() -> None:
+    bench = TierBench(kv_events=True)
+    bench.displace()
+    stored = [event for event in bench.all(BlockStored) if event.medium == "CPU"]
+    removed = {name for event in bench.all(BlockRemoved) if event.medium == "GPU" for name in event.block_hashes}
+    assert {name for event in stored for name in event.block_hashes} == removed
+    load = bench.load_first()
+    before = len(bench.all(BlockStored))
+    bench.loaded(load)
+    back = [event for event in bench.all(BlockStored)[before:] if event.medium == "GPU"]
+    assert sum(len(event.block_hashes) for event in back) == len(ids(load.pages))
+    assert all(len(event.token_ids) == PAGE * len(event.block_hashes) for event in back)
+    assert any(event.medium == "CPU" for event in bench.all(BlockRemoved))
