@@ -56,7 +56,7 @@ def test_a_sweep_has_a_line_for_every_combination(trace: Path, capsys: pytest.Ca
 
 def test_without_a_load_the_times_are_those_of_the_trace(trace: Path) -> None:
     (row,) = report(trace)["rows"]
-    assert row["summary"]["seconds"] == pytest.approx(15, abs=1)
+    assert 13 < row["summary"]["seconds"] < 16, "the last prompt comes after 13 s"
     assert 0 < row["load"] < 2
     assert row["summary"]["refused"] == {}
     assert row["summary"]["hits"] > 0
