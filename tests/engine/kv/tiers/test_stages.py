@@ -98,7 +98,7 @@ def test_pages_come_back_from_both_tiers_and_after_a_restart(groups: Callable[[]
     store(group, DISK, range(30, 30 + COUNT), sources=range(10, 10 + COUNT), from_host=True)
     assert all(answer.failed == b"" for answer in group.wait(PagesStored))
     group.order(DropPages(seq=0, tier=HOST, slots=packed.pack([11])))
-    store(group, HOST, range(1))
+    store(group, HOST, range(1), sources=range(1))
     group.wait(PagesStored)  # stores wait for the drops before them; loads do not
     assert load(group, HOST, range(10, 10 + COUNT), range(30, 30 + COUNT)) == [[1]] * group.stages
     group.end()
