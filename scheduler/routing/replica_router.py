@@ -52,9 +52,9 @@ class ReplicaRouter:
         self._index.sent(chosen, names[self._page_sizes[chosen]], now)
         return sent
 
-    def least_loaded(self, prompt: bytes, replicas: Sequence[int]) -> Sent:
-        """Send a packed prompt to the replica with the fewest prompt tokens of this router that are not done."""
-        tokens = len(prompt) // ITEM_BYTES
+    def least_loaded(self, tokens: int, replicas: Sequence[int]) -> Sent:
+        """Send a prompt of so many tokens to the replica with the fewest prompt tokens of this router that are not
+        done; done() has to follow."""
         chosen = min(replicas, key=lambda number: self._loads[number].prompt_tokens)
         sent = Sent(chosen, work(0, tokens), tokens)
         self._loads[chosen].sent(sent)

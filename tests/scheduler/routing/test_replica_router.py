@@ -77,7 +77,7 @@ def test_the_longest_prefix_wins_among_equal_queues_and_a_prefix_that_all_have_d
     assert hits == {11}
 
 
-@pytest.mark.parametrize("near, far", [("GPU", "CPU"), ("CPU", "DISK"), ("GPU", "DISK")])
+@pytest.mark.parametrize(("near", "far"), [("GPU", "CPU"), ("CPU", "DISK"), ("GPU", "DISK")])
 def test_a_nearer_tier_is_preferred_and_a_far_one_to_none(near: Medium, far: Medium) -> None:
     bench = Bench(0.0, 0.0, 0.0)
     bench.store(1, prompt(7), far)
