@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import httpx
@@ -159,26 +160,36 @@ def test_a_server_that_reports_nonsense_is_used_all_the_same(tokenizer: Tokenize
 @in_loop
 async def test_holders_are_known_from_kv_events_until_the_cache_is_cleared(tokenizer: Tokenizer) -> None:
     """The server with events has 50 ms queued; prompts of which it has 28 tokens, in its host tier, go there."""
-    server = EventServer()
-    loop = asyncio.create_task(server.loop())
     prefills = Reporting(**{"127.0.0.1": 0.05, "p2": 0.0})
     prefills.control_ports = {"127.0.0.1": 5001, "p2": 5002}
-    prefills.events = {"127.0.0.1": server.source}
     here = "http://127.0.0.1:8001"
-    async with two_servers(tokenizer, prefills, prefill=(here, TWO)) as (link, http):
-        await prefills.reported()
-        assert await chosen(link, http, [8] * 30) == TWO, "the shorter queue"
-        text = 10
-        server.publish(stored([text] * 30))
-        while await chosen(link, http, [text] * 30) != here:
-            text += 1  # until events come, prompts go to the shorter queue, and are remembered there
-            server.publish(stored([text] * 30))
-        assert await chosen(link, http, [text] * 30, cache_salt="other") == TWO
-        assert await chosen(link, http, [text] * 30) == here
-        while await chosen(link, http, [text] * 30) == here:
-            server.publish(AllBlocksCleared())
-    loop.cancel()
-    server.close()
+    async with serving_events() as server:
+        prefills.events = {"127.0.0.1": server.source}
+        async with two_servers(tokenizer, prefills, prefill=(here, TWO)) as (link, http):
+            await prefills.reported()
+            assert await chosen(link, http, [8] * 30) == TWO, "the shorter queue"
+            for number in count():  # until events come, prompts go to the shorter queue, and are remembered there
+                prompt = [number % 100, number // 100] * 15
+                server.publish(stored(prompt))
+                await asyncio.sleep(0.01)
+                if await chosen(link, http, prompt) == here:
+                    break
+            assert await chosen(link, http, prompt, cache_salt="other") == TWO
+            assert await chosen(link, http, prompt) == here
+            while await chosen(link, http, prompt) == here:
+                server.publish(AllBlocksCleared())
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving_events() -> AsyncIterator[EventServer]:
+    server = EventServer()
+    loop = asyncio.create_task(server.loop())
+    try:
+        yield server
+    finally:
+        loop.cancel()
+        server.close()
 
 
 def stored(prompt: list[int]) -> BlockStored:
