@@ -31,7 +31,6 @@ def _check_role(config: Config) -> None:
             ("allow-prefill", server.allow_prefill),
             ("prefill-api-key", server.prefill_api_key),
             ("fallback", server.fallback != "none"),
-            ("routing", server.routing != "score"),
         ):
             if given:
                 raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
