@@ -21,7 +21,7 @@ from headrace.core.types.packed import unpack
 from headrace.engine.model.stub import is_stub
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
-from headrace.scheduler.simulation.replay.routing import score
+from headrace.scheduler.simulation.replay.routing import ScoreRouter
 from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest, prompt
 from headrace.server.launch.local_server import LocalServer
 from headrace.server.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
@@ -86,7 +86,7 @@ async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> tupl
 
 def simulated(requests: Sequence[TraceRequest], engine: Calibration, config: SchedulerConfig) -> ReplayResult:
     """The same requests in virtual time."""
-    settings = ReplaySettings(scheduler=config, costs=engine.costs, router=score, latency_s=engine.latency_s)
+    settings = ReplaySettings(scheduler=config, costs=engine.costs, router=ScoreRouter, latency_s=engine.latency_s)
     return Replay(settings, requests).run()
 
 

@@ -119,6 +119,12 @@ class Scheduler:
         """Leading tokens of a packed prompt whose KV the prefix cache holds now."""
         return self._state.cache.cached_positions(prompt, salt)
 
+    def load(self) -> tuple[float, tuple[float, float]]:
+        """Predicted seconds of computing what is admitted and not planned, and the cost per squared token and per
+        token by which they are predicted."""
+        costs = self._state.costs
+        return costs.load_s(self._state.queues.load), costs.per_token
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
         match event:

@@ -33,7 +33,7 @@ def create_app(service: Service) -> FastAPI:
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server),
         bootstrap_routes(control),
-        handoff_routes(model, control, server),
+        handoff_routes(model, control, service.stats, config),
     ]
     return _app("Headrace", routers, service)
 
@@ -44,7 +44,7 @@ def create_bootstrap_app(service: Service) -> FastAPI:
     routers = [
         _operation_routes(service),
         bootstrap_routes(control),
-        handoff_routes(model, control, service.config.server),
+        handoff_routes(model, control, service.stats, service.config),
     ]
     return _app("Headrace bootstrap", routers, service)
 

@@ -8,6 +8,7 @@ from headrace.core.config.flag import HANDOFF, HTTP, MODEL, SECURITY, SERVER, TE
 
 Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
+Routing = Literal["score", "least-load"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -114,6 +115,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "when no prefill server can compute a prompt (role decode): none answers 503, local computes it here",
         ),
     ] = "none"
+    routing: Annotated[
+        Routing,
+        Flag(
+            "routing",
+            HANDOFF,
+            "how a prefill server is chosen (role decode): score by seconds queued, prompt cached and to be loaded; "
+            "least-load by prompt tokens sent and not answered",
+        ),
+    ] = "score"
     max_body_bytes: Annotated[
         int,
         Flag(

@@ -105,6 +105,13 @@ class CostModel:
         """Seconds of this load in full plans, each of which has its overhead."""
         return self._slowest(self._costs, load)
 
+    @property
+    def per_token(self) -> tuple[float, float]:
+        """Seconds per squared token and per token on the stage that takes longest for a full plan, whose overhead is
+        shared among its tokens."""
+        a, b, c = max(self._costs, key=lambda cost: self._part(cost, self._full))
+        return a, b + c / self._chunk
+
     def key_s(self, load: Load) -> float:
         """As load_s(), with coefficients that stay the same until key_version rises: keys compare with each other."""
         return self._slowest(self._key_costs, load)

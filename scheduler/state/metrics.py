@@ -16,6 +16,12 @@ CATALOG = (
         "unplanned_seconds", "gauge", "Predicted seconds of computing those of them that are not in the prefix cache."
     ),
     MetricSpec(
+        "prefill_cost_seconds",
+        "gauge",
+        "Predicted seconds of computing a prompt: so many per token, and so many per squared token.",
+        ("per",),
+    ),
+    MetricSpec(
         "cost_model_stale",
         "gauge",
         "1 while predictions are wrong, and go by tokens alone.",

@@ -20,6 +20,9 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
         yield Sample("queue_tokens", tokens, (phase.value,))
     yield Sample("unplanned_tokens", state.queues.unplanned)
     yield Sample("unplanned_seconds", state.costs.load_s(state.queues.load))
+    squared_token, token = state.costs.per_token
+    yield Sample("prefill_cost_seconds", token, ("token",))
+    yield Sample("prefill_cost_seconds", squared_token, ("squared_token",))
     yield Sample("cost_model_stale", float(state.costs.stale))
     yield Sample("kv_pages", state.cache.free, ("free",))
     yield Sample("kv_pages", state.cache.cached, ("cached",))

@@ -113,19 +113,19 @@ class GenerationRunner:
 
     async def _prefill_remotely(self, request: GenerationRequest, emit: Emit, pool: PrefillPool) -> GenerationResult:
         """Reserve pages here, have a prefill server compute the prompt, and continue from its KV."""
-        server = pool.least_loaded()
         ticket = secrets.token_hex(16)
-        submit = await self._submit(request, FetchFrom(server.url, ticket))
-        async with (
-            self._client.open(submit) as call,
-            pool.prefill_call(server, len(request.prompt), _prefill_body(request, ticket)) as prefill,
-        ):
+        with pool.chosen(request.prompt, request.cache_salt) as choice:
+            submit = await self._submit(request, FetchFrom(choice.server.url, ticket))
+            async with (
+                self._client.open(submit) as call,
+                pool.prefill_call(choice, _prefill_body(request, ticket)) as prefill,
+            ):
 
-            def on_progress(progress: PrefillProgress) -> None:
-                call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
+                def on_progress(progress: PrefillProgress) -> None:
+                    call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
-            result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
-            return _with_prefill_response(result, await prefill.response())
+                result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
+                return _with_prefill_response(result, await prefill.response())
 
     async def _fetch_posted(
         self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource

@@ -55,7 +55,7 @@ class Service:
         self.metrics = FrontMetrics()
         self.model = ServedModel(config, tokenizer)
         self.tracer = Tracer(link.send)
-        self.prefills = _prefill_pool(config.server, link.send, prefill_transport)
+        self.prefills = _prefill_pool(config.server, link.send, prefill_transport, self.clock)
         self._client = SchedulerClient(
             link,
             self.clock,
@@ -118,7 +118,10 @@ class Service:
 
 
 def _prefill_pool(
-    server: ServerConfig, post: Callable[[AnyFrontendRequest], None], transport: httpx.AsyncBaseTransport | None
+    server: ServerConfig,
+    post: Callable[[AnyFrontendRequest], None],
+    transport: httpx.AsyncBaseTransport | None,
+    clock: Clock,
 ) -> PrefillPool | None:
     """The prefill servers of a decode server."""
     if server.role != "decode":
@@ -130,6 +133,8 @@ def _prefill_pool(
         transport=transport,
         rules=allowed_prefills(server.prefill, server.allow_prefill),
         keys=ServerKeys(server.curve_server_keys),
+        routing=server.routing,
+        clock=clock,
     )
 
 

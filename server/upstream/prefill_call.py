@@ -48,8 +48,8 @@ class PrefillCall:
     """One prompt sent to a prefill server, as an async context.
 
     The prompt is sent by start(). Leaving the context with an exception closes the connection, which cancels the prompt
-    there. load is called with +1 on entering, and with -1 when the response has come or the context is left. running:
-    set that keeps the task while it runs.
+    there. posted: called when the prompt is sent. answered: called with None or the error when the response has come;
+    not if the context is left before. running: set that keeps the task while it runs.
     """
 
     def __init__(
@@ -57,32 +57,32 @@ class PrefillCall:
         http: httpx.AsyncClient,
         url: str,
         body: dict[str, Any],
-        load: Callable[[int], None],
+        *,
+        posted: Callable[[], None],
+        answered: Callable[[ErrorInfo | None], None],
         running: "set[asyncio.Task[None]]",
     ) -> None:
         self._http = http
         self._url = url
         self._body = body
-        self._load = load
+        self._posted = posted
+        self._answered = answered
         self._running = running
         self._task: asyncio.Task[None] | None = None
         self._response: PrefillResponse | None = None
-        self._loading = False
 
     async def __aenter__(self) -> Self:
-        self._loading = True
-        self._load(+1)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._unload()
         if self._task is not None and kind is not None:
             self._task.cancel()
 
     def start(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
         """Send the prompt. on_error is called once if the prefill server refuses or fails it."""
+        self._posted()
         self._task = asyncio.create_task(self._run(on_progress, on_error))
         self._running.add(self._task)
         self._task.add_done_callback(self._running.discard)
@@ -99,14 +99,10 @@ class PrefillCall:
             self._response = await self._post(on_progress)
         except HeadraceError as error:
             log.info("prefill server %s: %s", self._url, error.info.message)
+            self._answered(error.info)
             on_error(error.info)
-        finally:
-            self._unload()
-
-    def _unload(self) -> None:
-        if self._loading:
-            self._loading = False
-            self._load(-1)
+        else:
+            self._answered(None)
 
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""

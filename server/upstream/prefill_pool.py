@@ -1,6 +1,6 @@
-"""The prefill servers of a decode server: discovery, choice of the least loaded one, and those that requests name.
+"""The prefill servers of a decode server: discovery, the choice of one for each prompt, and those that requests name.
 
-One task per server:   GET /v1/handoff ──► scheduler connects to its control endpoint ──► wait until it is down ─┐
+One task per server:   GET /v1/handoff ──► scheduler connects to its control endpoint ──► watch until it is down ─┐
                            ▲    │ no answer: pause, twice as long each time                                      │
                            └────┴────────────────────────────────────────────────────────────────────────────────┘
 A server that a request names and that is not configured is connected to if --allow-prefill covers it, and kept while
@@ -10,21 +10,28 @@ it is up, up to MAX_NAMED of them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
 from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, canonical, require_allowed
-from headrace.core.types.errors import HeadraceError, unavailable
+from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
+from headrace.core.types.packed import pack
+from headrace.scheduler.routing.replica_load import Sent
+from headrace.scheduler.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillCall
+from headrace.server.upstream.server_watch import ServerWatch
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
 log = logging.getLogger(__name__)
@@ -34,6 +41,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
+AVOID_S = 1.0  # for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
 
 
@@ -61,7 +69,6 @@ class PrefillServer:
         self.users = 0  # open requests that name it
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
-        self.outstanding_tokens = 0  # prompt tokens sent to it and not answered
         self.target: Discovery | None = None  # what the scheduler was told to connect to
         self.changed = asyncio.Event()  # set when up changes
 
@@ -81,11 +88,20 @@ class PrefillServer:
         return address.port == self.port or (found is not None and address.port == found.bootstrap_port)
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """The server that a prompt goes to."""
+
+    server: PrefillServer
+    sent: Sent
+    """How the router counts it."""
+
+
 class PrefillPool:
     """Finds prefill servers and keeps the scheduler connected to them. Owns the HTTP client for prompts.
 
     urls: the configured servers (--prefill). post: sends to the scheduler. transport: in place of the network.
     keys: CURVE keys of the servers. rules: servers that requests may name (see headrace.core.types.allow_list).
+    routing: how a configured server is chosen.
     """
 
     def __init__(
@@ -97,7 +113,12 @@ class PrefillPool:
         keys: ServerKeys | None = None,
         *,
         rules: Rules = (),
+        routing: Routing = "score",
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or SystemClock()
+        self._by_score = routing == "score" and len(urls) > 1
+        self._router = ReplicaRouter(len(urls), random.Random())
         self._keys = keys or ServerKeys(())
         self._servers = {url: PrefillServer(url) for url in urls}
         self._named: dict[str, PrefillServer] = {}  # least recently used first
@@ -145,13 +166,22 @@ class PrefillPool:
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers.values())
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
-    def least_loaded(self) -> PrefillServer:
-        """The reachable configured server with the fewest outstanding prompt tokens of this decode server. Raises
-        HeadraceError (503) if none is reachable."""
-        up = [server for server in self._servers.values() if server.up]
+    @contextlib.contextmanager
+    def chosen(self, prompt: tuple[int, ...], salt: str) -> Iterator[Choice]:
+        """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
+        is answered. Raises HeadraceError (503) if none is reachable."""
+        servers = list(self._servers.values())
+        up = [number for number, server in enumerate(servers) if server.up]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
-        return min(up, key=lambda server: server.outstanding_tokens)
+        if self._by_score:
+            sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
+        else:
+            sent = self._router.least_loaded(len(prompt), up)
+        try:
+            yield Choice(servers[sent.replica], sent)
+        finally:
+            self._router.done(sent)
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
         """The server with this address, if the scheduler was told to connect to it already."""
@@ -206,13 +236,23 @@ class PrefillPool:
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def prefill_call(self, server: PrefillServer, tokens: int, body: dict[str, Any]) -> PrefillCall:
-        """A prompt to send to the server; counts as load of so many tokens until it is answered or closed."""
+    def prefill_call(self, choice: Choice, body: dict[str, Any]) -> PrefillCall:
+        """A prompt to send to the server that was chosen for it."""
+        router, sent = self._router, choice.sent
 
-        def load(change: int) -> None:
-            server.outstanding_tokens += change * tokens
+        def answered(error: ErrorInfo | None) -> None:
+            router.done(sent)
+            if error is not None and error.status in (502, 503):
+                router.avoid(sent.replica, self._clock.now() + AVOID_S)
 
-        return PrefillCall(self._http, server.url, body, load, self._calls)
+        return PrefillCall(
+            self._http,
+            choice.server.url,
+            body,
+            posted=lambda: router.posted(sent, self._clock.now()),
+            answered=answered,
+            running=self._calls,
+        )
 
     async def _maintain(self, server: PrefillServer) -> None:
         """Discover a server, have the scheduler connect to it, and begin again when it is down."""
@@ -229,7 +269,7 @@ class PrefillPool:
                 self._connect(server, found)
                 if await self._came_up(server, DISCOVERY_TIMEOUT_S + pause_s):
                     backoff.reset()
-                    await self._until_down(server)
+                    await self._watch(server)
                     pause_s = backoff.next_delay()
             await asyncio.sleep(pause_s)
 
@@ -239,9 +279,31 @@ class PrefillPool:
             return
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
+            if (number := self._number(server)) is not None:
+                self._router.reset(number)
         server.target = found
         endpoint = server.endpoint(found.control_port)
         self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
+
+    def _number(self, server: PrefillServer) -> int | None:
+        """The number of a configured server in the router."""
+        return next((number for number, each in enumerate(self._servers.values()) if each is server), None)
+
+    async def _watch(self, server: PrefillServer) -> None:
+        """Learn what the choice goes by, until the server is down."""
+        number = self._number(server)
+        if number is None or not self._by_score:
+            await self._until_down(server)
+            return
+        watch = ServerWatch(
+            self._router,
+            number,
+            server.host,
+            self._clock,
+            lambda: self._ask(server),
+            lambda: self._until_down(server),
+        )
+        await watch.until_down()
 
     async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
         try:
@@ -261,12 +323,16 @@ class PrefillPool:
     async def _discover(self, server: PrefillServer) -> Discovery:
         """Ask a server where its control endpoint is. Raises HeadraceError (503)."""
         try:
+            return msgspec.json.decode(await self._ask(server), type=Discovery)
+        except NO_MESSAGE as error:
+            raise unavailable(f"GET /v1/handoff sent an unexpected response: {error}") from error
+
+    async def _ask(self, server: PrefillServer) -> bytes:
+        """The response to GET /v1/handoff. Raises HeadraceError (503)."""
+        try:
             response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
         except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
             raise unavailable(f"GET /v1/handoff failed: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code != 200:
             raise unavailable(f"GET /v1/handoff answered {response.status_code}")
-        try:
-            return msgspec.json.decode(response.content, type=Discovery)
-        except NO_MESSAGE as error:
-            raise unavailable(f"GET /v1/handoff sent an unexpected response: {error}") from error
+        return response.content

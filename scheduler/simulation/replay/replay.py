@@ -1,12 +1,14 @@
 """The replay of a trace: arrivals in virtual time, the choice of a replica for each, and what became of it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.kv_events import KvEventMessage
 from headrace.scheduler.simulation.replay.replica import Replica
-from headrace.scheduler.simulation.replay.routing import Router
+from headrace.scheduler.simulation.replay.routing import Router, RouterFactory
 from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
 from headrace.scheduler.simulation.world import World
 from headrace.scheduler.state.chunking import Cost
@@ -24,7 +26,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of each stage."""
 
     replicas: int = 1
-    router: Router
+    router: RouterFactory
     time_scale: float = 1.0
     """Every arrival time is multiplied by it."""
 
@@ -84,17 +86,22 @@ class Replay:
         self._outcomes: list[Outcome] = []
         self._open = len(requests)
         self._last_token_at = 0.0
+        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1)
+        self._router: Router | None = None
         self._replicas = [
             Replica(
                 self._world,
-                settings.scheduler,
+                scheduler,
                 settings.costs,
                 settings.fetch_tokens_s,
                 self._first_token,
                 self._ended,
+                partial(self._cached, number),
             )
-            for _ in range(settings.replicas)
+            for number in range(settings.replicas)
         ]
+        if settings.replicas > 1:
+            self._router = settings.router(self._replicas, scheduler.page_size)
 
     def run(self) -> ReplayResult:
         """Run until every request has ended."""
@@ -122,8 +129,8 @@ class Replay:
         self._await_arrival(number + 1)
         tokens = prompt(request)
         chosen = 0
-        if len(self._replicas) > 1:
-            chosen = self._settings.router([replica.candidate(tokens) for replica in self._replicas])
+        if self._router is not None:
+            chosen = self._router.choose(str(number), tokens, self._world.now)
         self._outcomes.append(Outcome(request.tokens, self._world.now, chosen))
         if self._settings.latency_s:
             self._world.at(
@@ -133,13 +140,21 @@ class Replay:
         else:
             self._replicas[chosen].submit(str(number), tokens)
 
+    def _cached(self, replica: int, event: KvEventMessage) -> None:
+        if self._router is not None:
+            self._router.observe(replica, event)
+
     def _first_token(self, rid: str) -> None:
+        if self._router is not None:
+            self._router.answered(rid)
         outcome = self._outcomes[int(rid)]
         if outcome.first_token_s is None:
             self._last_token_at = self._world.now
             outcome.first_token_s = self._world.now - outcome.arrival_s
 
     def _ended(self, rid: str, cached_tokens: int, error: str) -> None:
+        if self._router is not None:
+            self._router.answered(rid)
         outcome = self._outcomes[int(rid)]
         outcome.cached_tokens, outcome.error = cached_tokens, error
         self._open -= 1

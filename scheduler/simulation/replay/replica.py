@@ -4,16 +4,18 @@ from collections.abc import Callable, Sequence
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.kv_events import KvEvent, KvEventMessage
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import PeerJoined, PeerReserved
 from headrace.core.types.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.request import Discard, SamplingParams, SendTo
+from headrace.scheduler.routing.replica_load import LoadReport
+from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.replay.costs import row_seconds, slowest
 from headrace.scheduler.simulation.replay.pipeline import TimedPipeline
-from headrace.scheduler.simulation.replay.routing import Candidate
 from headrace.scheduler.simulation.world import World
 from headrace.scheduler.state.chunking import Cost
 
@@ -25,7 +27,8 @@ HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one 
 class Replica:
     """Takes prompts and reports what becomes of them, at the virtual times at which it does.
 
-    first_token: called with rid. ended: called with rid, cached tokens and "" or the error's code.
+    first_token: called with rid. ended: called with rid, cached tokens and "" or the error's code. cached: called with
+    what the prefix cache gained or lost, if the configuration has kv_events.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Replica:
         fetch_tokens_s: float | None,
         first_token: Callable[[str], None],
         ended: Callable[[str, int, str], None],
+        cached: Callable[[KvEventMessage], None] = lambda _event: None,
     ) -> None:
         """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
         self._config = config
@@ -43,6 +47,7 @@ class Replica:
         self._hands_over = fetch_tokens_s is not None
         self._first_token = first_token
         self._ended = ended
+        self._cached = cached
         self._scheduler = Scheduler(config)
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
@@ -53,9 +58,18 @@ class Replica:
             pools = (Geometry("float32", 1, 1, 1, config.page_size),)
             self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 30))
 
+    @property
+    def open_requests(self) -> int:
+        """Requests without a first token."""
+        return len(self._work)
+
     def candidate(self, prompt: bytes) -> Candidate:
-        """What a router sees when this prompt arrives."""
-        return Candidate(len(self._work), self._queued_s, self._uncached_s(prompt))
+        """What a router that knows everything sees when this prompt arrives."""
+        return Candidate(self._queued_s, self._uncached_s(prompt))
+
+    def load(self) -> LoadReport:
+        """What the server reports of its load."""
+        return LoadReport(*self._scheduler.load())
 
     def submit(self, rid: str, prompt: bytes) -> None:
         """Take in a request, and the reservation of its peer if KV is handed over."""
@@ -80,6 +94,8 @@ class Replica:
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
+                case KvEvent():
+                    self._cached(effect)
                 case Order():
                     self.pipeline.order(effect)
                 case Tokens():

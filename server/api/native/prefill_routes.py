@@ -8,8 +8,9 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.core.config import ServerConfig
+from headrace.core.config import Config, KvEventsConfig, ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
+from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.body import parse_body, read_body
 from headrace.server.api.request.client_terms import with_client_terms
@@ -24,6 +25,7 @@ from headrace.server.frontend.completions import Completions
 from headrace.server.frontend.control_address import ControlAddress
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.tokenizer.logprobs import native_entries, native_entry
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
@@ -56,14 +58,15 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
     return router
 
 
-def handoff_routes(model: ServedModel, control: ControlAddress, config: ServerConfig) -> APIRouter:
-    """GET /v1/handoff: where decode servers find the control endpoint."""
+def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsCollector, config: Config) -> APIRouter:
+    """GET /v1/handoff: where decode servers find the control endpoint, and what they choose a server by."""
     router = APIRouter()
 
     @router.get("/v1/handoff")
     async def handoff() -> Response:
-        if config.role != "prefill":
-            message = f"this server has role {config.role}; decode servers fetch from a server with --role prefill"
+        server = config.server
+        if server.role != "prefill":
+            message = f"this server has role {server.role}; decode servers fetch from a server with --role prefill"
             raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
         info = control.require()
         return json_response(
@@ -71,13 +74,35 @@ def handoff_routes(model: ServedModel, control: ControlAddress, config: ServerCo
                 "protocol": PROTOCOL_VERSIONS,
                 "instance": info.instance,
                 "control_port": info.control_port,
-                "bootstrap_port": config.bootstrap_port,
+                "bootstrap_port": server.bootstrap_port,
                 "model": model.name,
                 "fingerprint": info.stages.fingerprint if info.stages is not None else None,
+                "page_size": config.engine.page_size,
+                "kv_events": _kv_events(config.kv_events),
+                "load": _load(join(await stats.snapshot())),
             }
         )
 
     return router
+
+
+def _kv_events(config: KvEventsConfig) -> dict[str, Any] | None:
+    """Where KV events are published, None if they are not."""
+    if not config.port:
+        return None
+    return {"port": config.port, "replay_port": config.replay_port, "topic": config.topic}
+
+
+def _load(stats: Stats) -> dict[str, float] | None:
+    """The work that waits, and what tokens cost; None before the scheduler has said so."""
+    values = {(sample.name, *sample.labels): sample.value for sample in stats.samples}
+    fields = {
+        "queued_seconds": ("unplanned_seconds",),
+        "seconds_per_squared_token": ("prefill_cost_seconds", "squared_token"),
+        "seconds_per_token": ("prefill_cost_seconds", "token"),
+    }
+    found = {field: values.get(key) for field, key in fields.items()}
+    return {field: value for field, value in found.items() if value is not None} if None not in found.values() else None
 
 
 async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) -> GenerationRequest:

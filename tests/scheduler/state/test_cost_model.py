@@ -169,3 +169,13 @@ def test_the_scheduler_reports_the_seconds_of_what_is_queued() -> None:
     assert bench.metric("unplanned_seconds") > left, "plans take twice as long as was measured"
     bench.abort("a")
     assert bench.metric("unplanned_seconds") == 0
+
+
+def test_the_cost_per_token_predicts_what_loads_take() -> None:
+    """That of the stage that takes longest, with its share of a pass's overhead; it is reported to routers."""
+    model = CostModel(2, 64)
+    model.start([(1e-7, 1e-4, 0.0), (1e-6, 1e-3, 0.0128)])
+    a, b = model.per_token
+    assert (a, b) == (1e-6, pytest.approx(1e-3 + 0.0128 / 64))
+    load = Load.between(100, 1000)
+    assert model.load_s(load) == pytest.approx(a * load.squares + b * load.tokens, abs=1e-6)

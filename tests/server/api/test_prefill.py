@@ -6,7 +6,9 @@ import httpx
 import msgspec
 import pytest
 
+from headrace.core.config import KvEventsConfig
 from headrace.core.messages.frontend import Abort, AnySchedulerReply, Held, Progress, Submit, Tokens
+from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import Discard, SendTo, Timing, TokenLogprob, Usage
@@ -157,12 +159,32 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "bootstrap_port": 0,
             "model": "tiny",
             "fingerprint": "fp",
+            "page_size": 16,
+            "kv_events": None,
+            "load": None,
         }
     link = FakeLink()
     link.info = link.state = None
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         response: httpx.Response = await http.get("/v1/handoff")
         assert (response.status_code, json_of(response)["error"]["code"]) == (503, "not_ready")
+
+
+@in_loop
+async def test_decode_servers_learn_what_they_choose_a_server_by(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    link.stats = Stats(
+        (
+            Sample("unplanned_seconds", 2.5),
+            Sample("prefill_cost_seconds", 1e-4, ("token",)),
+            Sample("prefill_cost_seconds", 3e-10, ("squared_token",)),
+        )
+    )
+    events = KvEventsConfig(port=5557, replay_port=5558, topic="kv")
+    async with running(link, tokenizer, role="prefill", kv_events=events) as service, client(service) as http:
+        found = json_of(await http.get("/v1/handoff"))
+        assert found["kv_events"] == {"port": 5557, "replay_port": 5558, "topic": "kv"}
+        assert found["load"] == {"queued_seconds": 2.5, "seconds_per_token": 1e-4, "seconds_per_squared_token": 3e-10}
 
 
 def held(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:

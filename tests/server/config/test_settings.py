@@ -79,6 +79,7 @@ FLAGS = """\
 --priority-range TEXT =
 --quantize {none,int8} = none
 --role {prefill,decode,colocated} = colocated
+--routing {score,least-load} = score
 --served-model-name TEXT =
 --stage-host TEXT = 127.0.0.1
 --stage-key TEXT =

@@ -45,7 +45,9 @@ async def test_the_least_loaded_server_gets_the_next_prompt(tokenizer: Tokenizer
     link, prefills = FakeLink(reserving), Prefills()
     prefills.hold.clear()
     async with (
-        running(link, tokenizer, role="decode", prefill=(ONE, TWO), prefill_transport=prefills) as service,
+        running(
+            link, tokenizer, role="decode", prefill=(ONE, TWO), prefill_transport=prefills, routing="least-load"
+        ) as service,
         client(service) as http,
     ):
         await link.wait_for(AddPrefill, 2)

@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config import SchedulerConfig
+from headrace.scheduler.routing.replica_load import LoadReport
+from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.simulation.replay.costs import split_evenly
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import (
     ROUTERS,
-    Candidate,
-    Router,
-    least_loaded,
-    prefix_affinity,
-    score,
+    LeastLoaded,
+    PrefixAffinity,
+    RouterFactory,
+    ScoreRouter,
 )
 from headrace.scheduler.simulation.replay.workload import VOCABULARY, Segment, TraceRequest, prompt
 from headrace.scheduler.state.chunking import Cost
@@ -36,7 +37,7 @@ def replay(
     requests: Sequence[TraceRequest],
     cost: Cost = COST,
     *,
-    router: Router = score,
+    router: RouterFactory = ScoreRouter,
     replicas: int = 1,
     fetch: float | None = None,
     latency: float = 0.0,
@@ -192,19 +193,32 @@ def test_the_offered_work_is_that_of_the_passes() -> None:
     assert work.seconds == pytest.approx(result.busy_s[0])
 
 
-def candidates(*values: tuple[int, float, float]) -> list[Candidate]:
-    return [Candidate(*value) for value in values]
+class View(msgspec.Struct, frozen=True):
+    """A replica as routers see it: open requests, seconds queued, seconds uncached."""
+
+    open_requests: int
+    queued_s: float
+    uncached_s: float
+
+    def candidate(self, prompt: bytes) -> Candidate:
+        return Candidate(self.queued_s, self.uncached_s)
+
+    def load(self) -> LoadReport:
+        return LoadReport(self.queued_s, (0.0, 0.001))
+
+
+def chosen(router: RouterFactory, *views: tuple[int, float, float]) -> int:
+    return router([View(*view) for view in views], PAGE).choose("a", prompt(request(0, 100, 1)), 0.0)
 
 
 def test_routers() -> None:
-    given = candidates((2, 3.0, 0.1), (1, 4.0, 0.5), (1, 3.9, 0.5))
-    assert least_loaded(given) == 2
-    assert prefix_affinity(given) == 0
-    assert prefix_affinity(candidates((9, 9.0, 0.46), (0, 0.0, 0.5))) == 1, "a prefix that all prompts have"
-    assert score(given) == 0
-    assert score(candidates((0, 5.0, 0.1), (0, 1.0, 0.5))) == 1
-    for router in ROUTERS.values():
-        assert router(candidates((1, 1.0, 1.0), (1, 1.0, 1.0))) == 0, "of equal ones the first"
+    given = ((2, 3.0, 0.1), (1, 4.0, 0.5), (1, 3.9, 0.5))
+    assert chosen(LeastLoaded, *given) == 2
+    assert chosen(PrefixAffinity, *given) == 0
+    assert chosen(PrefixAffinity, (9, 9.0, 0.46), (0, 0.0, 0.5)) == 1, "a prefix that all prompts have"
+    assert chosen(ScoreRouter, *given) == 0, "it sees the queues alone, before anything was sent"
+    for router in (LeastLoaded, PrefixAffinity):
+        assert chosen(router, (1, 1.0, 1.0), (1, 1.0, 1.0)) == 0, "of equal ones the first"
 
 
 def test_affinity_keeps_a_session_on_its_replica_and_least_load_does_not() -> None:

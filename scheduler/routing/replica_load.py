@@ -1,0 +1,93 @@
+"""The work that waits at one replica: what it last reported, and what this router has sent to it since.
+
+A prompt of another router is seen with the next report; one of this router at once:
+
+    report asked for ─► report:  work that waits there, with all prompts that were posted before it was asked for
+    chosen ─► posted ─► done     counted here until a report has it, or it is done
+
+Work is counted in tokens and squared tokens, which are priced with the costs that are known when they are asked for.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+REPORT_S = 10.0  # older reports do not count
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a replica says of its load."""
+
+    queued_seconds: float
+    """Predicted seconds of computing what is admitted and not yet planned."""
+
+    cost: tuple[float, float]
+    """Seconds per squared token and per token of a prompt."""
+
+
+class Work(NamedTuple):
+    """Computing positions [start, end) of a prompt."""
+
+    squares: int
+    """end² - start²."""
+
+    tokens: int
+
+    def seconds(self, cost: tuple[float, float]) -> float:
+        """Seconds at so many per squared token and per token."""
+        return cost[0] * self.squares + cost[1] * self.tokens
+
+
+def work(start: int, end: int) -> Work:
+    """The work of positions [start, end)."""
+    return Work(end * end - start * start, end - start)
+
+
+class Sent(msgspec.Struct, eq=False):
+    """A prompt that this router has sent."""
+
+    replica: int
+    work: Work
+    prompt_tokens: int
+    posted_at: float | None = None
+    """None until it was sent: pages are reserved for it before."""
+
+
+class ReplicaLoad:
+    """What is known of the load of one replica."""
+
+    def __init__(self) -> None:
+        self.report: LoadReport | None = None
+        self._reported_at = 0.0
+        self._open: dict[int, Sent] = {}  # by identity; those that are not done
+        self._unreported: dict[int, Sent] = {}  # those of them that the report cannot have
+        self.prompt_tokens = 0
+        """Of the prompts that are not done."""
+
+    def reported(self, report: LoadReport, asked_at: float, now: float) -> None:
+        """A report has come that was asked for at this time."""
+        self.report, self._reported_at = report, now
+        self._unreported = {
+            key: sent for key, sent in self._open.items() if sent.posted_at is None or sent.posted_at >= asked_at
+        }
+
+    def forget(self) -> None:
+        """The replica is another one: nothing is reported of it."""
+        self.report = None
+
+    def sent(self, sent: Sent) -> None:
+        """A prompt was chosen to be computed there."""
+        self._open[id(sent)] = self._unreported[id(sent)] = sent
+        self.prompt_tokens += sent.prompt_tokens
+
+    def done(self, sent: Sent) -> None:
+        """A prompt is answered, or not waited for any more. No effect the second time."""
+        if self._open.pop(id(sent), None) is not None:
+            self._unreported.pop(id(sent), None)
+            self.prompt_tokens -= sent.prompt_tokens
+
+    def queued_s(self, cost: tuple[float, float], now: float) -> float:
+        """Predicted seconds of the work that waits there, at this cost."""
+        if self.report is None or now - self._reported_at > REPORT_S:
+            return sum(sent.work.seconds(cost) for sent in self._open.values())
+        return self.report.queued_seconds + sum(sent.work.seconds(cost) for sent in self._unreported.values())
