@@ -1,18 +1,19 @@
 """The predicted time to first token of a request that arrives: what goes before it, and what comes meanwhile.
 
-    A   seconds of work ahead of it in the order of the policy, and in the plans in flight
+    A   seconds of work ahead of it in the order of the policy
     B   seconds of the other queued work, of which the oldest request gets the reserve φ of every plan
     ρ   share of the time that later arrivals take which go ahead of it, at most 0.9
 
     wait = A / (1 - φ - ρ)     while B lasts; once it is done, (A + B) / (1 - ρ)
            (A + B + own) / φ   at the latest, since it then is the oldest itself
 
-Its own work is done at the same pace, except that under srpt fewer arrivals go ahead of it the less it has left.
+To this come the plans in flight, and what fills up the last plan with it. Its own work is done at the same pace, except that under srpt fewer arrivals go ahead of it the less it has left.
 Under fcfs nothing comes ahead: the wait is all that is queued. Not modelled: pages and peers that are waited for,
 decode rows, tenants that are ahead of others; under slo, objectives that were set earlier, are longer, and end sooner.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
@@ -62,15 +63,19 @@ class TtftPredictor:
         """Predict for a request that arrives. load: what is to be computed of it, from position start on."""
         costs, work_s = self._costs, self._costs.load_s(load)
         rank = self._rank_of(priority, objective_s, costs.key_s(load))
-        ahead_s, total_s = costs.load_s(self._backlog.ahead(rank)), costs.load_s(self._backlog.total())
+        ahead, total = self._backlog.ahead(rank), self._backlog.total()
+        ahead_s, total_s = costs.load_s(ahead), costs.load_s(total)
+        behind_s = max(0.0, total_s - ahead_s)
         running_s = self._running_s(now)
         first = Load.between(start, start + min(load.tokens, self._chunk))
         fill_s, last_s = costs.fill_s(first), costs.last_pass_s(load.tokens)
+        if behind_s > 0:
+            last_s = self._shared_s(ahead.tokens + load.tokens, behind_s, total.tokens - ahead.tokens)
         before = self._arriving.before_level(rank.level, now)
         own = self._arriving.own_level(rank, now)
         wait_s = wait_and_work_s(
             ahead_s=ahead_s,
-            behind_s=max(0.0, total_s - ahead_s),
+            behind_s=behind_s,
             work_s=work_s,
             reserve=self._reserve,
             shares=_shares(rank, before, own, self._by_work),
@@ -87,6 +92,11 @@ class TtftPredictor:
         if load.tokens:
             rank = self._rank_of(priority, objective_s, self._costs.key_s(load))
             self._arriving.add(rank, self._costs.load_s(load), now)
+
+    def _shared_s(self, tokens: int, behind_s: float, behind_tokens: int) -> float:
+        """Seconds that the last of the passes over so many tokens takes for what is behind them, which fills it up."""
+        budget = max(1, self._chunk - ceil(self._chunk * self._reserve))
+        return min(behind_s, -tokens % budget * behind_s / behind_tokens)
 
     def _running_s(self, now: float) -> float:
         """Seconds until the plans in flight are done, as the slowest stage has them."""
