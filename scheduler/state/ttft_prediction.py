@@ -7,7 +7,8 @@
     wait = A / (1 - φ - ρ)     while B lasts; once it is done, (A + B) / (1 - ρ)
            (A + B + own) / φ   at the latest, since it then is the oldest itself
 
-To this come the plans in flight, and what fills up the last plan with it. Its own work is done at the same pace, except that under srpt fewer arrivals go ahead of it the less it has left.
+To this come the plans in flight, and what fills up the last plan with it. Its own work is done at the same pace, except
+that under srpt fewer arrivals go ahead of it the less it has left.
 Under fcfs nothing comes ahead: the wait is all that is queued. Not modelled: pages and peers that are waited for,
 decode rows, tenants that are ahead of others; under slo, objectives that were set earlier, are longer, and end sooner.
 """
