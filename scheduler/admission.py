@@ -43,12 +43,13 @@ class Admission:
         load = Load.between(cached, packed_length(submit.prompt))
         prediction = state.predictor.predict(submit.priority, submit.slo_ttft_s, load, cached, now)
         error = self._overload.too_late(submit, prediction)
+        admitted = error is None
+        state.predictor.arrived(submit.priority, submit.slo_ttft_s, load, now, admitted=admitted)
         if error is not None:
             self._refuse(submit, error)
             return
         request = self._admit(submit, now, cached)
         request.predicted_ttft_s = prediction.ttft_s
-        state.predictor.admitted(submit.priority, submit.slo_ttft_s, load, now)
         state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
 
     def _admit(self, submit: Submit, now: float, cached: int | None = None) -> Request:

@@ -39,8 +39,8 @@ class Prediction(NamedTuple):
     """Seconds of all the work that is queued or running."""
 
     rho: float
-    """Share of the time taken by arrivals that go before a request such as this one once they are queued: how much
-    slower a queue of them gets shorter. At most RHO_LIMIT."""
+    """Share of the time that arrivals take which are ranked as this one or before it: by so much slower a queue of them
+    gets shorter. Refused ones count, since they come again. At most RHO_LIMIT."""
 
     def retry_after_s(self, excess_s: float) -> float:
         """Seconds in which that much work is done, given what arrives meanwhile."""
@@ -59,6 +59,7 @@ class TtftPredictor:
         self._reserve = 0.0 if config.policy == "fcfs" else config.policy_reserve
         self._chunk = config.chunk_tokens
         self._arriving = ArrivingWork()
+        self._offered = ArrivingWork()  # the refused included
 
     def predict(self, priority: int, objective_s: float | None, load: Load, start: int, now: float) -> Prediction:
         """Predict for a request that arrives. load: what is to be computed of it, from position start on."""
@@ -85,14 +86,16 @@ class TtftPredictor:
             ttft_s=rounded(max(running_s, fill_s) + wait_s + last_s),
             alone_s=rounded(fill_s + work_s + last_s),
             queued_s=rounded(running_s + total_s),
-            rho=round(min(self._arriving.share(rank, now, equal=True), RHO_LIMIT), 6),
+            rho=round(min(self._offered.share(rank, now, equal=True), RHO_LIMIT), 6),
         )
 
-    def admitted(self, priority: int, objective_s: float | None, load: Load, now: float) -> None:
-        """A request with so much to compute was admitted."""
+    def arrived(self, priority: int, objective_s: float | None, load: Load, now: float, *, admitted: bool) -> None:
+        """A request with so much to compute has arrived, and was admitted or refused."""
         if load.tokens:
             rank = self._rank_of(priority, objective_s, self._costs.key_s(load))
-            self._arriving.add(rank, self._costs.load_s(load), now)
+            self._offered.add(rank, self._costs.load_s(load), now)
+            if admitted:
+                self._arriving.add(rank, self._costs.load_s(load), now)
 
     def _shared_s(self, tokens: int, behind_s: float, behind_tokens: int) -> float:
         """Seconds that the last of the passes over so many tokens takes for what is behind them, which fills it up."""
