@@ -71,7 +71,10 @@ def test_what_a_prompt_cannot_do_alone_has_no_time_to_retry() -> None:
 def test_cached_tokens_take_no_time() -> None:
     queue = bench(prefix_cache=True)
     queue.submit("a", 33, max_tokens=1)
-    queue.compute(1)
+    for tokens in (16, 16, 1):
+        forward = queue.plan()
+        assert forward is not None
+        queue.done(forward, *[1][: tokens == 1], seconds=COST[1] * tokens + COST[2])
     queue.submit("b", 33, slo_ttft_s=1.0)
     assert queue.ended("b") == 0
     queue.submit("c", [7] * 33, slo_ttft_s=1.0)
@@ -149,7 +152,7 @@ def test_predictions_are_compared_with_what_came() -> None:
     assert forward is not None
     queue.now += 2.0
     queue.done(forward, 1, seconds=2.0)
-    histograms = {found.name: found for found in queue.stats().histograms}
+    histograms = {found.name: found for found in queue.scheduler.statistics().histograms}
     assert histograms["predicted_ttft_seconds"].sum == pytest.approx(1.0)
     error = histograms["ttft_prediction_error"]
     assert error.sum == pytest.approx(-0.5), "a second was predicted, and it took two"
