@@ -6,12 +6,13 @@ from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FUL
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import release_ticket
+from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
+from headrace.scheduler.state.cost_model import Load
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
-MIN_RETRY_S = 0.05
 HOLD_RETRY_S = 1.0  # as a rule, peers come within a moment
 
 
@@ -21,18 +22,38 @@ class Admission:
     def __init__(self, state: State, rendezvous: Rendezvous) -> None:
         self._state = state
         self._rendezvous = rendezvous
+        self._overload = Overload(state)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Admit a request, or refuse it for the first reason found."""
         error = self._unavailable() or _invalid_value(submit) or self._in_use(submit) or self._misfit(submit)
-        error = error or self._overload(submit) or self._no_prefill(submit) or self._held_too_many(submit)
+        error = error or self._overload.full(submit) or self._no_prefill(submit) or self._held_too_many(submit)
         error = error or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
-        else:
+        elif isinstance(submit.route, FetchFrom):
             self._admit(submit, now)
+        else:
+            self._admit_or_predict_late(submit, now)
 
-    def _admit(self, submit: Submit, now: float) -> None:
+    def _admit_or_predict_late(self, submit: Submit, now: float) -> None:
+        """The request is to be computed here: predict when, and refuse it if that is too late."""
+        state = self._state
+        cached = state.queues.cached(submit)
+        load = Load.between(cached, packed_length(submit.prompt))
+        prediction = state.predictor.predict(submit.priority, submit.slo_ttft_s, load, cached, now)
+        error = self._overload.too_late(submit, prediction)
+        admitted = error is None
+        state.predictor.arrived(submit.priority, submit.slo_ttft_s, load, now, admitted=admitted)
+        if error is not None:
+            self._refuse(submit, error)
+            return
+        request = self._admit(submit, now, cached)
+        request.predicted_ttft_s = prediction.ttft_s
+        state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
+
+    def _admit(self, submit: Submit, now: float, cached: int | None = None) -> Request:
+        """cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
         state, route = self._state, submit.route
         early_prefill = self._held_for_later(submit) or self._optimistic(submit)
         request = Request(
@@ -43,6 +64,8 @@ class Admission:
             token_limit=self._token_limit(submit),
             phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
             early_prefill=early_prefill,
+            expected_cached=cached or 0,
+            cache_version=-1 if cached is None else state.cache.tree_version,
         )
         state.requests.add(request)
         state.queues.admit(request, now)
@@ -54,6 +77,7 @@ class Admission:
             server = state.prefills.attach(request, route)
             if route.posting == "done" and server.session:
                 state.out.add(AskRenew(session=server.session, ticket=route.ticket))
+        return request
 
     def _held_for_later(self, submit: Submit) -> bool:
         """The client asks to have it computed before a peer reserves, and none has."""
@@ -117,21 +141,6 @@ class Admission:
             text = f"token id {lowest if lowest < 0 else highest} is outside the vocabulary of {vocab}"
             return ErrorInfo(code="invalid_token", message=text, status=400, field="prompt")
         return None
-
-    def _overload(self, submit: Submit) -> ErrorInfo | None:
-        """Queue bounds. A prompt larger than the token bound still gets in when nothing else is queued."""
-        state, queues = self._state, self._state.queues
-        length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, queues.unplanned
-        queued = queues.requests[Phase.BOOTSTRAP] + queues.requests[Phase.WAITING]
-        if unplanned and unplanned + length > limit:
-            text = f"{unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
-        elif queued >= state.config.max_queued_requests:
-            text = f"{queued} requests are queued, which is the limit"
-        else:
-            return None
-        excess = max(1, min(unplanned, unplanned + length - limit))
-        retry = max(MIN_RETRY_S, round(state.metrics.rate.seconds_for(excess), 3))
-        return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=retry)
 
     def _held_too_many(self, submit: Submit) -> ErrorInfo | None:
         held, length = self._state.held, packed_length(submit.prompt)

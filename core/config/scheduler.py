@@ -53,6 +53,32 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Flag("max-queued-requests", SCHEDULING, "requests that may be open; above it requests get 429", low=1),
     ] = 4096
+    max_queued_s: Annotated[
+        float,
+        Flag(
+            "max-queued-seconds",
+            SCHEDULING,
+            "predicted seconds of work that may wait; above it requests get 429; 0: any",
+            low=0,
+        ),
+    ] = 0.0
+    max_predicted_ttft_s: Annotated[
+        float,
+        Flag(
+            "max-predicted-ttft",
+            SCHEDULING,
+            "predicted seconds to the first token above which a request gets 429; 0: any",
+            low=0,
+        ),
+    ] = 0.0
+    refuse_unreachable: Annotated[
+        bool,
+        Flag(
+            "refuse-unreachable",
+            SCHEDULING,
+            "answer a request whose first token is predicted later than its slo_ttft_ms with 429",
+        ),
+    ] = True
     prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
     eviction: Annotated[
         Eviction,

@@ -52,6 +52,7 @@ CANCELLED = "cancelled"  # 499: by the client or the peer
 PEER_GONE = "peer_gone"  # 502: no message within the peer timeout
 NO_PEER = "no_peer"  # 504: no peer reserved pages in time
 QUEUE_FULL = "queue_full"  # 429
+SLO_UNREACHABLE = "slo_unreachable"  # 429: the first token is predicted later than is wanted
 TICKET_IN_USE = "ticket_in_use"  # 409
 TOO_LONG = "prompt_too_long"  # 400
 DRAINING = "draining"  # 503

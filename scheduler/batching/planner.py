@@ -140,7 +140,7 @@ class Planner:
         if not state.plans:
             state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
             metrics.bubbles.begin(now)
-        state.plans.add(plan)
+        state.plans.add(plan, now)
         if metrics.trace is not None:
             metrics.trace.issued()
         metrics.counters.add("plans_total")

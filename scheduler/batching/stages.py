@@ -74,7 +74,7 @@ class StageGroup:
                 plan.reported.add(event.stage)
                 self._learn(plan, event, now)
             return
-        plan = state.plans.pop(event.seq)
+        plan = state.plans.pop(event.seq, now)
         if plan is None:
             state.drop("unknown_plan")
             return

@@ -101,6 +101,8 @@ class TokenGeneration:
             self._progress(request)
         if sampled is None or not row.sampled:
             return
+        if not request.generated:
+            state.metrics.first_token(request, now)
         if request.decodes_here:
             self.accept_token(request, sampled, now)
         else:

@@ -151,6 +151,9 @@ class Simulation:
         config = msgspec.structs.replace(
             config,
             policy=self._scenario.policy or POLICIES[self._scenario.seed % len(POLICIES)],
+            refuse_unreachable=self._scenario.seed % 5 == 4,
+            max_queued_s=0.2 if self._scenario.seed % 11 == 3 else 0.0,
+            max_predicted_ttft_s=0.1 if self._scenario.seed % 13 == 6 else 0.0,
             policy_reserve=(0.0, 0.1, 0.5, 1.0)[self._scenario.seed // len(POLICIES) % 4],
             tenant_lag_s=(0.0, 0.01, 5.0)[self._scenario.seed % 3],
         )

@@ -112,9 +112,24 @@ class CostModel:
         a, b, c = max(self._costs, key=lambda cost: self._part(cost, self._full))
         return a, b + c / self._chunk
 
+    def last_pass_s(self, tokens: int) -> float:
+        """What the last of the passes over so many tokens adds to load_s(), as it is not full: a share of c."""
+        share = -tokens % self._chunk / self._chunk
+        return _rounded(max(c for _, _, c in self._costs) * share)
+
+    def fill_s(self, load: Load) -> float:
+        """Seconds that this load, in one pass, takes in all stages but the slowest."""
+        parts = [_seconds(cost, load) for cost in self._costs]
+        return _rounded(sum(parts) - max(parts))
+
     def key_s(self, load: Load) -> float:
         """As load_s(), with coefficients that stay the same until key_version rises: keys compare with each other."""
         return self._slowest(self._key_costs, load)
+
+    @property
+    def trusted(self) -> bool:
+        """Predictions are seconds, and are not stale: some plan was computed, or the stages have measured theirs."""
+        return not self.stale and all(fit.scaled for fit in self._fits)
 
     def _slowest(self, costs: tuple[Cost, ...], load: Load) -> float:
         seconds = 0.0

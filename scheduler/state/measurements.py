@@ -2,6 +2,7 @@
 
 from headrace.core.stats import Counters, Histograms
 from headrace.scheduler.state.bubbles import Bubbles
+from headrace.scheduler.state.metrics import ERRORS
 from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.trace_log import TraceLog
 
@@ -43,6 +44,12 @@ class Measurements:
         self.histograms.observe("phase_duration_seconds", now - since, (left.value,))
         if self.trace is not None:
             self.trace.phase(request, left, since, now, peer)
+
+    def first_token(self, request: Request, now: float) -> None:
+        """A request's first token was computed: compare the time with what was predicted at its arrival."""
+        if request.predicted_ttft_s is not None and (actual := now - request.arrived) > 0:
+            error = (request.predicted_ttft_s - actual) / actual
+            self.histograms.observe("ttft_prediction_error", error, bounds=ERRORS)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""

@@ -5,6 +5,8 @@ from headrace.scheduler.state.record import Phase
 
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+ERRORS = (-0.9, -0.75, -0.5, -0.35, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
+OVERLOADS = (("tokens",), ("requests",), ("seconds",), ("predicted_ttft",), ("objective",))
 _BY_QUEUE = tuple((phase.value,) for phase in QUEUES)
 
 CATALOG = (
@@ -25,6 +27,30 @@ CATALOG = (
         "cost_model_stale",
         "gauge",
         "1 while predictions are wrong, and go by tokens alone.",
+    ),
+    MetricSpec(
+        "predicted_ttft_seconds",
+        "histogram",
+        "Time to first token that was predicted for admitted requests at their arrival.",
+        (),
+        ((),),
+        SECONDS,
+    ),
+    MetricSpec(
+        "ttft_prediction_error",
+        "histogram",
+        "That prediction less the actual time, divided by the actual time; waiting for a peer counts as actual time.",
+        (),
+        ((),),
+        ERRORS,
+    ),
+    MetricSpec(
+        "overload_refusals_total",
+        "counter",
+        "Requests refused with 429, by what would have been exceeded: tokens, requests or seconds queued, "
+        "predicted_ttft (the server's limit), objective (the request's).",
+        ("reason",),
+        OVERLOADS,
     ),
     MetricSpec(
         "phase_duration_seconds", "histogram", "Time that requests spent in a phase.", ("phase",), _BY_QUEUE, SECONDS

@@ -36,6 +36,9 @@ class Plan:
     """What its rows cost."""
 
     decode_rows: int = 0
+    begun: float = 0.0
+    """Time at which the last stage had nothing to do before it: its order, or the end of the plan before."""
+
     reported: set[int] = field(default_factory=set)
     """Stages that have computed it."""
 
@@ -88,22 +91,29 @@ class PlanTable:
     def __len__(self) -> int:
         return len(self._plans)
 
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self._plans.values())
+
     @property
     def oldest(self) -> Plan | None:
         """The plan that has to be done next."""
         return next(iter(self._plans.values()), None)
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: Plan, now: float) -> None:
         """A plan was ordered."""
+        plan.begun = now
         self._plans[plan.seq] = plan
 
     def get(self, seq: int) -> Plan | None:
         """The plan in flight with this number."""
         return self._plans.get(seq)
 
-    def pop(self, seq: int) -> Plan | None:
+    def pop(self, seq: int, now: float) -> Plan | None:
         """Take out a plan that is done. Its rows still count, until leave() is called for each of them."""
-        return self._plans.pop(seq, None)
+        plan = self._plans.pop(seq, None)
+        if plan is not None and (following := self.oldest) is not None:
+            following.begun = now
+        return plan
 
     def leave(self, row: PlannedRow) -> None:
         """A row of a plan that is done no longer keeps its request's pages."""

@@ -3,7 +3,9 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from headrace.core.messages.frontend import Submit
 from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.state.backlog import Backlog, RankOf
 from headrace.scheduler.state.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.policy import Policy
@@ -19,7 +21,7 @@ class Queues:
     Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
     """
 
-    def __init__(self, policy: Policy, to_fetch: Policy, costs: CostModel, cache: KvCache) -> None:
+    def __init__(self, policy: Policy, to_fetch: Policy, costs: CostModel, cache: KvCache, rank_of: RankOf) -> None:
         """to_fetch: another policy of the same kind; not used when prompts are started strictly in order."""
         self.policy = policy
         """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
@@ -55,6 +57,11 @@ class Queues:
         self.load = NOTHING
         """What is left to compute of all requests."""
 
+        self.backlog = Backlog()
+        """The same, by rank."""
+
+        self._rank_of = rank_of
+
     @property
     def rows(self) -> int:
         """Rows that a plan of unlimited size would have."""
@@ -64,11 +71,17 @@ class Queues:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)
         self.unplanned += request.unplanned
-        if not request.to_fetch:
+        if not request.to_fetch and request.cache_version != self._cache.tree_version:
             self._look_up(request)
         self.recount(request)
         if request.phase is Phase.WAITING:
             self._push(request, now)
+
+    def cached(self, submit: Submit) -> int:
+        """Positions of a prompt that is not admitted yet which the prefix cache has."""
+        if submit.sampling.prompt_logprobs is not None:
+            return 0
+        return self._cache.cached_positions(submit.prompt, submit.cache_salt)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
@@ -104,6 +117,7 @@ class Queues:
         load = request.load
         if load != request.counted:
             self.load = self.load.minus(request.counted).plus(load)
+            self._rank(request, load)
             request.counted = load
 
     def look_up(self, request: Request, now: float) -> bool:
@@ -128,6 +142,7 @@ class Queues:
         if self._key_version != self._costs.key_version:
             self._key_version = self._costs.key_version
             for request in self.policy:
+                self._rank(request, request.counted)
                 self.revise(request, now)
 
     def charge(self, request: Request, count: int) -> None:
@@ -199,8 +214,8 @@ class Queues:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
         if unplanned != self.unplanned:
             yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
-        if load != self.load:
-            yield f"{self.load} counted as to be computed, {load} found"
+        if load != self.load or load != self.backlog.total():
+            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {load} found"
         listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
@@ -223,6 +238,12 @@ class Queues:
             yield f"{name} is in several queues"
         if arrival in self.awaiting_row and (request.lease is None or not request.early_prefill):
             yield f"{name} waits for a metadata row"
+
+    def _rank(self, request: Request, load: Load) -> None:
+        """Count a request's load under the rank that it has with it."""
+        submit, old = request.submit, request.rank
+        request.rank = self._rank_of(submit.priority, submit.slo_ttft_s, self._costs.key_s(load))
+        self.backlog.move(old, request.counted, request.rank, load)
 
     def _push(self, request: Request, now: float) -> None:
         policy = self.to_fetch if request.to_fetch else self.policy

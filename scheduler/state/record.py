@@ -28,6 +28,7 @@ from headrace.core.types.request import (
     Usage,
 )
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.state.backlog import UNRANKED, Rank
 from headrace.scheduler.state.cost_model import NOTHING, Load
 from headrace.scheduler.state.transfers import IncomingTransfer, OutgoingTransfer
 
@@ -84,6 +85,12 @@ class Request:
 
     counted: Load = NOTHING
     """What the queues count of it as to be computed."""
+
+    rank: Rank = UNRANKED
+    """The rank under which they count it."""
+
+    predicted_ttft_s: float | None = None
+    """Seconds to its first token, as predicted at its arrival; None: it is not computed here."""
 
     planned: int = 0
     """Positions [0, planned) are in some plan, found in the cache or fetched."""

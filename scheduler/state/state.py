@@ -8,6 +8,7 @@ from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.lease import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
+from headrace.scheduler.state.backlog import rank_of
 from headrace.scheduler.state.copy_table import CopyTable
 from headrace.scheduler.state.cost_model import CostModel
 from headrace.scheduler.state.deadlines import Deadlines
@@ -22,6 +23,7 @@ from headrace.scheduler.state.queues import Queues
 from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.request_table import RequestTable
 from headrace.scheduler.state.tickets import TicketTable
+from headrace.scheduler.state.ttft_prediction import TtftPredictor
 
 
 class State:
@@ -61,8 +63,9 @@ class State:
         self.copies = CopyTable(config)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
-        self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache)
+        self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache, rank_of(config.policy))
         self.plans = PlanTable()
+        self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.plans)
         self.held = HeldPages(self.cache, config.hold_percent)
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()

@@ -46,12 +46,22 @@ class _Engine(msgspec.Struct, frozen=True):
         return self.costs if len(self.costs) == count else split_evenly(self.total, count)
 
 
+class _Clients(msgspec.Struct, frozen=True):
+    """What clients and decode peers do."""
+
+    fetch_rate: float | None
+    """Tokens a second whose KV is fetched from each server; None: at once."""
+    retries: int
+    send_objective: bool
+
+
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run the command. Returns 0; raises ConfigError for a wrong flag, trace or file."""
     values = vars(given)
     objective = options.parse_choice("--objective", given.objective, OBJECTIVES)
     fetch_rate = options.parse_rate("--fetch-rate", given.fetch_rate)
     limit = options.parse_whole("--limit", given.limit)
+    retries = options.parse_whole("--retries", given.retries) or 0
     json_file = options.check_output("--json", given.json)
     plot_file = options.check_output("--plot", given.plot, ".png")
     if plot_file is not None:
@@ -65,8 +75,9 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     progress = Progress(sys.stderr, len(asked), len(requests))
     rows = []
     work_s = _work(requests, asked[0], engine)
+    clients = _Clients(fetch_rate, retries, given.send_objective)
     for point in asked:
-        rows.append(_replay(point, requests, engine, work_s, fetch_rate, objective, progress))
+        rows.append(_replay(point, requests, engine, work_s, clients, objective, progress))
     progress.close()
     report = Report(
         trace=Path(given.trace).name,
@@ -77,6 +88,8 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         costs=engine.costs,
         latency_s=engine.latency_s,
         objective=objective,
+        objective_sent=given.send_objective,
+        retries=retries,
         rows=rows,
     )
     print(as_text(report))
@@ -129,7 +142,7 @@ def _replay(
     requests: Sequence[TraceRequest],
     engine: _Engine,
     work_s: float,
-    fetch_rate: float | None,
+    clients: _Clients,
     objective: str,
     progress: Progress,
 ) -> Row:
@@ -144,7 +157,9 @@ def _replay(
         replicas=point.replicas,
         router=ROUTERS[point.router],
         time_scale=scale,
-        fetch_tokens_s=fetch_rate,
+        fetch_tokens_s=clients.fetch_rate,
+        retries=clients.retries,
+        objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if clients.send_objective else None,
         latency_s=engine.latency_s,
     )
     progress.begin()

@@ -89,6 +89,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens a second whose KV decode peers fetch from each server (default: all at once)",
     )
     ours.add_argument("--objective", metavar="{" + ",".join(OBJECTIVES) + "}", default="prop", help=_OBJECTIVE_HELP)
+    ours.add_argument(
+        "--send-objective", action="store_true", help="every request asks for its objective, as by slo_ttft_ms"
+    )
+    ours.add_argument("--retries", metavar="N", help=_RETRIES_HELP)
     ours.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     ours.add_argument("--plot", metavar="FILE.png", help="also draw them; needs pip install 'headrace[plot]'")
     engine = parser.add_argument_group("engine (one of)").add_mutually_exclusive_group()
@@ -127,6 +131,10 @@ _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
     "4,096, 32,768, more tokens; flat: 30 s (default: prop)"
 )
+_RETRIES_HELP = (
+    "how often a client comes again when it is refused with 429, after Retry-After seconds (default: 0); times count "
+    "from its first attempt"
+)
 _COST_HELP = (
     "seconds of a forward pass: A per squared token, B per token, C besides; of all pipeline stages together, which "
     "take equal shares"
@@ -138,6 +146,8 @@ OPTIONS = (
     "router",
     "fetch-rate",
     "objective",
+    "send-objective",
+    "retries",
     "json",
     "plot",
     "preset",

@@ -46,6 +46,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     """Seconds that every request takes outside the scheduler and the stages."""
     objective: str
+    objective_sent: bool
+    """Every request asked for its objective."""
+    retries: int
+    """How often a refused client came again."""
     rows: Sequence[Row]
 
 
@@ -64,10 +68,16 @@ def as_text(report: Report) -> str:
     swept = list(report.rows[0].swept)
     header = ["load", *swept, *(f"{name} P50 P99" for name in CLASSES), *_SHARES]
     rows = [[_load(row), *(str(row.swept[key]) for key in swept), *_figures(row.summary)] for row in report.rows]
+    if report.retries:
+        header += _RETRIES
+        rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
     return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}"
 
 
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")
+
+
+_RETRIES = ("retried", "1st retry")
 
 
 def _load(row: Row) -> str:
@@ -85,6 +95,11 @@ def _figures(summary: Summary) -> list[str]:
         f"{summary.tokens_per_s:,.0f}",
         f"{refused:,}" if refused else NOTHING,
     ]
+
+
+def _retries(summary: Summary) -> list[str]:
+    share = summary.first_retry_accepted
+    return [f"{summary.retried:,}", NOTHING if share is None else f"{100 * share:.1f}"]
 
 
 def _seconds(value: float | None) -> str:

@@ -40,6 +40,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, int]
     """Requests that ended with an error, by code."""
 
+    retried: int
+    """Requests that came again after they had been refused."""
+
+    first_retry_accepted: float | None
+    """Share of those that were accepted when they first came again; None of none."""
+
     utilisation: float
     """Share of the time in which the busiest stage computed, mean of the replicas."""
 
@@ -74,6 +80,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
     for outcome in outcomes:
         if outcome.error:
             refused[outcome.error] = refused.get(outcome.error, 0) + 1
+    retried = [outcome for outcome in outcomes if outcome.attempts > 1]
     groups = {name: [each for each in outcomes if length_class(each.tokens) == name] for name in CLASSES}
     seconds = result.seconds
     return Summary(
@@ -83,6 +90,10 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
         goodput=len(good) / len(outcomes),
         goodput_tokens=sum(outcome.tokens for outcome in good) / tokens,
         refused=refused,
+        retried=len(retried),
+        first_retry_accepted=sum(each.attempts == 2 and not each.error for each in retried) / len(retried)
+        if retried
+        else None,
         utilisation=sum(result.busy_s) / len(result.busy_s) / seconds if seconds else 0.0,
         hits=sum(outcome.cached_tokens for outcome in served) / tokens,
         tokens_per_s=sum(outcome.tokens for outcome in served) / seconds if seconds else 0.0,

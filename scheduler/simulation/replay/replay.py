@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 
 import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.types.errors import ErrorInfo
 from headrace.scheduler.simulation.replay.replica import Replica
 from headrace.scheduler.simulation.replay.routing import Router, RouterFactory
 from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
 from headrace.scheduler.simulation.world import World
 from headrace.scheduler.state.chunking import Cost
 
+REFUSED = 429
 STUCK = "not_ended"  # code of a request that no event can end any more
 
 
@@ -33,6 +36,12 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     fetch_tokens_s: float | None = None
     """Tokens a second whose KV decode peers fetch from each replica; None: at once."""
 
+    retries: int = 0
+    """How often a client that is refused with 429 comes again, after the seconds that Retry-After says."""
+
+    objective_s: Callable[[int], float] | None = None
+    """Seconds that a prompt of so many tokens asks for as slo_ttft_ms; None: it asks for nothing."""
+
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
@@ -46,11 +55,14 @@ class Outcome(msgspec.Struct, gc=False):
 
     replica: int = 0
     first_token_s: float | None = None
-    """Seconds from the arrival to the first token; None if there was none."""
+    """Seconds from the first arrival to the first token; None if there was none."""
 
     cached_tokens: int = 0
     error: str = ""
     """Code of the error that it ended with."""
+
+    attempts: int = 1
+    """How often it was submitted."""
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
@@ -127,18 +139,24 @@ class Replay:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._await_arrival(number + 1)
-        tokens = prompt(request)
-        chosen = 0
+        self._outcomes.append(Outcome(request.tokens, self._world.now))
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        """The client of a request sends it, for the first time or again."""
+        outcome, tokens = self._outcomes[number], prompt(self._requests[number])
         if self._router is not None:
-            chosen = self._router.choose(str(number), tokens, self._world.now)
-        self._outcomes.append(Outcome(request.tokens, self._world.now, chosen))
+            outcome.replica = self._router.choose(str(number), tokens, self._world.now)
+        replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
+        slo = None if objective_s is None else objective_s(outcome.tokens)
+
+        def submit() -> None:
+            replica.submit(str(number), tokens, slo, outcome.attempts)
+
         if self._settings.latency_s:
-            self._world.at(
-                self._world.now + self._settings.latency_s,
-                lambda: self._replicas[chosen].submit(str(number), tokens),
-            )
+            self._world.at(self._world.now + self._settings.latency_s, submit)
         else:
-            self._replicas[chosen].submit(str(number), tokens)
+            submit()
 
     def _cached(self, replica: int, event: KvEventMessage) -> None:
         if self._router is not None:
@@ -152,10 +170,16 @@ class Replay:
             self._last_token_at = self._world.now
             outcome.first_token_s = self._world.now - outcome.arrival_s
 
-    def _ended(self, rid: str, cached_tokens: int, error: str) -> None:
+    def _ended(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
         if self._router is not None:
             self._router.answered(rid)
         outcome = self._outcomes[int(rid)]
-        outcome.cached_tokens, outcome.error = cached_tokens, error
+        retry_s = error.retry_after_s if error is not None and error.status == REFUSED else None
+        if retry_s is not None and outcome.attempts <= self._settings.retries:
+            outcome.attempts += 1
+            wait_s = max(1, ceil(retry_s))  # as HTTP has it
+            self._world.at(self._world.now + wait_s, lambda: self._send(int(rid)))
+            return
+        outcome.cached_tokens, outcome.error = cached_tokens, "" if error is None else error.code
         self._open -= 1
         self._progress(len(self._requests) - self._open)

@@ -7,6 +7,7 @@ from headrace.core.messages.frontend import RequestFailed, RequestFinished, Subm
 from headrace.core.messages.kv_events import KvEvent, KvEventMessage
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.request import Discard, SamplingParams, SendTo
@@ -27,7 +28,7 @@ HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one 
 class Replica:
     """Takes prompts and reports what becomes of them, at the virtual times at which it does.
 
-    first_token: called with rid. ended: called with rid, cached tokens and "" or the error's code. cached: called with
+    first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called with
     what the prefix cache gained or lost, if the configuration has kv_events.
     """
 
@@ -38,7 +39,7 @@ class Replica:
         costs: Sequence[Cost],
         fetch_tokens_s: float | None,
         first_token: Callable[[str], None],
-        ended: Callable[[str, int, str], None],
+        ended: Callable[[str, int, ErrorInfo | None], None],
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
     ) -> None:
         """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
@@ -71,8 +72,8 @@ class Replica:
         """What the server reports of its load."""
         return LoadReport(*self._scheduler.load())
 
-    def submit(self, rid: str, prompt: bytes) -> None:
-        """Take in a request, and the reservation of its peer if KV is handed over."""
+    def submit(self, rid: str, prompt: bytes, slo_ttft_s: float | None = None, attempt: int = 1) -> None:
+        """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
         self._work[rid] = seconds = self._uncached_s(prompt)
         self._queued_s += seconds
         route = SendTo(rid) if self._hands_over else Discard()
@@ -82,10 +83,16 @@ class Replica:
             pages = pack(range(ceil_div(tokens, self._config.page_size)))
             self._driver.handle(
                 PeerReserved(
-                    session=PEER, ticket=rid, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                    session=PEER,
+                    ticket=rid,
+                    generation=attempt,
+                    prompt_tokens=tokens,
+                    cached_tokens=0,
+                    pages=pages,
+                    row=0,
                 )
             )
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route))
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, slo_ttft_s=slo_ttft_s))
 
     def _uncached_s(self, prompt: bytes) -> float:
         cached = self._scheduler.cached_tokens(prompt)
@@ -102,10 +109,10 @@ class Replica:
                     self._leave_queue(effect.rid)
                     self._first_token(effect.rid)
                 case RequestFinished():
-                    self._ended(effect.rid, effect.usage.cached_tokens, "")
+                    self._ended(effect.rid, effect.usage.cached_tokens, None)
                 case RequestFailed():
                     self._leave_queue(effect.rid)
-                    self._ended(effect.rid, 0, effect.error.code)
+                    self._ended(effect.rid, 0, effect.error)
                 case _:
                     pass
 

@@ -77,6 +77,7 @@ def run(prompts: list[Prompt], limit: int = 3000, generate: int = 0, **settings:
         "prefix_cache": False,
         "max_queued_tokens": 1 << 30,
         "max_running": 1000,
+        "refuse_unreachable": False,
     }
     bench = Scheduler(config(**(defaults | settings)))
     pages = int(str((defaults | settings)["kv_pages"]))

@@ -76,7 +76,7 @@ def miscount_plans(state: State) -> None:
 
 def plan_unknown_request(state: State) -> None:
     gone = Request(named(state, "run").submit, 99, 99, 0.0, 1, Phase.RUNNING)
-    state.plans.add(Plan(seq=999, tokens=1, rows=(PlannedRow(gone, 99, 1, False),)))
+    state.plans.add(Plan(seq=999, tokens=1, rows=(PlannedRow(gone, 99, 1, False),)), 0.0)
 
 
 def drop_held(state: State) -> None:

@@ -198,6 +198,31 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away(trace: Path, monkeypa
     assert terminal.text.endswith("\r\x1b[K")
 
 
+def test_refusals_and_retries_are_in_the_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At twice what one server can do, objectives refuse; some of the refused get in when they come again."""
+    flags = ("--load", "2", "--policy", "fcfs", "--send-objective")
+    (once,) = report(trace, *flags)["rows"]
+    assert "1st retry" not in capsys.readouterr().out
+    assert once["summary"]["refused"].keys() == {"slo_unreachable"}
+    assert (once["summary"]["retried"], once["summary"]["first_retry_accepted"]) == (0, None)
+    found = report(trace, *flags, "--retries", "2")
+    *_, header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[-3:] == ["retried", "1st", "retry"]
+    summary = found["rows"][0]["summary"]
+    assert summary["retried"] >= once["summary"]["refused"]["slo_unreachable"] > 5
+    assert line.split()[-2:] == [str(summary["retried"]), f"{100 * summary['first_retry_accepted']:.1f}"]
+    assert sum(summary["refused"].values()) < sum(once["summary"]["refused"].values())
+    (ordered,) = report(trace, *flags, "--no-refuse-unreachable")["rows"]
+    assert not ordered["summary"]["refused"]
+
+
+def test_the_share_of_first_retries_is_of_those_that_came_again() -> None:
+    attempts = [("", 1), ("", 2), ("", 2), ("", 3), ("slo_unreachable", 2), ("slo_unreachable", 1)]
+    outcomes = tuple(Outcome(100, 0.0, 0, None if error else 1.0, 0, error, tries) for error, tries in attempts)
+    found = summarise(ReplayResult(outcomes, (1.0,), 1.0, 1), OBJECTIVES["flat"], (0.0, 0.001, 0.0))
+    assert (found.retried, found.first_retry_accepted) == (4, 0.5)
+
+
 def test_figures_of_a_replay() -> None:
     """Three short prompts, of which one is refused, and a mid one; a server of two is idle."""
     outcomes = (

@@ -1,7 +1,7 @@
 """Replays in virtual time: exact times of small cases, an independent model of the queue, replicas, slow peers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,8 @@ def replay(
     fetch: float | None = None,
     latency: float = 0.0,
     scale: float = 1.0,
+    retries: int = 0,
+    objective: Callable[[int], float] | None = None,
     **changes: Any,
 ) -> ReplayResult:
     config = SchedulerConfig(
@@ -57,6 +59,8 @@ def replay(
             fetch_tokens_s=fetch,
             latency_s=latency,
             time_scale=scale,
+            retries=retries,
+            objective_s=objective,
         ),
         requests,
     ).run()
@@ -248,3 +252,30 @@ def test_prompts_are_equal_as_far_as_their_texts_are(vocabulary: int) -> None:
     assert ids((5, 40), (77, 30)).startswith(ids((5, 40), (77, 20)))
     starts = [ids((text, 16)) for text in range(300)]
     assert len(set(starts)) == 300
+
+
+def test_refused_clients_come_again_after_retry_after_and_times_count_from_the_first_attempt() -> None:
+    """The first prompt takes 700 ms. The others may wait for 300 ms: they come again after a second, the least that
+    HTTP can say, when nothing is queued; and so does one whose time ends with its retries."""
+    requests = [request(0, 600, 1), request(0.01, 54, 2), request(0.02, 54, 3)]
+    once = replay(requests, max_predicted_ttft_s=0.3)
+    assert [outcome.error for outcome in once.outcomes] == ["", "slo_unreachable", "slo_unreachable"]
+    again = replay(requests, max_predicted_ttft_s=0.3, retries=1)
+    assert [(outcome.error, outcome.attempts) for outcome in again.outcomes] == [("", 1), ("", 2), ("", 2)]
+    assert times(again) == [0.7, 1.064, 1.118]
+
+
+def test_clients_that_are_refused_too_often_or_cannot_be_served_give_up() -> None:
+    requests = [request(0, 6000, 1), request(0.01, 54, 2), request(0.02, 5000, 3)]
+    objectives = {6000: 9.0, 54: 0.3, 5000: 1.0}
+    result = replay(
+        requests, max_queued_tokens=1 << 20, kv_pages=1000, retries=2, objective=lambda tokens: objectives[tokens]
+    )
+    found = [(outcome.error, outcome.attempts) for outcome in result.outcomes]
+    assert found == [("", 1), ("", 2), ("slo_unreachable", 1)], "the last takes longer than it may, alone"
+
+
+def test_retries_of_a_handed_over_prompt_reserve_again() -> None:
+    requests = [request(0, 600, 1), request(0.01, 54, 2)]
+    result = replay(requests, max_predicted_ttft_s=0.3, retries=1, fetch=1e6)
+    assert [(outcome.error, outcome.attempts) for outcome in result.outcomes] == [("", 1), ("", 2)]

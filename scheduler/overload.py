@@ -1,0 +1,83 @@
+"""Refusal of requests that would wait too long: bounds of the queue, and the predicted time to first token.
+
+    tokens, requests queued        always
+    seconds of work queued         --max-queued-seconds
+    predicted time to first token  --max-predicted-ttft, and the request's own slo_ttft_ms under --refuse-unreachable
+
+Seconds refuse nothing while the cost model is stale, or has seen no plan: the bounds on tokens and requests alone do.
+"""
+
+from headrace.core.messages.frontend import Submit
+from headrace.core.types.errors import QUEUE_FULL, SLO_UNREACHABLE, ErrorInfo
+from headrace.core.types.packed import packed_length
+from headrace.scheduler.state.record import Phase
+from headrace.scheduler.state.state import State
+from headrace.scheduler.state.ttft_prediction import Prediction
+
+MIN_RETRY_S = 0.05
+
+
+class Overload:
+    """Decides whether a request that fits would wait too long."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def full(self, submit: Submit) -> ErrorInfo | None:
+        """Bounds in tokens and requests. A prompt larger than the token bound still gets in when nothing else is
+        queued."""
+        state, queues = self._state, self._state.queues
+        length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, queues.unplanned
+        queued = queues.requests[Phase.BOOTSTRAP] + queues.requests[Phase.WAITING]
+        if unplanned and unplanned + length > limit:
+            reason, text = "tokens", f"{unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
+        elif queued >= state.config.max_queued_requests:
+            reason, text = "requests", f"{queued} requests are queued, which is the limit"
+        else:
+            return None
+        excess = max(1, min(unplanned, unplanned + length - limit))
+        self._count(reason)
+        return _error(QUEUE_FULL, text, state.metrics.rate.seconds_for(excess))
+
+    def too_late(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
+        """Bounds in seconds. Those of the server let a prompt in when nothing else is queued or running, however long
+        it takes; an objective that the prompt cannot meet alone is refused without a time to retry."""
+        if not self._state.costs.trusted:
+            return None
+        return self._queue(prediction) or self._server(prediction) or self._objective(submit, prediction)
+
+    def _queue(self, prediction: Prediction) -> ErrorInfo | None:
+        limit, queued, own = self._state.config.max_queued_s, prediction.queued_s, prediction.alone_s
+        if not limit or not queued or queued + own <= limit:
+            return None
+        self._count("seconds")
+        text = f"{queued:.3f} s of work are queued; {own:.3f} s more exceed the limit of {limit:g} s"
+        return _error(QUEUE_FULL, text, prediction.retry_after_s(min(queued, queued + own - limit)))
+
+    def _server(self, prediction: Prediction) -> ErrorInfo | None:
+        limit, predicted = self._state.config.max_predicted_ttft_s, prediction.ttft_s
+        if not limit or not prediction.queued_s or predicted <= limit:
+            return None
+        self._count("predicted_ttft")
+        text = f"the first token is predicted in {predicted:.3f} s; this server promises {limit:g} s"
+        excess = predicted - max(limit, prediction.alone_s)
+        return _error(SLO_UNREACHABLE, text, prediction.retry_after_s(max(0.0, excess)))
+
+    def _objective(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
+        wanted, predicted, alone = submit.slo_ttft_s, prediction.ttft_s, prediction.alone_s
+        if wanted is None or not self._state.config.refuse_unreachable or predicted <= wanted:
+            return None
+        self._count("objective")
+        text = f"the first token is predicted in {predicted:.3f} s; slo_ttft_ms wants it in {wanted:.3f} s"
+        if alone > wanted:
+            text = f"{text}, and the prompt takes {alone:.3f} s alone"
+            return _error(SLO_UNREACHABLE, text, None)
+        return _error(SLO_UNREACHABLE, text, prediction.retry_after_s(predicted - wanted))
+
+    def _count(self, reason: str) -> None:
+        self._state.metrics.counters.add("overload_refusals_total", labels=(reason,))
+
+
+def _error(code: str, text: str, retry_s: float | None) -> ErrorInfo:
+    retry = None if retry_s is None else max(MIN_RETRY_S, round(retry_s, 3))
+    return ErrorInfo(code=code, message=text, status=429, retry_after_s=retry)
