@@ -50,6 +50,8 @@ class Outcome(msgspec.Struct, gc=False):
     error: str = ""
     """Code of the error that it ended with."""
 
+    tenant: str = ""
+
 
 class ReplayResult(msgspec.Struct, frozen=True):
     """A finished replay."""
@@ -124,14 +126,14 @@ class Replay:
         chosen = 0
         if len(self._replicas) > 1:
             chosen = self._settings.router([replica.candidate(tokens) for replica in self._replicas])
-        self._outcomes.append(Outcome(request.tokens, self._world.now, chosen))
+        self._outcomes.append(Outcome(request.tokens, self._world.now, chosen, tenant=request.tenant))
         if self._settings.latency_s:
             self._world.at(
                 self._world.now + self._settings.latency_s,
-                lambda: self._replicas[chosen].submit(str(number), tokens),
+                lambda: self._replicas[chosen].submit(str(number), tokens, request.tenant),
             )
         else:
-            self._replicas[chosen].submit(str(number), tokens)
+            self._replicas[chosen].submit(str(number), tokens, request.tenant)
 
     def _first_token(self, rid: str) -> None:
         outcome = self._outcomes[int(rid)]

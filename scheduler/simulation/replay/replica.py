@@ -57,7 +57,7 @@ class Replica:
         """What a router sees when this prompt arrives."""
         return Candidate(len(self._work), self._queued_s, self._uncached_s(prompt))
 
-    def submit(self, rid: str, prompt: bytes) -> None:
+    def submit(self, rid: str, prompt: bytes, tenant: str = "") -> None:
         """Take in a request, and the reservation of its peer if KV is handed over."""
         self._work[rid] = seconds = self._uncached_s(prompt)
         self._queued_s += seconds
@@ -71,7 +71,7 @@ class Replica:
                     session=PEER, ticket=rid, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
                 )
             )
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route))
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, tenant=tenant))
 
     def _uncached_s(self, prompt: bytes) -> float:
         cached = self._scheduler.cached_tokens(prompt)
