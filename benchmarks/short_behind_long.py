@@ -19,6 +19,7 @@ import msgspec
 from benchmarks.arguments import add_dtype, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import prefill_seconds, serving
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.model.stub import is_stub
 from headrace.server.launch.local_server import LocalServer
 
@@ -28,6 +29,7 @@ PAGE_SIZE = 16
 WARM_UP = 3  # short prompts before the first measurement
 HEADROOM = 64  # tokens beyond the longest prompt
 FIRST, LAST = 0.1, 0.8  # of the long prompt's own time, between which short ones arrive
+_WAITS = "Under srpt a short one waits for half of one, for --depth more, and for the one that it is in itself."
 
 
 class Times(msgspec.Struct):
@@ -132,6 +134,9 @@ def main(arguments: Sequence[str]) -> int:
     columns = ("policy", "short alone, ms", "behind long, ms", "ratio", "long alone, ms", "beside short, ms", "ratio")
     title = f"{given.short} tokens behind {given.long:,}; median (range)"
     print_table(title, columns, [_row(policy, each) for policy, each in times.items()])
+    passes = ceil_div(given.long, given.chunk_tokens)
+    mean_ms = 1000 * min(statistics.median(each.long_alone) for each in times.values()) / passes
+    console.print(f"{passes} forward passes of a long prompt, {mean_ms:,.1f} ms each. {_WAITS}")
     return 0
 
 

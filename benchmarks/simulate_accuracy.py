@@ -162,8 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--kv-pages", str(given.kv_pages),
              "--page-size", str(given.page_size), "--chunk-tokens", str(given.chunk_tokens),
-             "--max-queued-tokens", "100000000", "--pipeline-depth", str(given.depth), "--pp", str(given.pp), "--policy", given.policy,
-             "--threads", "1" if is_stub(given.model) else str(given.threads))  # fmt: skip
+             "--max-queued-tokens", "100000000", "--pipeline-depth", str(given.depth), "--pp", str(given.pp),
+             "--policy", given.policy, "--threads", "1" if is_stub(given.model) else str(given.threads))  # fmt: skip
     config = SchedulerConfig(
         page_size=given.page_size,
         kv_pages=given.kv_pages,

@@ -23,8 +23,8 @@ CATALOG = (
     MetricSpec(
         "tenant_seconds_total",
         "counter",
-        "Predicted seconds of the prefill that was computed, cached tokens excluded, by name of the API key; anonymous: "
-        "keys without a name, salted: those with a cache salt, other: all names beyond the first 64.",
+        "Predicted seconds of the prefill that was computed, cached tokens excluded, by name of the API key; "
+        "anonymous: keys without a name, salted: those with a cache salt, other: all names beyond the first 64.",
         ("tenant",),
     ),
     MetricSpec(
