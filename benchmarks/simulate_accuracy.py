@@ -9,6 +9,8 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
 
 import httpx
 import msgspec
@@ -17,6 +19,7 @@ from benchmarks.arguments import add_dtype, add_threads, make_parser
 from benchmarks.report import console, print_table, run
 from benchmarks.server import prefill_body, serving
 from headrace.core.config import SchedulerConfig
+from headrace.core.config.scheduler import Policy
 from headrace.core.types.packed import unpack
 from headrace.engine.model.stub import is_stub
 from headrace.scheduler.simulation.replay.offered_work import offered_work
@@ -27,10 +30,10 @@ from headrace.server.launch.local_server import LocalServer
 from headrace.server.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
 from headrace.server.simulate.objectives import OBJECTIVES
 from headrace.server.simulate.summary import Summary, summarise
+from headrace.server.simulate.trace_file import read_trace
 
 STUB = "stub:layers=4,us_per_token=300,ps_per_token_squared=60000,us_per_plan=10000,max_len=8192"
 VOCABULARY = 1000
-PAGE_SIZE, CHUNK_TOKENS, KV_PAGES = 16, 512, 1024
 FIRST_TEXT = 10  # number of a session's text
 CONTINUED = 0.4  # share of requests that continue a session
 CONNECT_S = 600.0
@@ -90,9 +93,17 @@ def simulated(requests: Sequence[TraceRequest], engine: Calibration, config: Sch
     return Replay(settings, requests).run()
 
 
-def at_load(requests: Sequence[TraceRequest], engine: Calibration, load: float) -> list[TraceRequest]:
+def at_load(
+    requests: Sequence[TraceRequest], engine: Calibration, config: SchedulerConfig, load: float
+) -> list[TraceRequest]:
     """The requests, with arrival times scaled to this load."""
-    work = offered_work(requests, engine.costs, pages=KV_PAGES, page_size=PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
+    work = offered_work(
+        requests,
+        engine.costs,
+        pages=config.kv_pages,
+        page_size=config.page_size,
+        chunk_tokens=config.chunk_tokens,
+    )
     scale = work.seconds / (load * requests[-1].arrival_s)
     return [msgspec.structs.replace(request, arrival_s=request.arrival_s * scale) for request in requests]
 
@@ -143,25 +154,35 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8], metavar="X", help="loads to replay at")
     parser.add_argument("--depth", type=int, default=1, metavar="N", help="--pipeline-depth of the server")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of the server")
+    parser.add_argument("--policy", default="fcfs", choices=get_args(Policy), help="--policy of the server")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests, as headrace simulate takes them")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="--page-size of the server")
+    parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="--chunk-tokens of the server")
+    parser.add_argument("--kv-pages", type=int, default=1024, metavar="N", help="--kv-pages of the server")
     given = parser.parse_args(arguments)
-    flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--kv-pages", str(KV_PAGES),
-             "--page-size", str(PAGE_SIZE), "--chunk-tokens", str(CHUNK_TOKENS), "--max-queued-tokens", "100000000",
-             "--pipeline-depth", str(given.depth), "--pp", str(given.pp), "--policy", "fcfs",
-             "--threads", "1" if is_stub(given.model) else str(given.threads))  # fmt: skip
+    flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--kv-pages", str(given.kv_pages),
+             "--page-size", str(given.page_size), "--chunk-tokens", str(given.chunk_tokens),
+             "--max-queued-tokens", "100000000", "--pipeline-depth", str(given.depth), "--pp", str(given.pp),
+             "--policy", given.policy, "--threads", "1" if is_stub(given.model) else str(given.threads))  # fmt: skip
     config = SchedulerConfig(
-        page_size=PAGE_SIZE,
-        kv_pages=KV_PAGES,
-        chunk_tokens=CHUNK_TOKENS,
+        page_size=given.page_size,
+        kv_pages=given.kv_pages,
+        chunk_tokens=given.chunk_tokens,
+        policy=given.policy,
         pipeline_depth=given.depth,
         stages=given.pp,
         max_queued_tokens=100_000_000,
     )
+    if given.trace is None:
+        offered = workload(given.requests, given.longest, 1)
+    else:
+        offered = read_trace(given.trace, given.requests)
     for load in given.loads:
         with serving(*flags) as server, console.status("calibrating"):
             engine = calibrate(server.url, {})
         console.print(engine.text, engine.costs, f"latency {1000 * engine.latency_s:.1f} ms")
-        requests = at_load(workload(given.requests, given.longest, 1), engine, load)
-        about = f"{given.requests} requests in {requests[-1].arrival_s:.0f} s"
+        requests = at_load(offered, engine, config, load)
+        about = f"{len(requests)} requests in {requests[-1].arrival_s:.0f} s"
         with serving(*flags) as server, console.status(about):  # another one, with an empty cache
             real, own = asyncio.run(_replay(server, requests))
         console.print(f"its own passes: {own.text}", own.costs)

@@ -75,12 +75,12 @@ class Counters:
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._labels: dict[str, int] = {}
 
-    def add(self, name: str, amount: float = 1.0, labels: tuple[str, ...] = ()) -> None:
-        """Increase a counter."""
+    def add(self, name: str, amount: float = 1.0, labels: tuple[str, ...] = (), max_labels: int = MAX_LABELS) -> None:
+        """Increase a counter. max_labels: of its label values, beyond which new ones are counted as "other"."""
         key = (name, labels)
         if key not in self._values:
             known = self._labels.get(name, 0)
-            if known >= MAX_LABELS:
+            if known >= max_labels:
                 key = (name, ("other",) * len(labels))
             self._labels[name] = known + (key not in self._values)
         self._values[key] = self._values.get(key, 0.0) + amount

@@ -44,7 +44,6 @@ class Planner:
             self._in_order(batch, now)
         else:
             for request, count in self._shares.divide(batch.budget, batch.slots, now):
-                state.queues.charge(request, count)
                 self._prefill(batch, request, count)
             for request in self._shares.divided:
                 if request in state.queues.policy:
@@ -102,6 +101,7 @@ class Planner:
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
         """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
         queues, start = self._state.queues, request.planned
+        self._state.metrics.served(request, queues.charge(request, count))
         self._add(batch, request, count, request.packed(start, start + count))
         if request.planned < request.target:
             return

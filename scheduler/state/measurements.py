@@ -7,6 +7,8 @@ from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
+MAX_TENANTS = 64  # labels of a counter by tenant; those that come later are "other" together
+SALTED, ANONYMOUS = "salted", "anonymous"  # a salt is a secret, and no label
 
 
 class PlanRate:
@@ -50,6 +52,11 @@ class Measurements:
         if request.predicted_ttft_s is not None and (actual := now - request.arrived) > 0:
             error = (request.predicted_ttft_s - actual) / actual
             self.histograms.observe("ttft_prediction_error", error, bounds=ERRORS)
+
+    def served(self, request: Request, seconds: float) -> None:
+        """Predicted seconds of a request's prefill are in a plan."""
+        tenant = request.submit.tenant or (SALTED if request.submit.cache_salt else ANONYMOUS)
+        self.counters.add("tenant_seconds_total", seconds, (tenant,), MAX_TENANTS)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""

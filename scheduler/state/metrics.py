@@ -53,6 +53,13 @@ CATALOG = (
         OVERLOADS,
     ),
     MetricSpec(
+        "tenant_seconds_total",
+        "counter",
+        "Predicted seconds of the prefill that was computed, cached tokens excluded, by name of the API key; "
+        "anonymous: keys without a name, salted: those with a cache salt, other: all names beyond the first 64.",
+        ("tenant",),
+    ),
+    MetricSpec(
         "phase_duration_seconds", "histogram", "Time that requests spent in a phase.", ("phase",), _BY_QUEUE, SECONDS
     ),
     MetricSpec("prompt_tokens_total", "counter", "Prompt tokens of the requests that were started.", (), ((),)),

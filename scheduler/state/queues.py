@@ -145,10 +145,11 @@ class Queues:
                 self._rank(request, request.counted)
                 self.revise(request, now)
 
-    def charge(self, request: Request, count: int) -> None:
-        """The tenant of a request is served: the next count positions are planned."""
-        load = Load.between(request.planned, request.planned + count)
-        self.policy.charge(request, self._costs.load_s(load))
+    def charge(self, request: Request, count: int) -> float:
+        """The tenant of a request is served: the next count positions are planned. Returns their predicted seconds."""
+        seconds = self._costs.load_s(Load.between(request.planned, request.planned + count))
+        self.policy.charge(request, seconds)
+        return seconds
 
     def end_prefill(self, request: Request) -> None:
         """The whole prompt is planned."""

@@ -10,6 +10,7 @@ from headrace.server.simulate.objectives import CLASSES
 from headrace.server.simulate.summary import Summary
 
 NOTHING = "-"
+MOST_TENANTS = 12  # columns; JSON has all
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,24 @@ def as_text(report: Report) -> str:
     if report.retries:
         header += _RETRIES
         rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
-    return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}"
+    return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}{_by_tenant(report, swept)}"
+
+
+def _by_tenant(report: Report, swept: Sequence[str]) -> str:
+    """A table of goodput by tenant; nothing where the trace has no tenants."""
+    tenants = list(report.rows[0].summary.tenants)[:MOST_TENANTS]
+    if not tenants:
+        return ""
+    rows = [
+        [
+            _load(row),
+            *(str(row.swept[key]) for key in swept),
+            *(f"{100 * row.summary.tenants[tenant]:.1f}" for tenant in tenants),
+        ]
+        for row in report.rows
+    ]
+    header = ["load", *swept, *(tenant or NOTHING for tenant in tenants)]
+    return f"\n\nGoodput by tenant, those of most requests first, in %.\n\n{_table(header, rows)}"
 
 
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")

@@ -1,5 +1,6 @@
 """What a replay comes to: time to first token by length, goodput, utilisation and cache hits."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -36,6 +37,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     goodput_tokens: float
     """The same, each request weighted by its prompt tokens."""
+
+    tenants: dict[str, float]
+    """Goodput by tenant, those of most requests first; empty where the trace has none."""
 
     refused: dict[str, int]
     """Requests that ended with an error, by code."""
@@ -88,6 +92,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
         mean_s=sum(times) / len(times) if times else None,
         longest_s=times[-1] if times else None,
         goodput=len(good) / len(outcomes),
+        tenants=_tenants(outcomes, good),
         goodput_tokens=sum(outcome.tokens for outcome in good) / tokens,
         refused=refused,
         retried=len(retried),
@@ -99,6 +104,15 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
         tokens_per_s=sum(outcome.tokens for outcome in served) / seconds if seconds else 0.0,
         seconds=seconds,
     )
+
+
+def _tenants(outcomes: Sequence[Outcome], good: Sequence[Outcome]) -> dict[str, float]:
+    """Goodput by tenant, those of most requests first."""
+    offered = Counter(outcome.tenant for outcome in outcomes)
+    if set(offered) == {""}:
+        return {}
+    within = Counter(outcome.tenant for outcome in good)
+    return {tenant: within[tenant] / count for tenant, count in offered.most_common()}
 
 
 def _is_good(outcome: Outcome, objective: Objective, cost: Cost) -> bool:

@@ -6,11 +6,12 @@ JSON lines (any name but *.csv), with hash_ids of blocks of 512 tokens; equal id
 
 CSV with a header; the columns after input_tokens are optional:
 
-    arrival_s,input_tokens,output_tokens,session,prefix_group,prefix_tokens
-    0.25,6955,52,alice-1,support-bot,1200
+    arrival_s,input_tokens,output_tokens,session,prefix_group,prefix_tokens,tenant
+    0.25,6955,52,alice-1,support-bot,1200,acme
 
 session: its prompts are beginnings of one text, as the turns of a conversation are. prefix_group: the first
-prefix_tokens of all its prompts are equal, such as a system prompt.
+prefix_tokens of all its prompts are equal, such as a system prompt. tenant: whose request it is, which JSON lines may
+say as well. It does not separate prefixes, as names of API keys do not.
 """
 
 import csv
@@ -31,7 +32,7 @@ from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest
 BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 LONGEST_PROMPT = 16_000_000  # tokens; more is a mistake of the file
 COARSE_S = 1.0  # timestamps in steps of this and more are spread inside their step
-COLUMNS = ("arrival_s", "input_tokens", "output_tokens", "session", "prefix_group", "prefix_tokens")
+COLUMNS = ("arrival_s", "input_tokens", "output_tokens", "session", "prefix_group", "prefix_tokens", "tenant")
 REQUIRED = COLUMNS[:2]
 
 Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
@@ -45,6 +46,7 @@ class _Line(msgspec.Struct):
     input_length: Tokens
     hash_ids: list[Annotated[int, Meta(ge=0)]]
     output_length: Annotated[int, Meta(ge=0)] = 0
+    tenant: str = ""
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
@@ -90,7 +92,7 @@ def _mooncake_request(line: _Line) -> TraceRequest:
     last = line.input_length - BLOCK_TOKENS * (len(line.hash_ids) - 1)
     sizes = [BLOCK_TOKENS] * (len(line.hash_ids) - 1) + [last]
     segments = tuple(map(Segment, line.hash_ids, sizes))
-    return TraceRequest(line.timestamp / 1000, segments, line.input_length, line.output_length)
+    return TraceRequest(line.timestamp / 1000, segments, line.input_length, line.output_length, line.tenant)
 
 
 def _spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
@@ -163,7 +165,7 @@ def _csv_request(where: str, row: dict[str, str], texts: _Texts) -> TraceRequest
         own = texts.named("session", session) if session else texts.unique()
         segments.append(Segment(own, tokens - shared))
     output = _whole(where, "output_tokens", row.get("output_tokens") or "0", 0)
-    return TraceRequest(_seconds(where, row["arrival_s"]), tuple(segments), tokens, output)
+    return TraceRequest(_seconds(where, row["arrival_s"]), tuple(segments), tokens, output, row.get("tenant", ""))
 
 
 def _whole(where: str, column: str, text: str, low: int) -> int:

@@ -83,7 +83,11 @@ def test_legends_use_labels_of_their_query() -> None:
 def test_queries_are_promql(tmp_path: Path) -> None:
     """promtool reads them as recording rules, with Grafana's variables filled in."""
     filled = [
-        re.sub(r"\$__\w+", "5m", query).replace("$role", ".*").replace("$instance", ".*").replace("$phase", ".*")
+        re.sub(r"\$__\w+", "5m", query)
+        .replace("$role", ".*")
+        .replace("$instance", ".*")
+        .replace("$phase", ".*")
+        .replace("$objective", "1")
         for query in QUERIES
         if not query.startswith("label_values(")
     ]
@@ -116,6 +120,16 @@ def test_variables_are_used_and_declared() -> None:
     text = DASHBOARD.read_text(encoding="utf-8")
     used = set(re.findall(r"\$\{?([a-z]+)\b", text))
     assert used == declared
+
+
+def test_objectives_are_bucket_bounds_of_the_time_to_first_token() -> None:
+    """Else no bucket would be found, and the goodput panel would be empty."""
+    (variable,) = (each for each in load_json(DASHBOARD)["templating"]["list"] if each["name"] == "objective")
+    (spec,) = (spec for spec in CATALOG if spec.name == "time_to_first_token_seconds")
+    choices = [float(choice) for choice in variable["query"].split(",")]
+    assert set(choices) <= set(spec.bounds)
+    assert [float(option["value"]) for option in variable["options"]] == choices
+    assert float(variable["current"]["value"]) in choices
 
 
 def test_provisioning_points_to_the_dashboard_and_the_prometheus_of_the_compose_file() -> None:

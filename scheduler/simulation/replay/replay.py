@@ -64,6 +64,8 @@ class Outcome(msgspec.Struct, gc=False):
     attempts: int = 1
     """How often it was submitted."""
 
+    tenant: str = ""
+
 
 class ReplayResult(msgspec.Struct, frozen=True):
     """A finished replay."""
@@ -139,7 +141,7 @@ class Replay:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._await_arrival(number + 1)
-        self._outcomes.append(Outcome(request.tokens, self._world.now))
+        self._outcomes.append(Outcome(request.tokens, self._world.now, tenant=request.tenant))
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -151,7 +153,7 @@ class Replay:
         slo = None if objective_s is None else objective_s(outcome.tokens)
 
         def submit() -> None:
-            replica.submit(str(number), tokens, slo, outcome.attempts)
+            replica.submit(str(number), tokens, outcome.tenant, slo, outcome.attempts)
 
         if self._settings.latency_s:
             self._world.at(self._world.now + self._settings.latency_s, submit)

@@ -28,8 +28,8 @@ HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one 
 class Replica:
     """Takes prompts and reports what becomes of them, at the virtual times at which it does.
 
-    first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called with
-    what the prefix cache gained or lost, if the configuration has kv_events.
+    first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called
+    with what the prefix cache gained or lost, if the configuration has kv_events.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Replica:
         """What the server reports of its load."""
         return LoadReport(*self._scheduler.load())
 
-    def submit(self, rid: str, prompt: bytes, slo_ttft_s: float | None = None, attempt: int = 1) -> None:
+    def submit(
+        self, rid: str, prompt: bytes, tenant: str = "", slo_ttft_s: float | None = None, attempt: int = 1
+    ) -> None:
         """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
         self._work[rid] = seconds = self._uncached_s(prompt)
         self._queued_s += seconds
@@ -92,7 +94,9 @@ class Replica:
                     row=0,
                 )
             )
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, slo_ttft_s=slo_ttft_s))
+        self._driver.handle(
+            Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, tenant=tenant, slo_ttft_s=slo_ttft_s)
+        )
 
     def _uncached_s(self, prompt: bytes) -> float:
         cached = self._scheduler.cached_tokens(prompt)

@@ -38,6 +38,9 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int = 0
     """Tokens that were generated; 0 where the trace does not say. A prefill server does not generate them."""
 
+    tenant: str = ""
+    """Whose it is; "" where the trace does not say."""
+
 
 def prompt(request: TraceRequest, vocabulary: int = VOCABULARY) -> bytes:
     """The packed token ids of a request's prompt, all below vocabulary."""

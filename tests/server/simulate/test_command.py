@@ -54,6 +54,20 @@ def test_a_sweep_has_a_line_for_every_combination(trace: Path, capsys: pytest.Ca
         assert by[True, 1, chunk]["utilisation"] > by[False, 1, chunk]["utilisation"]
 
 
+def test_tenants_have_a_goodput_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One tenant floods the server: under srpt, with its limit of lag, the other's prompts come before its own."""
+    path = tmp_path / "trace.csv"
+    rows = [f"{0.01 * number},2000,flood" for number in range(200)] + [f"{number},4000,calm" for number in range(10)]
+    path.write_text("\n".join(["arrival_s,input_tokens,tenant", *rows]))
+    fcfs, srpt = report(path, "--policy", "fcfs,srpt", "--tenant-lag-s", "1", "--max-queued-tokens", "1000000")["rows"]
+    assert list(srpt["summary"]["tenants"]) == ["flood", "calm"]
+    assert fcfs["summary"]["tenants"]["calm"] < 0.5
+    assert srpt["summary"]["tenants"]["calm"] == 1.0
+    table = capsys.readouterr().out.split("Goodput by tenant")[1]
+    assert table.splitlines()[2].split() == ["load", "policy", "flood", "calm"]
+    assert table.splitlines()[4].split()[1:] == ["srpt", f"{100 * srpt['summary']['tenants']['flood']:.1f}", "100.0"]
+
+
 def test_without_a_load_the_times_are_those_of_the_trace(trace: Path) -> None:
     (row,) = report(trace)["rows"]
     assert 13 < row["summary"]["seconds"] < 16, "the last prompt comes after 13 s"

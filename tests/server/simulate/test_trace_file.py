@@ -39,6 +39,12 @@ def test_blocks_of_equal_ids_are_equal_tokens(tmp_path: Path) -> None:
     assert common(first, second) == 1024
 
 
+def test_both_formats_say_whose_a_request_is(tmp_path: Path) -> None:
+    lines = mooncake(tmp_path, line(0, 10, 0, tenant="acme"), line(1, 10, 0))
+    rows = comma(tmp_path, "arrival_s,input_tokens,tenant\n0,10,acme\n1,10,")
+    assert [request.tenant for request in (*lines, *rows)] == ["acme", "", "acme", ""]
+
+
 def test_requests_of_a_coarse_step_are_spread_evenly_inside_it(tmp_path: Path) -> None:
     """As in Mooncake's traces, whose steps are of 3 s or a millisecond less. A longer gap stays a gap."""
     steps = [3000, 3000, 3000, 5999, 9000, 9000, 30000, 30000]
