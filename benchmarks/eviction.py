@@ -18,7 +18,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.eviction import SHORT_TOKENS
-from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache
 
 BLOCK = 512  # tokens of a block of the trace
 POOLS = "1250,2700,5000,10000,20000,50000"

@@ -111,3 +111,13 @@ class PageLoad:
 
 
 PageCopy = PageStore | PageLoad
+
+
+def slot_of(node: Node, tier: Tier) -> int:
+    """The node's slot in a tier; NONE without a copy there."""
+    return NONE if node.copies is None else node.copies.slots[tier]
+
+
+def has_copy(node: Node) -> bool:
+    """Whether the node has a page in the pool or a copy in a tier."""
+    return node.page != NONE or (node.copies is not None and node.copies.any)

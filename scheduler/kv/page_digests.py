@@ -9,6 +9,7 @@ A page is named by a chain of SHA-256 digests:
 A cryptographic hash, since clients choose the tokens, and equal digests share KV.
 """
 
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 
 ROOT = b"headrace kv 1\0"
@@ -22,3 +23,10 @@ def root_digest(salt: bytes) -> bytes:
 def page_digest(parent: bytes, tokens: bytes) -> bytes:
     """The digest of a page from its parent's (the root's for the first page) and its packed token ids."""
     return sha256(parent + tokens).digest()
+
+
+def page_digests(pages: Iterable[bytes], digest: bytes) -> Iterator[bytes]:
+    """Digests of consecutive pages, after the one with this digest."""
+    for page in pages:
+        digest = page_digest(digest, page)
+        yield digest

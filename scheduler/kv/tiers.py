@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore
+from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree
+from headrace.scheduler.kv.tier_check import check_tiers
 from headrace.scheduler.kv.tier_slots import TierSlots
 
 
@@ -95,7 +96,7 @@ class KvTiers:
         slots, store = self._slots["disk"], PageStore("disk")
         anchor: Node | None = None  # the page before those, which must not be evicted meanwhile
         for node in path:
-            if _slot(node, "disk") != NONE:
+            if slot_of(node, "disk") != NONE:
                 anchor = node
                 continue
             if self.archiving + len(store.nodes) >= limit or (node.copies is not None and node.copies.load is not None):
@@ -217,7 +218,7 @@ class KvTiers:
                 if header.salt != salt or header.digest == digest:
                     continue
                 node = self._tree.place(parent, salt, header.digest, header.turn)
-                if id(node) not in seen and _slot(node, "disk") == NONE:
+                if id(node) not in seen and slot_of(node, "disk") == NONE:
                     seen.add(id(node))
                     claimed[slot] = node
                     stack.append((header.digest, salt, node))
@@ -229,26 +230,7 @@ class KvTiers:
 
     def check(self, nodes: Sequence[Node]) -> list[str]:
         """Discrepancies between tiers and tree. nodes: all of the tree."""
-        parents = {id(node.parent): node.parent for node in nodes if node.parent is not None}
-        counting = [*nodes, *(parent for parent in parents.values() if parent.parent is None)]
-        problems = [problem for slots in self._slots.values() for problem in slots.check(counting)]
-        loading = busy = 0
-        for node in nodes:
-            parent, copies = node.parent, node.copies
-            if copies is not None:
-                loading += copies.load is not None
-                busy += copies.busy
-            if parent is None or parent.parent is None:
-                continue
-            if _has_copy(node) and not _has_copy(parent):
-                problems.append("a node with a copy has a parent without")
-            if node.page != NONE and parent.page == NONE:
-                problems.append(f"page {node.page} has a parent outside the pool")
-            if _slot(node, "disk") != NONE and _slot(parent, "disk") == NONE and copies is not None and not copies.busy:
-                problems.append(f"disk slot {_slot(node, 'disk')} has a parent that is not on disk")
-        if (loading, busy) != (self.loading, self.loading + self.leaving + self.archiving):
-            problems.append(f"{self.loading} pages are being loaded and {busy} copied; nodes say {loading}")
-        return problems
+        return check_tiers(nodes, self._slots.values(), self.loading, self.leaving + self.archiving)
 
     def _add(self, store: PageStore, node: Node, slot: int) -> None:
         assert node.copies is not None, "it has just been given a slot"
@@ -298,7 +280,7 @@ class KvTiers:
 
     def _forget(self, node: Node, tier: Tier) -> None:
         """Drop a node's copy in a tier, and what could not be reached or kept without it."""
-        if _slot(node, tier) == NONE:
+        if slot_of(node, tier) == NONE:
             return
         if tier == "disk":
             below = [one for one in _below(node, tier) if one is not node]
@@ -315,15 +297,15 @@ class KvTiers:
     def _forget_lost(self, node: Node) -> None:
         """Drop the copies of a node that were lost while it was busy, once it is not."""
         for tier in TIERS:
-            if (tier, _slot(node, tier)) in self._lost and node.copies is not None and not node.copies.busy:
+            if (tier, slot_of(node, tier)) in self._lost and node.copies is not None and not node.copies.busy:
                 self._forget(node, tier)
 
     def _release(self, node: Node, tier: Tier) -> None:
-        self._lost.discard((tier, _slot(node, tier)))
+        self._lost.discard((tier, slot_of(node, tier)))
         self._slots[tier].release(node)
 
     def _bury_without_copy(self, node: Node) -> None:
-        if not _has_copy(node):
+        if not has_copy(node):
             self._forget_below(node)
             self._tree.bury(node)
 
@@ -333,7 +315,7 @@ class KvTiers:
             for one in reversed(_below(node, tier)):
                 if one is not node:
                     self._release(one, tier)
-                    if not _has_copy(one):
+                    if not has_copy(one):
                         self._tree.bury(one)
 
     def _offer(self, node: Node) -> None:
@@ -343,15 +325,7 @@ class KvTiers:
 
 def nearest(node: Node) -> Tier:
     """The tier that a node is loaded from."""
-    return "host" if _slot(node, "host") != NONE else "disk"
-
-
-def _slot(node: Node, tier: Tier) -> int:
-    return NONE if node.copies is None else node.copies.slots[tier]
-
-
-def _has_copy(node: Node) -> bool:
-    return node.page != NONE or (node.copies is not None and node.copies.any)
+    return "host" if slot_of(node, "host") != NONE else "disk"
 
 
 def _below(node: Node, tier: Tier) -> list[Node]:
@@ -362,5 +336,5 @@ def _below(node: Node, tier: Tier) -> list[Node]:
         found.append(one)
         if one.copies is None or not one.copies.children[tier]:
             continue
-        stack += [child for child in one.children.values() if _slot(child, tier) != NONE]
+        stack += [child for child in one.children.values() if slot_of(child, tier) != NONE]
     return found

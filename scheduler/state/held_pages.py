@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.state.record import Request
 
 

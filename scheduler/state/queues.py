@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from headrace.core.messages.frontend import Submit
-from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.state.backlog import Backlog, RankOf
 from headrace.scheduler.state.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.state.metrics import QUEUES

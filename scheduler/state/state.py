@@ -6,7 +6,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.lease import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.state.backlog import rank_of
 from headrace.scheduler.state.copy_table import CopyTable

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.eviction import MAX_TURN, SHARED_BY
-from headrace.scheduler.kv.lease import GHOSTS_PER_PAGE, KvCache
+from headrace.scheduler.kv.kv_cache import GHOSTS_PER_PAGE, KvCache
 
 SHORT = 2
 

@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.lease import KvCache, Lease
+from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.kv.lease import Lease
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 
 KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=5)

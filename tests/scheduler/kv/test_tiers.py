@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.lease import KvCache, Lease
+from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.kv.lease import Lease
 from headrace.scheduler.kv.node import Node, PageLoad, PageStore
 from headrace.scheduler.kv.page_digests import page_digest, root_digest
 

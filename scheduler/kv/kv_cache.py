@@ -1,0 +1,347 @@
+"""The KV pool of an engine: leases on its pages, and the prefix cache.
+
+A lease is the right of one request to KV pages. It has one owner and one end.
+
+pool   = free | tree (cached) | private
+leased = private pages of leases + pages of the tree that some lease has locked
+
+    lease.pages:   p0   p1   p2   p3   p4        the request's page table, position // page_size
+    lease.path:    n0   n1   n2                  locked nodes of the tree for its first pages
+                   n0.page == p0: the tree owns p0;  n1.page != p1: an equal page was there first, p1 is private
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+from headrace.core.config.scheduler import Eviction
+from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.packed import ITEM_BYTES
+from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
+from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.kv.node import Node, PageCopy, PageStore
+from headrace.scheduler.kv.page_allocator import PageAllocator
+from headrace.scheduler.kv.page_digests import page_digests
+from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
+from headrace.scheduler.kv.tiers import KvTiers, nearest
+
+GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
+LOW_WATER = 16  # one page of so many is kept free, where evicted pages are copied to the host tier
+COPYING = 2  # at most one page of so many is being written to disk
+LOADING = 2  # at most one page of so many is being loaded
+TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbers
+
+LoadChoice = Callable[[int, Sequence[Tier]], int]  # pages before, tiers of the pages that follow -> how many to load
+
+
+class KvCache:
+    """The KV pool of one engine: the page allocator, the prefix tree, and the leases on both."""
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        prefix_cache: bool = True,
+        events: CacheEventLog | None = None,
+        eviction: Eviction = "lru",
+        short_tokens: int = SHORT_TOKENS,
+        disk_turn: int = 1,
+    ) -> None:
+        """events: is told of every page that the tree gains or loses. eviction: which cached pages leave first, see
+        eviction.py. short_tokens: a first prompt of at most so many tokens is short. disk_turn: requests
+        from this turn of their conversation on are written to disk, where there is a disk tier."""
+        self._events = events
+        self._page_size = page_size
+        self._prefix_cache = prefix_cache
+        self._allocator = PageAllocator(pages)
+        self._eviction = eviction
+        self._short_tokens = short_tokens
+        self._disk_turn = disk_turn
+        self.tiers: KvTiers | None = None
+        """The host and disk tiers, if there is one."""
+
+        self._tree = self._new_tree(pages, 0, 0)
+        self._leases: dict[int, Lease] = {}
+        self._owners = 0
+        self.version = 0
+        """Rises whenever a lease that was refused might now be granted."""
+
+    @property
+    def page_size(self) -> int:
+        """Token positions in one page."""
+        return self._page_size
+
+    @property
+    def total(self) -> int:
+        """Pages of the pool."""
+        return self._allocator.total
+
+    @property
+    def free(self) -> int:
+        """Pages that are neither leased nor in the tree."""
+        return self._allocator.free
+
+    @property
+    def cached(self) -> int:
+        """Pages in the tree that no lease uses."""
+        return self._tree.unlocked
+
+    @property
+    def leased(self) -> int:
+        """Pages that some lease uses."""
+        return self.total - self.free - self.cached
+
+    @property
+    def leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
+
+    @property
+    def copying(self) -> bool:
+        """Pages are being copied from or to tiers."""
+        return self.tiers is not None and self.tiers.leaving + self.tiers.archiving + self.tiers.loading > 0
+
+    def reset(self, pages: int, host_pages: int = 0, disk_pages: int = 0) -> None:
+        """Start over with an empty pool of so many pages: the one before is gone with its engine, and so is the host
+        tier. host_pages, disk_pages: slots of the tiers; what the disk holds is restored by KvTiers. Raises ValueError
+        while a lease has not ended."""
+        if self._leases:
+            raise ValueError(f"{len(self._leases)} leases have not ended")
+        self._allocator = PageAllocator(pages)
+        self._tree = self._new_tree(pages, host_pages, disk_pages)
+        self.version += 1
+        if self._events is not None:
+            self._events.cleared()
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many token positions."""
+        return ceil_div(tokens, self._page_size)
+
+    @property
+    def tree_version(self) -> int:
+        """Rises whenever cached_positions() may give another answer."""
+        return self._tree.version
+
+    def cached_positions(self, tokens: bytes | bytearray, salt: str) -> int:
+        """Positions of packed tokens that acquire() would find in the tree now."""
+        if not self._prefix_cache:
+            return 0
+        return len(pages_of(self._known(tokens, salt))) * self._page_size
+
+    def acquire(
+        self,
+        tokens: bytes | bytearray,
+        salt: str,
+        extra: int = 0,
+        match: bool = True,
+        load: LoadChoice | None = None,
+    ) -> Lease | None:
+        """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
+
+        Pages found in the tree are used, but never for the last token: it has to be computed to get logits. load: how
+        many of the pages that follow in other tiers are to be loaded; Lease.load is set when some are.
+        """
+        length = len(tokens) // ITEM_BYTES
+        known = self._known(tokens, salt) if match and self._prefix_cache else []
+        path, turn = pages_of(known), next_turn(known)
+        if self.tiers is not None and load is None:
+            path = _filled(path)
+        further = self._further(known, len(path), load)
+        self._tree.lock(path)
+        self._owners += 1
+        pages = self._take(self.pages_for(length + extra) - len(path), self._owners, wait=True, keep=further)
+        if pages is None:
+            self._tree.unlock_unused(path)
+            return None
+        table = array("i", [node.page for node in path])
+        table.extend(pages)
+        self._load(further, pages)
+        path.extend(further)
+        short = turn == 0 and length <= self._short_tokens
+        copies = path[-1].copies if path else None
+        loading = None if copies is None else copies.load
+        lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short)
+        self._leases[lease.owner] = lease
+        return lease
+
+    def grow(self, lease: Lease, tokens: int) -> bool:
+        """Add pages until the lease holds this many positions; False (and nothing added) when none can be had."""
+        pages = self._take(self.pages_for(tokens) - len(lease.pages), lease.owner)
+        if pages is None:
+            return False
+        lease.pages.extend(pages)
+        return True
+
+    def publish(self, lease: Lease, tokens: bytes | bytearray, computed: int) -> None:
+        """Insert the lease's full pages among the first computed positions into the prefix tree.
+
+        Where the tree already has an equal page, the lease keeps its own, and later pages go below that one.
+        """
+        if not self._prefix_cache:
+            return
+        first, end = len(lease.path), computed // self._page_size
+        keys = self._keys(tokens, first, end, lease.path[-1] if lease.path else None, lease.salt)
+        for index, key in enumerate(keys, first):
+            parent = lease.path[-1] if lease.path else None
+            node = self._tree.child(parent, lease.salt, key)
+            if node is None:
+                page = lease.pages[index]
+                self._allocator.transfer(page, lease.owner, TREE)
+                content = None if self.tiers is None else self._page_tokens(tokens, index)
+                node = self._tree.insert(parent, lease.salt, key, page, content)
+                self.version += 1
+            elif node.copies is not None and node.copies.load is not None:
+                return  # an equal page is being loaded, and it is not certain that it can be
+            self._tree.lock([node])
+            lease.path.append(node)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: unlock its path, free its private pages. Raises ValueError when it has already ended.
+
+        The path of a nonfinite lease leaves the tree, except pages that other requests use or that have children: the
+        results of those requests show whether the pages are good.
+        """
+        if lease.ended:
+            raise ValueError("the lease has already ended")
+        lease.ended = True
+        del self._leases[lease.owner]
+        self._allocator.release(list(self._private(lease)), lease.owner)
+        if self.tiers is not None and not lease.nonfinite:
+            self.tiers.archive(lease.path, lease.turn, self.total // COPYING)
+        self._tree.unlock(lease.path, lease.turn, lease.short)
+        if lease.nonfinite:
+            if self.tiers is not None:
+                self.tiers.purge(lease.path)
+            self._allocator.release(self._tree.drop(lease.path), TREE)
+        self.version += 1
+
+    def copies_begun(self) -> list[PageCopy]:
+        """The copies of pages that are to be ordered now. Cold pages are copied before the pool is full."""
+        if self.tiers is None:
+            return []
+        self._make_room(self.total // LOW_WATER)
+        return self.tiers.begun()
+
+    def copied(self, copy: PageCopy, failed: set[int]) -> None:
+        """A copy of pages has ended on all stages; failed: indices of pages that failed on one of them. For a load:
+        leases on those, and on pages after them, have ended."""
+        assert self.tiers is not None, "it has begun the copy"
+        freed = self.tiers.stored(copy, failed) if isinstance(copy, PageStore) else self.tiers.loaded(copy, failed)
+        self._allocator.release(freed, TREE)
+        self.version += 1
+
+    def loaded(self, lease: Lease, tokens: bytes | bytearray) -> None:
+        """The pages of a lease have been filled: it can be used."""
+        assert lease.load is not None, "it has waited for them"
+        for index, node in enumerate(lease.path):
+            self._tree.announce(node, lease.salt, self._page_tokens(tokens, index))
+        lease.load = None
+
+    def check(self) -> list[str]:
+        """Discrepancies; none when free + cached + leased pages are the pool and the locks match the leases."""
+        problems: list[str] = []
+        locks: dict[int, int] = {}
+        private = 0
+        for lease in self._leases.values():
+            private += sum(1 for _ in self._private(lease))
+            for node in lease.path:
+                locks[node.number] = locks.get(node.number, 0) + 1
+            foreign = [page for page in self._private(lease) if self._allocator.owner(page) != lease.owner]
+            if foreign:
+                problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
+        nodes = unlocked = 0
+        if self.tiers is not None:
+            problems += self.tiers.check(list(self._tree.walk_all()))
+        for node in self._tree.walk():
+            nodes += 1
+            unlocked += node.locks == 0
+            expected = locks.get(node.number, 0) + (0 if node.copies is None else node.copies.busy)
+            if node.locks != expected:
+                problems.append(f"page {node.page} has {node.locks} locks, leases and copies count {expected}")
+            if self._allocator.owner(node.page) != TREE:
+                problems.append(f"page {node.page} is in the tree but owned by {self._allocator.owner(node.page)}")
+        if nodes != self._tree.pages or unlocked != self._tree.unlocked:
+            problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
+        if self.free + nodes + private != self.total:
+            problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
+        return problems
+
+    def _known(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
+        """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token."""
+        full = (len(tokens) // ITEM_BYTES - 1) // self._page_size
+        return self._tree.find(self._keys(tokens, 0, full, None, salt), salt)
+
+    def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
+        has_tiers = self._prefix_cache and host_pages + disk_pages > 0
+        ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
+        tree = PrefixTree(self._events, make_ranking(self._eviction), ghosts, digests=has_tiers)
+        self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn, self._events) if has_tiers else None
+        return tree
+
+    def _further(self, known: list[Node], resident: int, load: LoadChoice | None) -> list[Node]:
+        """The nodes of a path that are to be loaded."""
+        if self.tiers is None or load is None:
+            return []
+        nodes = self.tiers.loadable(known, resident)[: max(0, self.total // LOADING - self.tiers.loading)]
+        return nodes[: load(resident, [nearest(node) for node in nodes])] if nodes else []
+
+    def _load(self, nodes: list[Node], pages: list[int]) -> None:
+        """Begin to fill the first pages of a new lease, and lock them for it."""
+        if self.tiers is None or not nodes:
+            return
+        for page, _ in zip(pages, nodes, strict=False):
+            self._allocator.transfer(page, self._owners, TREE)
+        self.tiers.load(nodes, pages[: len(nodes)])
+        self._tree.lock(nodes)
+
+    def _take(self, count: int, owner: int, wait: bool = False, keep: Sequence[Node] = ()) -> list[int] | None:
+        """Allocate count pages, evicting where needed; None when there are not that many. wait: pages that can be
+        copied to the host tier are not evicted before. keep: nodes whose copies are not given up for others."""
+        if count <= 0:
+            return []
+        if self.free + self.cached < count:
+            return None
+        if self.free < count:
+            if wait and self._make_room(count, keep):
+                return None
+            if self.free < count:
+                self._allocator.release(self._tree.evict(count - self.free), TREE)
+        return self._allocator.allocate(count, owner) if self.free >= count else None
+
+    def _make_room(self, count: int, keep: Sequence[Node] = ()) -> bool:
+        """Begin to copy cold pages to the host tier, until so many pages are free. True when that takes time. keep:
+        nodes whose copies are not given up for them."""
+        if self.tiers is None or not self.tiers.slots("host").total:
+            return False
+        missing = count - self.free - self.tiers.leaving
+        if missing > 0:
+            self.tiers.pin(keep)
+            self._allocator.release(self.tiers.store(missing), TREE)
+            self.tiers.unpin(keep)
+        return self.free < count and self.tiers.leaving > 0
+
+    def _private(self, lease: Lease) -> Iterator[int]:
+        for index, page in enumerate(lease.pages):
+            if index >= len(lease.path) or lease.path[index].page != page:
+                yield page
+
+    def _keys(self, tokens: bytes | bytearray, first: int, end: int, above: Node | None, salt: str) -> Iterator[bytes]:
+        """Keys of the full pages [first, end), which come after the node above (None: the root)."""
+        pages = (self._page_tokens(tokens, index) for index in range(first, end))
+        if self.tiers is None:
+            return pages
+        return page_digests(pages, self._tree.root_key(salt) if above is None else above.key)
+
+    def _page_tokens(self, tokens: bytes | bytearray, index: int) -> bytes:
+        """The packed tokens of a full page."""
+        step = self._page_size * ITEM_BYTES
+        return bytes(tokens[index * step : (index + 1) * step])
+
+
+def _filled(path: list[Node]) -> list[Node]:
+    """The part of a path that is not being loaded."""
+    end = next(
+        (i for i, node in enumerate(path) if node.copies is not None and node.copies.load is not None), len(path)
+    )
+    return path[:end]
