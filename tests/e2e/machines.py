@@ -4,6 +4,7 @@ The scheduler's server runs where the test does; the machines are for stages.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -42,7 +43,10 @@ def machines(count: int) -> Iterator[list[Machine]]:
 
 def _bridge(stack: ExitStack) -> bool:
     """Whether there may be namespaces; then there is a bridge for them."""
-    if os.geteuid() or shutil.which("ip") is None or not _ip(f"link add {_name()} type bridge", check=False):
+    if os.geteuid() or shutil.which("ip") is None:
+        return False
+    _remove_leftovers()
+    if not _ip(f"link add {_name()} type bridge", check=False):
         return False
     stack.callback(_ip, f"link del {_name()}")
     if not _ip(f"netns add {_name()}", check=False):
@@ -50,6 +54,15 @@ def _bridge(stack: ExitStack) -> bool:
     _ip(f"netns del {_name()}")
     _ip(f"addr add {SUBNET}.1/24 dev {_name()}")
     return _ip(f"link set {_name()} up")
+
+
+def _remove_leftovers() -> None:
+    """Remove namespaces and devices of test processes that were killed: their bridges have the same addresses."""
+    for what, pattern in (("netns", r"^hr(\d+)\S*"), ("link", r"^\d+: hr(\d+)[^:@]*")):
+        listed = subprocess.run(["ip", "-o", what, "list"], capture_output=True, text=True, timeout=30).stdout
+        for match in re.finditer(pattern, listed, re.MULTILINE):
+            if not psutil.pid_exists(int(match[1])):
+                _ip(f"{what} del {match[0].split()[-1]}", check=False)
 
 
 def _namespace(stack: ExitStack, number: int) -> Machine:
