@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from benchmarks.arguments import add_dtype, add_threads, make_parser
+from benchmarks.arguments import add_dtype, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import prefill_seconds, serving
 from headrace.core.types.geometry import ceil_div
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--short", type=int, default=100, metavar="TOKENS", help="tokens of the short prompts")
     parser.add_argument("--long", type=int, default=100_000, metavar="TOKENS", help="tokens of the long prompts")
     parser.add_argument("--count", type=int, default=4, metavar="N", help="short prompts behind each long one")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements to take the median of")
+    add_rounds(parser, 3)
     parser.add_argument("--policies", nargs="+", default=["fcfs", "srpt"], metavar="NAME", help="policies to compare")
     parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="as in headrace serve")
     parser.add_argument("--chunking", default="fixed", help="as in headrace serve")

@@ -36,7 +36,7 @@ from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.native import load_kernels
+from headrace.engine.native import Kernels, load_kernels
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow
 
@@ -148,13 +148,7 @@ class ModelRunner:
         length = spec.resolve_length(max_model_len or model.max_model_len)
         int8 = model.quantize == "int8"
         native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
-        kernels = None
-        if device == "cpu" and (dtype != "float16" or not native):
-            kernels = load_kernels(
-                wide=has_wide_vectors(engine.cpuinfo),
-                bfloat16=has_bfloat16_vectors(engine.cpuinfo),
-                vnni=has_int8_vectors(engine.cpuinfo),
-            )
+        kernels = _kernels(engine.cpuinfo) if device == "cpu" and (dtype != "float16" or not native) else None
         plan = plan_memory(
             spec,
             dtype,
@@ -169,12 +163,8 @@ class ModelRunner:
         checkpoint = open_checkpoint(source, spec)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
-        precision = Precision(
-            model=TORCH_DTYPES[dtype],
-            held=TORCH_DTYPES[plan.weight_dtype],
-            compute=TORCH_DTYPES[dtype] if native else torch.float32,
-            int8=int8,
-        )
+        model_dtype, held = TORCH_DTYPES[dtype], TORCH_DTYPES[plan.weight_dtype]
+        precision = Precision(model_dtype, held, compute=model_dtype if native else torch.float32, int8=int8)
         self._decoder = Decoder(
             spec,
             checkpoint,
@@ -306,6 +296,13 @@ class ModelRunner:
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
             results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
         return results
+
+
+def _kernels(cpuinfo: str) -> Kernels | None:
+    """The native kernels for what the CPU has. cpuinfo: as in EngineConfig."""
+    return load_kernels(
+        wide=has_wide_vectors(cpuinfo), bfloat16=has_bfloat16_vectors(cpuinfo), vnni=has_int8_vectors(cpuinfo)
+    )
 
 
 def _split_samples(

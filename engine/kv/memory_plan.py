@@ -63,10 +63,10 @@ def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
     return total + tables * spec.vocab_size * spec.hidden_size + last * spec.hidden_size
 
 
-def linear_count(spec: ModelSpec, layers: range) -> int:
-    """Number of weights of the linear layers, apart from the output head."""
+def linear_count(spec: ModelSpec, layers: range | None = None) -> int:
+    """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-    return len(layers) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
 
 
 def plan_memory(
@@ -92,9 +92,9 @@ def plan_memory(
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
     count = weight_count(spec, layers)
+    in_8_bits = linear_count(spec, layers) if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
-    in_8_bits = linear_count(spec, layers or range(spec.layers)) if int8 else 0
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
     room = available_bytes - weights
     least = geometry.pages_for(length)
@@ -108,10 +108,7 @@ def plan_memory(
                 f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
             )
     else:
-        wanted = max(least, geometry.pages_for(DEFAULT_KV_TOKENS))
-        affordable = int(min(KV_SHARE * available_bytes, room)) // geometry.page_bytes
-        kv_pages = min(wanted, affordable)
-        reason = f"{DEFAULT_KV_TOKENS} tokens" if kv_pages == wanted else f"{KV_SHARE:.0%} of the available memory"
+        kv_pages, reason = _default_pages(geometry, least, available_bytes, room)
     fitting = room // geometry.page_bytes
     if kv_pages < least or kv_pages > fitting:
         needed = max(kv_pages, least) * geometry.page_bytes
@@ -119,7 +116,6 @@ def plan_memory(
             f"{_mib(needed)} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
             f"{_mib(weights)}; write --max-model-len {max(1, min(kv_pages, fitting)) * page_size} or less"
         )
-    held = f"int8 and {weight_dtype}" if int8 else weight_dtype
     return MemoryPlan(
         weight_bytes=weights,
         weight_dtype=weight_dtype,
@@ -127,11 +123,20 @@ def plan_memory(
         kv_pages=kv_pages,
         available_bytes=available_bytes,
         explanation=(
-            f"weights {_mib(weights)} ({held}); KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
+            f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
+            f"KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
     )
+
+
+def _default_pages(geometry: Geometry, least: int, available_bytes: int, room: int) -> tuple[int, str]:
+    """KV pages where none are configured, and why so many. least: pages of the longest request. room: bytes that the
+    weights leave."""
+    wanted = max(least, geometry.pages_for(DEFAULT_KV_TOKENS))
+    pages = min(wanted, int(min(KV_SHARE * available_bytes, room)) // geometry.page_bytes)
+    return pages, f"{DEFAULT_KV_TOKENS} tokens" if pages == wanted else f"{KV_SHARE:.0%} of the available memory"
 
 
 def add_host_tier(plan: MemoryPlan, pages: int, room_bytes: int) -> MemoryPlan:
