@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
 
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.model.config import ModelSpec
 
-LAYERS = 4  # measured in place of all, one after the other, each with its own weights
+LAYERS = 4  # that have weights of their own; the others use them again
 TILE = 256  # queries of one attention product, each with the mean number of keys
 DTYPES = ("float32", "bfloat16")
 
@@ -41,35 +43,38 @@ class Limit:
         full, rest = divmod(total, self._chunk)
         linear = full * self._products(self._weights, self._chunk) if full else 0.0
         linear += self._products(self._weights, rest) if rest else 0.0
-        attention = sum(lengths.count(length) * self._attention(length) for length in set(lengths))
-        return (linear + attention) * self._spec.layers
+        return linear + sum(lengths.count(length) * self._attention(length) for length in set(lengths))
 
     def _products(self, weights: list[list[torch.Tensor]], rows: int) -> float:
-        """Seconds of one layer's linear products with so many rows."""
+        """Seconds of all layers' linear products with so many rows, which follow each other as in a forward pass: for
+        some milliseconds a core may be faster than it stays."""
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in weights[0]]
 
-        def layers() -> None:
-            for layer in weights:
-                for x, weight in zip(inputs, layer, strict=True):
-                    F.linear(x, weight)
+        layers = cycle(weights)
 
-        return _timed(layers) / len(weights)
+        def layer() -> None:
+            for x, weight in zip(inputs, next(layers), strict=True):
+                F.linear(x, weight)
+
+        return _timed(layer, self._spec.layers)
 
     def _attention(self, length: int) -> float:
-        """Seconds of one layer's products with keys and values; a causal mask leaves half of them."""
+        """Seconds of all layers' products with keys and values; a causal mask leaves half of them."""
         spec = self._spec
         rows, keys = min(TILE, length) * spec.heads // spec.kv_heads, max(1, length // 2)
         dtype = TORCH_DTYPES[self.dtype]
         query = torch.randn(spec.kv_heads, rows, spec.head_dim, dtype=dtype)
         cached = torch.randn(spec.kv_heads, keys, spec.head_dim, dtype=dtype)
-        tile = _timed(lambda: torch.bmm(torch.bmm(query, cached.mT), cached))
-        return tile * length / min(TILE, length)
+        tiles = ceil_div(length, TILE)
+        full = length / (min(TILE, length) * tiles)  # the last one may be smaller
+        return _timed(lambda: torch.bmm(torch.bmm(query, cached.mT), cached), tiles * spec.layers) * full
 
 
-def _timed(products: Callable[[], object]) -> float:
-    """Seconds of the second call, when memory for the results is allocated."""
+def _timed(products: Callable[[], object], times: int) -> float:
+    """Seconds of so many calls after a first one, which allocates memory for the results."""
     with torch.inference_mode():
         products()
         started = time.perf_counter()
-        products()
+        for _ in range(times):
+            products()
         return time.perf_counter() - started

@@ -315,6 +315,8 @@ class Scheduler:
         state.out.add(ShutdownStage(seq=state.out.next_seq()))
 
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
+        if timer is Timer.ORDER:
+            return  # plan() comes after every tick
         if timer is Timer.PLAN:
             self._stages.plan_timed_out(now)
             return

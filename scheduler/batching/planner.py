@@ -8,6 +8,7 @@ from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
+from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.prefill_shares import PrefillShares
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.decode.fetch import RemoteFetch
@@ -33,11 +34,9 @@ class Planner:
 
     def plan(self, now: float) -> None:
         """Order the next forward pass, if there is anything to compute and a credit left."""
+        if not self._due(now):
+            return
         state, config = self._state, self._state.config
-        if not state.engine.ready:
-            return
-        if len(state.plans) >= config.stages + config.pipeline_depth:
-            return
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
         if state.queues.policy.strict:
@@ -50,6 +49,18 @@ class Planner:
                     state.queues.revise(request, now)
         if batch.rows:
             self._order(batch, now)
+
+    def _due(self, now: float) -> bool:
+        """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
+        state, config = self._state, self._state.config
+        credits = config.stages + config.pipeline_depth - len(state.plans)
+        if not state.engine.ready or credits <= 0 or not state.queues.runnable:
+            return False
+        at = order_at(state.plans, state.costs)
+        if at is None or at <= now:
+            return True
+        state.deadlines.set(Timer.ORDER, 0, at)
+        return False
 
     def start(self, now: float) -> None:
         """Start to fetch what can be fetched."""

@@ -5,7 +5,8 @@
 3. what is left when too many in the order do not fit: to half-done requests, which can always run
 
 So a request gets its part of each plan as soon as no older one wants it, whatever comes later; and no budget is left
-while a half-done request has tokens.
+while a half-done request has tokens, with one exception: a pass in which prompts end, so that first tokens wait for its
+end, is filled up with others only where enough of them wait for that to pay (CostModel.worth_filling).
 """
 
 import heapq
@@ -15,6 +16,7 @@ from math import ceil
 
 from headrace.scheduler.batching.starting import LOOKED_AT, Starter
 from headrace.scheduler.state.chunking import chunk_length
+from headrace.scheduler.state.cost_model import Load
 from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
@@ -30,6 +32,7 @@ class PrefillShares:
         self._counts: dict[Request, int] = {}  # tokens
         self._used: dict[Request, int] = {}  # of the budget
         self._refused: set[int] = set()
+        self._ends = 0  # prompts whose last part is in the plan
 
     @property
     def divided(self) -> Iterable[Request]:
@@ -40,6 +43,7 @@ class PrefillShares:
         """Requests and the tokens that each of them has in the plan, at most slots of them. Starts those that wait."""
         self._budget, self._slots = budget, slots
         self._counts, self._used, self._refused = {}, {}, set()
+        self._ends = 0
         if budget > 0 and slots > 0 and self._state.queues.policy:
             self._state.queues.renew_keys(now)
             self._reserve(now)
@@ -68,7 +72,7 @@ class PrefillShares:
         queues = self._state.queues
         looked_at = LOOKED_AT
         for request in queues.policy.order(now):
-            if self._budget <= 0:
+            if self._closed_to(request):
                 return
             if not looked_at:
                 break
@@ -81,7 +85,7 @@ class PrefillShares:
             else:
                 looked_at -= 1
         for request in queues.policy.by_age(started=True):
-            if self._budget <= 0:
+            if self._closed_to(request):
                 return
             self._give(request, self._budget)
 
@@ -108,9 +112,20 @@ class PrefillShares:
         length = chunk_length(state.engine.costs, start, config.chunk_tokens, config.page_size)
         full = max(1, budget * length // config.chunk_tokens)
         self._counts[request] = count = min(full, left)
+        self._ends += count == left
         self._used[request] = used = budget * count // full
         self._budget -= used - had
         return used - had
+
+    def _closed_to(self, request: Request) -> bool:
+        """Whether no budget is left, or the request does not end in this pass and is not worth filling it up with."""
+        left = request.load.tokens
+        if self._budget <= 0 or left <= self._budget:
+            return self._budget <= 0
+        start = request.target - left
+        part = Load.between(start, start + self._budget)
+        others = len(self._state.queues.policy) - self._ends
+        return not self._state.costs.worth_filling(self._ends, others, part)
 
 
 def _arrival(request: Request) -> int:

@@ -71,7 +71,7 @@ class StageGroup:
             metrics.bubbles.computed(event.stage, event.duration_s, now)
             plan = state.plans.get(event.seq)
             if plan is not None:  # else the last stage's message has overtaken it
-                plan.reported.add(event.stage)
+                state.plans.reported(plan, event.stage, now)
                 self._learn(plan, event, now)
             return
         plan = state.plans.pop(event.seq, now)

@@ -20,7 +20,6 @@ from headrace.scheduler.state.cost_fit import CostFit
 from headrace.scheduler.state.prediction_error import PredictionError
 
 DEFAULT: Cost = (1e-9, 1e-4, 5e-3)
-MICROSECOND = 1e-6
 KEY_DRIFT = 1.5  # predictions may change by this factor before keys that were computed from them are renewed
 KEY_LENGTHS = (1, 16)  # prompts by which that is judged, in plans
 
@@ -96,10 +95,17 @@ class CostModel:
         if self._keys_drifted():
             self._renew_keys()
 
-    def pass_s(self, start: int, count: int) -> float:
-        """Seconds of a forward pass over count tokens after a prefix of start tokens, alone in its plan."""
-        load = Load.between(start, start + count)
-        return _rounded(max(_seconds(cost, load) for cost in self._costs))
+    def first_stage_s(self, load: Load) -> float:
+        """Seconds of a forward pass of this load on the first stage."""
+        return _rounded(_seconds(self._costs[0], load))
+
+    def worth_filling(self, ends: int, others: int, part: Load) -> bool:
+        """Whether the mean time to first token gains when a pass in which so many prompts end is filled up with this
+        part of another one. It gets longer for them; what it leaves costs the others a share of one more pass."""
+        if not ends or not self.trusted:
+            return True
+        longer_s = sum(a * part.squares + b * part.tokens for a, b, _ in self._costs)
+        return ends * longer_s <= others * max(c for _, _, c in self._costs) * part.tokens / self._chunk
 
     def load_s(self, load: Load) -> float:
         """Seconds of this load in full plans, each of which has its overhead."""
@@ -166,4 +172,4 @@ def _seconds(cost: Cost, load: Load) -> float:
 
 
 def _rounded(seconds: float) -> float:
-    return round(seconds / MICROSECOND) * MICROSECOND
+    return round(seconds, 6)

@@ -19,6 +19,7 @@ class Timer(IntEnum):
     PLAN = 5  # plans in flight without any of them done
     LEASE = 6  # a held ticket that no peer reserves or renews
     COPY = 7  # copies of pages under way without any of them done
+    ORDER = 8  # the next forward pass is ordered
 
 
 class Deadlines:

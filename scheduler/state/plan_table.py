@@ -7,6 +7,8 @@ from headrace.core.messages.orders import PlanRow
 from headrace.scheduler.state.cost_model import NOTHING, Load
 from headrace.scheduler.state.record import Request
 
+FIRST_STAGE = 0
+
 
 @dataclass(slots=True, frozen=True)
 class PlannedRow:
@@ -87,6 +89,8 @@ class PlanTable:
 
     def __init__(self) -> None:
         self._plans: dict[int, Plan] = {}
+        self.first_begun = 0.0
+        """Time at which the first stage had nothing to do before the oldest of the plans that it has not reported."""
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -102,7 +106,19 @@ class PlanTable:
     def add(self, plan: Plan, now: float) -> None:
         """A plan was ordered."""
         plan.begun = now
+        if next(self.of_first_stage(), None) is None:
+            self.first_begun = now
         self._plans[plan.seq] = plan
+
+    def of_first_stage(self) -> Iterator[Plan]:
+        """Those that the first stage has not reported, oldest first."""
+        return (plan for plan in self if FIRST_STAGE not in plan.reported)
+
+    def reported(self, plan: Plan, stage: int, now: float) -> None:
+        """A stage that is not the last has computed a plan."""
+        plan.reported.add(stage)
+        if stage == FIRST_STAGE:
+            self.first_begun = now
 
     def get(self, seq: int) -> Plan | None:
         """The plan in flight with this number."""
@@ -111,7 +127,11 @@ class PlanTable:
     def pop(self, seq: int, now: float) -> Plan | None:
         """Take out a plan that is done. Its rows still count, until leave() is called for each of them."""
         plan = self._plans.pop(seq, None)
-        if plan is not None and (following := self.oldest) is not None:
+        if plan is None:
+            return None
+        if FIRST_STAGE not in plan.reported:
+            self.first_begun = now
+        if (following := self.oldest) is not None:
             following.begun = now
         return plan
 

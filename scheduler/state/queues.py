@@ -63,6 +63,11 @@ class Queues:
         self._rank_of = rank_of
 
     @property
+    def runnable(self) -> bool:
+        """Whether there may be anything to plan."""
+        return bool(self.policy or self.decoding)
+
+    @property
     def rows(self) -> int:
         """Rows that a plan of unlimited size would have."""
         return len(self.prefilling) + len(self.decoding)

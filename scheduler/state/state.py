@@ -65,7 +65,7 @@ class State:
         self.requests = RequestTable()
         self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache, rank_of(config.policy))
         self.plans = PlanTable()
-        self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.plans)
+        self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
         self.held = HeldPages(self.cache, config.hold_percent)
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()

@@ -13,13 +13,13 @@ Under fcfs nothing comes ahead: the wait is all that is queued. Not modelled: pa
 decode rows, tenants that are ahead of others; under slo, objectives that were set earlier, are longer, and end sooner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from math import ceil
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
 from headrace.scheduler.state.backlog import ArrivingWork, Backlog, Rank, lower_edge, rank_of
-from headrace.scheduler.state.cost_model import MICROSECOND, CostModel, Load
+from headrace.scheduler.state.cost_model import CostModel, Load
 from headrace.scheduler.state.plan_table import PlanTable
 
 RHO_LIMIT = 0.9
@@ -50,14 +50,19 @@ class Prediction(NamedTuple):
 class TtftPredictor:
     """Predicts from sums by rank: O(ranks in use), however many requests wait. Pure and deterministic."""
 
-    def __init__(self, config: SchedulerConfig, costs: CostModel, backlog: Backlog, plans: PlanTable) -> None:
+    def __init__(
+        self, config: SchedulerConfig, costs: CostModel, backlog: Backlog, queued: Sized, plans: PlanTable
+    ) -> None:
+        """queued: the requests of the backlog."""
         self._costs = costs
         self._backlog = backlog
+        self._queued = queued
         self._plans = plans
         self._rank_of = rank_of(config.policy)
         self._by_work = config.policy == "srpt"
         self._reserve = 0.0 if config.policy == "fcfs" else config.policy_reserve
         self._chunk = config.chunk_tokens
+        self._reserved = ceil(self._chunk * self._reserve)  # tokens of a pass for the oldest request
         self._arriving = ArrivingWork()
         self._offered = ArrivingWork()  # the refused included
 
@@ -72,7 +77,10 @@ class TtftPredictor:
         first = Load.between(start, start + min(load.tokens, self._chunk))
         fill_s, last_s = costs.fill_s(first), costs.last_pass_s(load.tokens)
         if behind_s > 0:
-            last_s = self._shared_s(ahead.tokens + load.tokens, behind_s, total.tokens - ahead.tokens)
+            filled = self._fills_up()
+            shared = self._shared_tokens(ahead.tokens + load.tokens) if filled else self._reserved
+            shared_s = min(behind_s, shared * behind_s / (total.tokens - ahead.tokens))
+            last_s = shared_s if filled else last_s + shared_s
         before = self._arriving.before_level(rank.level, now)
         own = self._arriving.own_level(rank, now)
         wait_s = wait_and_work_s(
@@ -92,15 +100,22 @@ class TtftPredictor:
     def arrived(self, priority: int, objective_s: float | None, load: Load, now: float, *, admitted: bool) -> None:
         """A request with so much to compute has arrived, and was admitted or refused."""
         if load.tokens:
-            rank = self._rank_of(priority, objective_s, self._costs.key_s(load))
-            self._offered.add(rank, self._costs.load_s(load), now)
+            costs = self._costs
+            rank, seconds = self._rank_of(priority, objective_s, costs.key_s(load)), costs.load_s(load)
+            if not self._fills_up():
+                seconds += costs.last_pass_s(load.tokens)
+            self._offered.add(rank, seconds, now)
             if admitted:
-                self._arriving.add(rank, self._costs.load_s(load), now)
+                self._arriving.add(rank, seconds, now)
 
-    def _shared_s(self, tokens: int, behind_s: float, behind_tokens: int) -> float:
-        """Seconds that the last of the passes over so many tokens takes for what is behind them, which fills it up."""
-        budget = max(1, self._chunk - ceil(self._chunk * self._reserve))
-        return min(behind_s, -tokens % budget * behind_s / behind_tokens)
+    def _fills_up(self) -> bool:
+        """Whether the last pass of a prompt is filled up with others."""
+        full = Load.between(0, self._chunk)
+        return not self._reserve or self._costs.worth_filling(1, len(self._queued), full)
+
+    def _shared_tokens(self, tokens: int) -> int:
+        """Tokens of those behind in the last of the passes over so many, which they fill up."""
+        return -tokens % max(1, self._chunk - self._reserved)
 
     def _running_s(self, now: float) -> float:
         """Seconds until the plans in flight are done, as the slowest stage has them."""
@@ -141,7 +156,7 @@ def wait_and_work_s(*, ahead_s: float, behind_s: float, work_s: float, reserve: 
 
 def rounded(seconds: float) -> float:
     """To microseconds."""
-    return round(seconds / MICROSECOND) * MICROSECOND
+    return round(seconds, 6)
 
 
 def _shares(rank: Rank, before: float, own: Sequence[tuple[int, float]], by_work: bool) -> list[Pace]:

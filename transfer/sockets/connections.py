@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
+from uuid import uuid4
 
 import zmq
 
@@ -97,7 +98,8 @@ class Connections:
         """Watch a socket that is about to be bound."""
         # Without EVENT_ACCEPT_FAILED: when descriptors run out libzmq sends it in a busy loop.
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        endpoint = f"inproc://connections-{id(self)}"
+        # A name that no other monitor has had: libzmq frees that of a closed one some time after close().
+        endpoint = f"inproc://connections-{uuid4().hex}"
         socket.monitor(endpoint, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
         self._events.connect(endpoint)
         self._watched = socket

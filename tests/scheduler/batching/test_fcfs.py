@@ -20,9 +20,9 @@ class PlainFcfs(Planner):
     waiting requests by arrival. The first that does not fit is waited for, and none overtakes it."""
 
     def plan(self, now: float) -> None:
-        state, config = self._state, self._state.config
-        if not state.engine.ready or len(state.plans) >= config.stages + config.pipeline_depth:
+        if not self._due(now):
             return
+        state, config = self._state, self._state.config
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
         for request in list(state.queues.prefilling.values()):

@@ -46,8 +46,10 @@ def test_loads_of_the_parts_of_a_prompt_add_up_exactly(borders: list[int]) -> No
 def test_a_measured_model_predicts_what_was_measured() -> None:
     model = CostModel(2, CHUNK)
     model.start([GPU, (GPU[0] / 2, GPU[1] / 2, GPU[2])])
-    assert model.pass_s(0, CHUNK) == pytest.approx(taken(GPU, Load.between(0, CHUNK)), abs=1e-6)
-    assert model.pass_s(100_000, CHUNK) == pytest.approx(taken(GPU, Load.between(100_000, 100_512)), abs=1e-6)
+    assert model.first_stage_s(Load.between(0, CHUNK)) == pytest.approx(taken(GPU, Load.between(0, CHUNK)), abs=1e-6)
+    assert model.first_stage_s(Load.between(100_000, 100_512)) == pytest.approx(
+        taken(GPU, Load.between(100_000, 100_512)), abs=1e-6
+    )
     whole, plans = Load.between(0, 100 * CHUNK), 100
     assert model.load_s(whole) == pytest.approx(taken(GPU, whole) + (plans - 1) * GPU[2], abs=1e-6)
 
@@ -55,8 +57,10 @@ def test_a_measured_model_predicts_what_was_measured() -> None:
 def test_the_slowest_stage_decides() -> None:
     model = CostModel(2, CHUNK)
     model.start([(0.0, 2e-5, 0.0), (1e-9, 1e-5, 0.0)])
-    assert model.pass_s(0, 500) == pytest.approx(500 * 2e-5, abs=1e-6)
-    assert model.pass_s(100_000, 500) == pytest.approx(1e-9 * (100_500**2 - 100_000**2) + 500e-5, abs=1e-6)
+    assert model.load_s(Load.between(0, 500)) == pytest.approx(500 * 2e-5, abs=1e-6)
+    late = Load.between(100_000, 100_500)
+    assert model.load_s(late) == pytest.approx(1e-9 * (100_500**2 - 100_000**2) + 500e-5, abs=1e-6)
+    assert model.first_stage_s(late) == pytest.approx(500 * 2e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("cost", [GPU, CPU, (0.0, 5e-4, 0.0), (1e-12, 1e-6, 1e-4)])
@@ -64,14 +68,18 @@ def test_coefficients_are_learned_from_plans(cost: Cost) -> None:
     model = CostModel(1, CHUNK)
     teach(model, cost, 400)
     for start, count in ((0, CHUNK), (0, 64), (9000, CHUNK), (30_000, CHUNK)):
-        assert model.pass_s(start, count) == pytest.approx(taken(cost, Load.between(start, start + count)), rel=0.05)
+        assert model.first_stage_s(Load.between(start, start + count)) == pytest.approx(
+            taken(cost, Load.between(start, start + count)), rel=0.05
+        )
 
 
 def test_one_plan_sets_the_scale() -> None:
     model = CostModel(1, CHUNK)
     model.observe(0, Load.between(0, CHUNK), 4.0, 0.0)
-    assert model.pass_s(0, CHUNK) == pytest.approx(4.0, rel=0.01)
-    assert 4.0 < model.pass_s(5000, CHUNK) < 8.0, "with the default's relation of attention to the rest"
+    assert model.first_stage_s(Load.between(0, CHUNK)) == pytest.approx(4.0, rel=0.01)
+    assert 4.0 < model.first_stage_s(Load.between(5000, 5000 + CHUNK)) < 8.0, (
+        "with the default's relation of attention to the rest"
+    )
 
 
 def test_plans_that_were_held_up_weigh_little() -> None:
@@ -79,14 +87,18 @@ def test_plans_that_were_held_up_weigh_little() -> None:
     teach(model, GPU, 400, noise=0.1)
     for start in (0, 5000):
         right = taken(GPU, Load.between(start, start + CHUNK))
-        assert model.pass_s(start, CHUNK) == pytest.approx(right, rel=0.1), "a second is forty times as long as a plan"
+        assert model.first_stage_s(Load.between(start, start + CHUNK)) == pytest.approx(right, rel=0.1), (
+            "a second is forty times as long as a plan"
+        )
 
 
 def test_another_speed_is_followed() -> None:
     model = CostModel(1, CHUNK)
     model.start([GPU])
     teach(model, (3 * GPU[0], 3 * GPU[1], 3 * GPU[2]), 500)
-    assert model.pass_s(3000, CHUNK) == pytest.approx(3 * taken(GPU, Load.between(3000, 3000 + CHUNK)), rel=0.1)
+    assert model.first_stage_s(Load.between(3000, 3000 + CHUNK)) == pytest.approx(
+        3 * taken(GPU, Load.between(3000, 3000 + CHUNK)), rel=0.1
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(1, CHUNK), st.floats(1e-9, 1e3)), max_size=60))
@@ -102,7 +114,7 @@ def test_whatever_is_observed_predictions_are_finite_rounded_and_grow_with_the_l
     assert lengths == sorted(lengths)
     assert all(0 <= seconds < 1e12 for seconds in lengths)
     assert lengths == [other.load_s(Load.between(0, length)) for length in (1, 100, 5000, 100_000)]
-    assert lengths[1] == round(lengths[1] * 1e6) * 1e-6
+    assert lengths[1] == round(lengths[1], 6)
 
 
 def test_keys_keep_their_coefficients_until_predictions_have_moved_far() -> None:
@@ -110,7 +122,7 @@ def test_keys_keep_their_coefficients_until_predictions_have_moved_far() -> None
     model.start([GPU])
     version, load = model.key_version, Load.between(0, 5000)
     key = model.key_s(load)
-    model.observe(0, Load.between(0, CHUNK), 1.05 * model.pass_s(0, CHUNK), 0.0)
+    model.observe(0, Load.between(0, CHUNK), 1.05 * model.first_stage_s(Load.between(0, CHUNK)), 0.0)
     assert (model.key_version, model.key_s(load)) == (version, key)
     teach(model, CPU, 100)
     assert model.key_version > version
