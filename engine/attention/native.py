@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionSpan
-from headrace.engine.attention.slots import SlotWriter
+from headrace.engine.attention.slots import SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 
@@ -50,7 +50,7 @@ class NativePass:
         self._pool = pool
         self._kernels = kernels
         self._spans = spans
-        self._writer = SlotWriter(pool, spans)
+        self._slots = first_slots(pool, spans, prefixes=False)
         self._scale = math.log2(math.e) / math.sqrt(pool.geometry.head_dim)
         self._records = (SpanRecord * len(spans))()
         row = 0
@@ -61,12 +61,19 @@ class NativePass:
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
-        self._writer.write(layer, keys_values)
+        self._write(layer, keys_values)
         if self._pass is None:
             self._pass = self._plan(query.shape[1] // self._pool.geometry.kv_heads)
         if self._kernels.attends(self._pass, query):
             return self._kernels.attend(self._pass, layer, query, self._scale)
         return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
+
+    def _write(self, layer: int, keys_values: Tensor) -> None:
+        if self._pool.tensor.dtype == torch.float16:
+            SlotWriter(self._pool, self._spans).write(layer, keys_values)
+            return
+        of_layer = self._slots + layer * self._pool.blocks_per_layer * self._pool.page_size
+        self._kernels.write_slots(keys_values, of_layer, self._pool.slots, self._pool.page_size)
 
     def _plan(self, group: int) -> PassRecord:
         """The work items of a layer, the most expensive first. group: query heads per KV head."""

@@ -36,10 +36,15 @@ def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) 
     rows of layer n are n * blocks_per_layer * page_size further on.
     """
     size = pool.geometry.page_size
+    heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)
+    return (first_slots(pool, spans, prefixes=prefixes)[:, None] + heads).reshape(-1)
+
+
+def first_slots(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
+    """Rows of pool.slots that hold layer 0 of the first K head: int64 [positions], otherwise as slot_index()."""
     # Computed on the host: on a GPU each span would take half a dozen kernel launches.
     firsts = np.concatenate([_first_slots(pool, span, 0 if prefixes else span.start) for span in spans])
-    heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)
-    return (place(firsts, pool.tensor.device)[:, None] + heads).reshape(-1)
+    return place(firsts, pool.tensor.device)
 
 
 def _first_slots(pool: KVPool, span: AttentionSpan, first: int) -> NDArray[np.int64]:

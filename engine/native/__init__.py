@@ -82,6 +82,7 @@ class Kernels:
         self._add_norm = kernel(f"headrace_add_norm_{bits}", _P, _P, _P, _P, _I, _I, _F, _I)
         self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
         self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
+        self._write_slots = kernel(f"headrace_write_slots_{bits}", _P, _I, _P, _P, _I, _I, _I, _I, _I, _I)
         self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
         self._multiply_gate = kernel(f"headrace_multiply_gate_{bits}", _P, _P, _P, _I, _I, _I)
         self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I, _I)
@@ -192,6 +193,18 @@ class Kernels:
         activated = gate_up.new_empty(rows, both // 2)
         self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
         return activated
+
+    def write_slots(self, x: Tensor, slots: Tensor, pool: Tensor, page_size: int) -> None:
+        """Write keys and values x [rows, 2 * kv_heads, width] to a layer of pool.slots [slots, width], each in float32
+        or bfloat16; rows of x may be strided. slots: int64 [rows], of the first head; the others are page_size further
+        on each. They are not checked."""
+        rows, heads, width = x.shape
+        _require(x.stride()[1:] == (width, 1) and pool.is_contiguous() and pool.shape[1] == width)
+        _require(slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows)
+        self._write_slots(
+            x.data_ptr(), x.stride(0), slots.data_ptr(), pool.data_ptr(), rows, heads, width, page_size, _dtype(x),
+            _dtype(pool),
+        )  # fmt: skip
 
     def attends(self, record: PassRecord, query: Tensor) -> bool:
         """Whether attend() takes queries of this dtype over the pool of a pass."""

@@ -54,7 +54,7 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     float *scores = scratch->scores, *maxima = scratch->maxima + panel * LANES, *sums = scratch->sums + panel * LANES;
     float *outputs = scratch->outputs + panel * width * LANES;
     multiply_rows(count, scores, NULL, LANES, splat(0), splat(0), scratch->keys, width, 1,
-                  scratch->queries + panel * width * LANES, width);
+                  scratch->queries + panel * width * LANES, width, NULL);
 
     const vec no_score = splat(-1e30f);
     vec max0 = load(maxima), max1 = load(maxima + WIDE), old_max0 = max0, old_max1 = max1;
@@ -83,7 +83,7 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     store(maxima + WIDE, max1);
     store(sums, sum0);
     store(sums + WIDE, sum1);
-    multiply_rows(width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count);
+    multiply_rows(width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count, NULL);
 }
 
 /* Attention of one work item: packs its queries, visits all tiles of keys, writes normalised outputs. */

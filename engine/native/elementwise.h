@@ -1,5 +1,5 @@
 /* Elementwise CPU kernels of a forward pass, in float32 or bfloat16, each with one parallel region: RMSNorm with the
- * residual, the rotary embedding and the SwiGLU gate.
+ * residual, the rotary embedding, the SwiGLU gate and the writing of keys and values.
  */
 
 #include "simd.h"
@@ -87,4 +87,33 @@ void EXPORT(gate)(const void *gate_up, void *activated, int64_t rows, int64_t wi
                            at(activated, row * width, type), width, type)
     FOR_EACH_ROW(ROW)
 #undef ROW
+}
+
+INLINE void convert_row(const void *from, void *to, int64_t width, int dtype, int to_dtype)
+{
+    if (dtype == to_dtype)
+        memcpy(to, from, width * item_bytes(dtype));
+    else
+        BY_VECTORS(width, store_part(to, i, n, round_to(load_part(from, i, n, dtype), to_dtype), to_dtype));
+}
+
+INLINE void write_heads(const void *x, void *pool, int64_t slot, int64_t heads, int64_t width, int64_t page_size,
+                        int dtype, int pool_dtype)
+{
+    for (int64_t head = 0; head < heads; head++)
+        convert_row(at(x, head * width, dtype), at(pool, (slot + head * page_size) * width, pool_dtype), width, dtype,
+                    pool_dtype);
+}
+
+/* Writes the keys and values of a layer to their slots: x [rows, heads, width], rows `stride` elements apart, to rows of
+ * pool, which have `width` elements. Head h of a row goes to slots[row] + h * page_size. */
+void EXPORT(write_slots)(const void *x, int64_t stride, const int64_t *slots, void *pool, int64_t rows, int64_t heads,
+                          int64_t width, int64_t page_size, int64_t dtype, int64_t pool_dtype)
+{
+#define WRITE(type, pool_type) \
+    write_heads(at(x, row * stride, type), pool, slots[row], heads, width, page_size, type, pool_type)
+#define ROW(type) pool_dtype == FLOAT32 ? WRITE(type, FLOAT32) : WRITE(type, BFLOAT16)
+    FOR_EACH_ROW(ROW)
+#undef ROW
+#undef WRITE
 }

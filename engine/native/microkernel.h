@@ -39,12 +39,24 @@ INLINE void microkernel(int n, float *out, const float *start, int64_t out_strid
     }
 }
 
-/* The same for any number of rows, in evenly sized calls of at most MOST_ROWS rows. */
+#define CACHE_LINE (64 / (int64_t)sizeof(float)) /* elements */
+
+/* Has elements [first, last) come into the L2 cache. */
+INLINE void prefetch(const float *from, int64_t first, int64_t last)
+{
+    for (int64_t i = first / CACHE_LINE * CACHE_LINE; i < last; i += CACHE_LINE)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
+/* The same for any number of rows, in evenly sized calls of at most MOST_ROWS rows. next: what is to be read like b after
+ * that, which comes into the cache meanwhile; NULL for nothing. */
 INLINE void multiply_rows(int64_t rows, float *out, const float *start, int64_t out_stride, vec keep0, vec keep1,
-                          const float *a, int64_t row, int64_t step, const float *b, int64_t depth)
+                          const float *a, int64_t row, int64_t step, const float *b, int64_t depth, const float *next)
 {
     for (int64_t i = 0, turns = (rows + MOST_ROWS - 1) / MOST_ROWS, n; turns > 0; i += n, turns--) {
         n = (rows - i + turns - 1) / turns;
+        if (next)
+            prefetch(next, i * depth / rows * LANES, (i + n) * depth / rows * LANES);
         float *to = out + i * out_stride;
         const float *from = start ? start + i * out_stride : NULL, *factors = a + i * row;
 #define CASE(rows) \

@@ -1,13 +1,16 @@
 /* Matrix products in float32: by weights packed in panels of LANES columns, and by weights as they are, [out, in].
  *
  * A row of a product does not depend on the number of rows beside it: all kernels add up in the same order, one fused
- * multiplication and addition at a time. */
+ * multiplication and addition at a time. While a panel is multiplied, the one that the same thread is likely to get next
+ * comes into its cache. */
+
+#include <omp.h>
 
 #include "microkernel.h"
 
-#define ROWS 128  /* of x per work item; they stay in the L2 cache while panels of the matrix are read */
-#define DEPTH 576 /* elements of depth processed at a time; that part of a panel about fills the L1 cache */
-#define PANELS 3  /* per work item; few enough to balance the threads */
+#define ROWS 192             /* of x per work item; they stay in the L2 cache while panels of the matrix are read */
+#define DEPTH (9216 / LANES) /* elements of depth processed at a time; that part of a panel about fills the L1 cache */
+#define PANELS 3             /* per work item; few enough to balance the threads */
 
 /* out [rows, columns] = x [rows, depth] times a matrix packed as [columns / LANES, depth, LANES]; all dense float32. A
  * work item is PANELS panels of the matrix times ROWS rows of x. */
@@ -23,8 +26,12 @@ void EXPORT(multiply)(const float *x, const float *packed, float *out, int64_t r
             const int64_t now = from + at_once < depth ? at_once : depth - from;
             for (int64_t panel = first; panel < last; panel++) {
                 float *to = out + row * columns + panel * LANES;
+                const int64_t piece_after = last + (omp_get_num_threads() - 1) * PANELS;
+                const int64_t after = panel + 1 < last ? panel + 1 : from + now < depth ? first : piece_after;
+                const int64_t then = panel + 1 < last ? from : (from + now) % depth;
                 multiply_rows(count, to, from ? to : NULL, columns, splat(1), splat(1), x + row * depth + from, depth,
-                              1, packed + (panel * depth + from) * LANES, now);
+                              1, packed + (panel * depth + from) * LANES, now,
+                              after < panels ? packed + (after * depth + then) * LANES : NULL);
             }
         }
     }
@@ -42,10 +49,14 @@ void EXPORT(multiply_gate)(const float *x, const float *packed, float *out, int6
         float halves[2][ROWS * LANES] __attribute__((aligned(64)));
         for (int64_t from = 0; from < depth; from += at_once) {
             const int64_t now = from + at_once < depth ? at_once : depth - from;
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) {
+                const int64_t piece_after = from + now < depth ? panel : panel + omp_get_num_threads();
+                const int64_t after = half ? piece_after : panels + panel, then = half ? (from + now) % depth : from;
                 multiply_rows(count, halves[half], from ? halves[half] : NULL, LANES, splat(1), splat(1),
                               x + row * depth + from, depth, 1,
-                              packed + ((half * panels + panel) * depth + from) * LANES, now);
+                              packed + ((half * panels + panel) * depth + from) * LANES, now,
+                              half && after >= panels ? NULL : packed + (after * depth + then) * LANES);
+            }
         }
         for (int64_t i = 0; i < count; i++)
             for (int side = 0; side < LANES; side += WIDE)

@@ -4,6 +4,8 @@ budget (chunk_tokens)   fcfs   ├ decode rows, 1 each ┤ running prefills, in 
                    the others  ├ decode rows, 1 each ┤ reserve: the oldest ┤ running and new ones, best first ┤
 """
 
+from math import inf
+
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
 from headrace.core.types.geometry import ceil_div
@@ -59,7 +61,8 @@ class Planner:
         at = order_at(state.plans, state.costs)
         if at is None or at <= now:
             return True
-        state.deadlines.set(Timer.ORDER, 0, at)
+        if at < inf:
+            state.deadlines.set(Timer.ORDER, 0, at)
         return False
 
     def start(self, now: float) -> None:

@@ -5,14 +5,15 @@ import pytest
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import Discard
 from headrace.scheduler.batching.order_time import LEAD_S, MARGIN
+from headrace.scheduler.state.chunking import Cost
 from tests.scheduler.bench import Bench, geometry
 
-COST = (0.0, 1e-2, 4e-2)  # 200 ms for a full plan of 16 tokens
-FULL_S = 0.2
+COST = (0.0, 1e-2, 2e-2)  # 180 ms for a full plan of 16 tokens
+FULL_S = 0.18
 HELD_S = FULL_S * (1 - MARGIN) - LEAD_S
 
 
-def measured(stages: int = 1, **settings: object) -> Bench:
+def measured(stages: int = 1, cost: Cost = COST, **settings: object) -> Bench:
     """Stages whose costs are known."""
     bench = Bench(up=False, stages=stages, **settings)
     for stage in range(stages):
@@ -24,7 +25,7 @@ def measured(stages: int = 1, **settings: object) -> Bench:
                 data_port=1,
                 kv_pages=64,
                 vocab_size=1000,
-                cost=COST,
+                cost=cost,
             )
         )
     return bench
@@ -109,3 +110,14 @@ def test_nothing_to_compute_sets_no_deadline() -> None:
     bench.done(forward, 1)
     assert bench.plan() is None
     assert bench.scheduler.next_deadline() is None
+
+
+def test_passes_so_long_that_an_order_takes_no_time_beside_them_are_not_ordered_ahead() -> None:
+    bench = measured(cost=(0.0, 2e-2, 0.0))
+    bench.submit("a", 60, route=Discard())
+    forward = bench.plan()
+    assert forward is not None
+    bench.wait(5.0)
+    assert bench.plan() is None
+    bench.done(forward, seconds=0.32)
+    assert bench.plan() is not None
