@@ -29,7 +29,7 @@ PAGE_SIZE = 16
 WARM_UP = 3  # short prompts before the first measurement
 HEADROOM = 64  # tokens beyond the longest prompt
 FIRST, LAST = 0.1, 0.8  # of the long prompt's own time, between which short ones arrive
-_WAITS = "Under srpt a short one waits for half of one, for --depth more, and for the one that it is in itself."
+_WAITS = "Under srpt a short one waits for half of one, as a rule, and for its own, which is not filled up."
 
 
 class Times(msgspec.Struct):

@@ -3,7 +3,8 @@
 Flash attention (arXiv 2205.14135) with queries side by side: the query heads that share a KV head, token by token, each
 in a lane of its own (engine/native/attention_float32.h, attention_bfloat16.h). Keys and values are read in tiles
 straight from the pages, where those of the pass itself are written first; each tile in the cache is used by all query
-rows of a work item. All spans of a batch share one parallel region, the longest first.
+rows of a work item. All spans of a batch share one parallel region, the longest first; few rows over many positions
+are split among threads by segments of these.
 
 Reproducible: a row's result has the same bits however its prompt is cut into chunks, whatever is in the batch beside
 it, and whichever positions came from the prefix cache.
@@ -12,18 +13,36 @@ it, and whichever positions came from the prefix cache.
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.slots import SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
+from headrace.engine.native import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 
 # Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
 ITEM_ROWS = (768, 384, 192, 96)
 ITEMS_PER_THREAD = 6
+PARTIAL_ROWS = 16  # of an item that is split: as many as a panel of the narrowest vectors
+
+# Positions after which what a row sums starts anew, to be merged in order: a multiple of the tiles of all kernels. It
+# is a part of the arithmetic: another one gives other bits.
+SEGMENT = 2048
+
+
+class Item(NamedTuple):
+    """Fields of ItemRecord; tokens is its count."""
+
+    span: int
+    head: int
+    first: int
+    tokens: int
+    segment: int = ALL_SEGMENTS
+    partial: int = 0
 
 
 class NativeAttention:
@@ -79,8 +98,10 @@ class NativePass:
         """The work items of a layer, the most expensive first. group: query heads per KV head."""
         geometry = self._pool.geometry
         tokens = max(1, self._item_rows(group) // group)
-        items = sorted(self._items(tokens), key=self._cost, reverse=True)
+        items, merges = self._split(list(self._items(tokens)), group)
+        items.sort(key=self._cost, reverse=True)
         self._item_records = (ItemRecord * len(items))(*(ItemRecord(*item) for item in items))
+        self._merge_records = (ItemRecord * len(merges))(*(ItemRecord(*merge) for merge in merges))
         return PassRecord(
             pool=self._pool.tensor.data_ptr(),
             dtype=POOL_DTYPES[self._pool.tensor.dtype],
@@ -93,6 +114,10 @@ class NativePass:
             items=ctypes.addressof(self._item_records),
             item_count=len(items),
             most_tokens=min(tokens, max(span.count for span in self._spans)),
+            segment=SEGMENT,
+            merges=ctypes.addressof(self._merge_records),
+            merge_count=len(merges),
+            partial_count=sum(merge.segment for merge in merges),
         )
 
     def _item_rows(self, group: int) -> int:
@@ -101,14 +126,31 @@ class NativePass:
         items = ITEMS_PER_THREAD * torch.get_num_threads()
         return next((size for size in ITEM_ROWS if rows >= items * size), ITEM_ROWS[-1])
 
-    def _items(self, tokens: int) -> Iterator[tuple[int, int, int, int]]:
-        """Fields of ItemRecord. tokens: per item, at most."""
+    def _items(self, tokens: int) -> Iterator[Item]:
+        """Items of so many tokens at most."""
         for index, span in enumerate(self._spans):
             for first in range(0, span.count, tokens):
                 for head in range(self._pool.geometry.kv_heads):
-                    yield index, head, first, min(tokens, span.count - first)
+                    yield Item(index, head, first, min(tokens, span.count - first))
 
-    def _cost(self, item: tuple[int, int, int, int]) -> int:
+    def _split(self, items: list[Item], group: int) -> tuple[list[Item], list[Item]]:
+        """Items over single segments in place of those of few rows and many positions, where there are too few items
+        for the threads; and how the segments of each are merged."""
+        found: list[Item] = []
+        merges: list[Item] = []
+        few = torch.get_num_threads() > 1 and len(items) < ITEMS_PER_THREAD * torch.get_num_threads()
+        partials = 0
+        for item in items:
+            segments = ceil_div(self._spans[item.span].start + item.first + item.tokens, SEGMENT)
+            if few and segments > 1 and item.tokens * group <= PARTIAL_ROWS:
+                merges.append(item._replace(segment=segments, partial=partials))
+                found += [item._replace(segment=each, partial=partials + each) for each in range(segments)]
+                partials += segments
+            else:
+                found.append(item)
+        return found, merges
+
+    def _cost(self, item: Item) -> int:
         """Scores to compute, per head of the group."""
-        span, _, first, count = item
-        return (self._spans[span].start + first + count) * count
+        end = self._spans[item.span].start + item.first + item.tokens
+        return (end if item.segment == ALL_SEGMENTS else min(SEGMENT, end - item.segment * SEGMENT)) * item.tokens

@@ -21,6 +21,7 @@ from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
 log = logging.getLogger(__name__)
 
 STEP = 8  # as in attention_bfloat16.h: head_dim has to be a multiple of it
+ALL_SEGMENTS = -1  # as in attention.h
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in simd.h
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -35,14 +36,15 @@ class SpanRecord(ctypes.Structure):
 
 
 class ItemRecord(ctypes.Structure):
-    """struct item of attention.h: a work item, queries of `count` tokens from `first` of a span, for one KV head."""
+    """struct item of attention.h: a work item, queries of `count` tokens from `first` of a span, for one KV head; over
+    one segment of positions, or ALL_SEGMENTS."""
 
-    _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I))
+    _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I), ("segment", _I), ("partial", _I))
 
 
 class PassRecord(ctypes.Structure):
-    """struct pass of attention.h: one forward pass. pool, spans and items are addresses; the caller keeps their memory
-    alive."""
+    """struct pass of attention.h: one forward pass. pool, spans, items and merges are addresses; the caller keeps their
+    memory alive."""
 
     _fields_ = (
         ("pool", _P),
@@ -51,6 +53,10 @@ class PassRecord(ctypes.Structure):
         ("items", _P),
         ("item_count", _I),
         ("most_tokens", _I),
+        ("segment", _I),
+        ("merges", _P),
+        ("merge_count", _I),
+        ("partial_count", _I),
     )
 
 

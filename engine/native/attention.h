@@ -15,18 +15,29 @@ struct span {
     const int64_t *pages;
 };
 
-/* A work item: the queries of `count` tokens from `first` of one span, for one KV head. */
+/* A work item: the queries of `count` tokens from `first` of one span, for one KV head, over all segments of positions
+ * or over one of them. */
 struct item {
     int64_t span, head, first, count;
+    int64_t segment; /* ALL_SEGMENTS, or the one that it is over */
+    int64_t partial; /* the place of what is summed over a single segment */
 };
 
-/* One forward pass. group: query heads per KV head; page_stride: elements of a page; most_tokens: of any item. */
+#define ALL_SEGMENTS -1
+
+/* One forward pass. group: query heads per KV head; page_stride: elements of a page; most_tokens: of any item.
+ *
+ * What a row sums starts anew with every segment, which begins at a multiple of `segment` positions, and segments are
+ * merged in their order. So a row has the same bits whether one thread visits all of its segments or several do. */
 struct pass {
     const void *pool; /* [pages, layers, 2, kv_heads, page_size, width] */
     int64_t dtype, page_size, page_stride, kv_heads, group, width;
     const struct span *spans;
     const struct item *items; /* the most expensive first */
     int64_t item_count, most_tokens;
+    int64_t segment;           /* positions, a multiple of every kernel's tile */
+    const struct item *merges; /* items that were split: `segment` partials from `partial` on */
+    int64_t merge_count, partial_count;
 };
 
 /* Elements from a key to the value of the same position. */
@@ -47,12 +58,19 @@ static inline int64_t run_length(const struct pass *pass, int64_t position, int6
     return left < count ? left : count;
 }
 
-/* Working memory for every thread that OpenMP may start: *bytes each, rounded up to whole cache lines. NULL when memory
- * ran out. */
-static inline char *new_scratch(int64_t *bytes)
+/* One past the last position that a row of an item attends to; lanes behind the rows are as the last one. */
+static inline int32_t end_of(const struct pass *pass, const struct item *item, int64_t row)
+{
+    const int64_t last = item->count * pass->group - 1, token = (row < last ? row : last) / pass->group;
+    return (int32_t)(pass->spans[item->span].start + item->first + token + 1);
+}
+
+/* Working memory for every thread that OpenMP may start, *bytes each, rounded up to whole cache lines, and `shared` bytes
+ * behind that. NULL when memory ran out. */
+static inline char *new_scratch(int64_t *bytes, int64_t shared)
 {
     *bytes = (*bytes + 63) / 64 * 64;
-    return aligned_alloc(64, *bytes * omp_get_max_threads());
+    return aligned_alloc(64, *bytes * omp_get_max_threads() + (shared + 63) / 64 * 64);
 }
 
 #endif

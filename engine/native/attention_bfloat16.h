@@ -2,8 +2,8 @@
  *
  * Rows are queries: the `group` query heads of one KV head, token by token. A panel has LANES rows, and each row a lane
  * of a vector for all that belongs to it: scores, powers, sum and output. Nothing is ever added up across lanes, and
- * tiles of keys begin at multiples of TILE. So a row's result depends on its request alone, to the bit: not on the
- * chunk, the batch or the lane that it is computed in.
+ * tiles of keys begin at multiples of TILE, segments of them are merged in order. So a row's result depends on its
+ * request alone, to the bit: not on the chunk, the batch, the thread or the lane that it is computed in.
  *
  * Both products of attention have the same form,
  *
@@ -46,11 +46,16 @@ INLINE vec exp2_approx(vec x)
     return scaled(p, whole);
 }
 
-/* Working memory of one thread. */
-struct scratch {
-    uint32_t *queries;  /* [panels, width / 2, LANES]: pairs along the width */
+/* What is summed of the rows of an item. */
+struct sums {
     float *outputs;     /* [panels, width, LANES] */
     float *tops, *sums; /* [panels, LANES]: score that powers are relative to, and sum of the powers */
+};
+
+/* Working memory of one thread. */
+struct scratch {
+    uint32_t *queries;       /* [panels, width / 2, LANES]: pairs along the width */
+    struct sums now, before; /* over a segment, and over those before it */
     int32_t *ends;      /* [panels, LANES]: one past the last position that the row attends to */
     uint32_t *values;   /* [TILE / 2, width]: pairs of positions; zeros behind the last */
     uint32_t *powers;   /* [TILE / 2, LANES]: pairs of positions */
@@ -105,7 +110,7 @@ static __attribute__((noinline, cold)) void raise_tops(struct scratch *own, ivec
                                                        int64_t from, int64_t count, float scale)
 {
     const ivec ends = *(ivec *)(own->ends + lane);
-    vec *top = (vec *)(own->tops + lane), *sum = (vec *)(own->sums + lane), before = *top;
+    vec *top = (vec *)(own->now.tops + lane), *sum = (vec *)(own->now.sums + lane), before = *top;
     for (int64_t j = 0; j < count; j += STEP) {
         vec scores[16] = {};
         multiply(1, STEP, scores, own->keys[j / STEP], width / 2, 1, queries, width / 2);
@@ -125,14 +130,14 @@ INLINE void attend_tile(const int n, const int masked, struct scratch *own, int6
                         int64_t count, float scale)
 {
     const uint32_t *queries = own->queries + panel * (width / 2) * LANES;
-    float *outputs = own->outputs + panel * width * LANES;
+    float *outputs = own->now.outputs + panel * width * LANES;
     vec tops[VECTORS], sums[VECTORS];
     ivec ends[VECTORS];
     for (;;) {
 #pragma GCC unroll 4
         for (int v = 0; v < n; v++) {
-            tops[v] = *(vec *)(own->tops + panel * LANES + v * WIDE);
-            sums[v] = *(vec *)(own->sums + panel * LANES + v * WIDE);
+            tops[v] = *(vec *)(own->now.tops + panel * LANES + v * WIDE);
+            sums[v] = *(vec *)(own->now.sums + panel * LANES + v * WIDE);
             ends[v] = *(ivec *)(own->ends + panel * LANES + v * WIDE);
         }
         for (int64_t j = 0; j < count; j += STEP) {
@@ -153,7 +158,7 @@ INLINE void attend_tile(const int n, const int masked, struct scratch *own, int6
     }
 #pragma GCC unroll 4
     for (int v = 0; v < n; v++)
-        *(vec *)(own->sums + panel * LANES + v * WIDE) = sums[v];
+        *(vec *)(own->now.sums + panel * LANES + v * WIDE) = sums[v];
     for (int64_t d = 0; d < width; d += STEP) {
         vec o[16];
 #pragma GCC unroll 16
@@ -227,13 +232,42 @@ static void pack_queries(const struct pass *pass, int64_t rows, const bfloat16 *
     }
 }
 
+/* The sums of an item of so many lanes, one after the other from here on. */
+static struct sums sums_at(float *from, int64_t lanes, int64_t width)
+{
+    return (struct sums){from, from + lanes * width, from + lanes * (width + 1)};
+}
+
+/* Adds the sums of a segment that begins at `from` to those of the segments before it, for the rows that see it. */
+static __attribute__((noinline)) void merge_segment(const struct pass *pass, const struct item *item,
+                                                    struct sums before, struct sums now, int64_t from)
+{
+    const int64_t width = pass->width, rows = item->count * pass->group;
+    for (int64_t lane = 0; lane < rows; lane += WIDE) {
+        ivec sees;
+        for (int i = 0; i < WIDE; i++)
+            sees[i] = end_of(pass, item, lane + i) > from ? -1 : 0;
+        vec *top = (vec *)(before.tops + lane), *sum = (vec *)(before.sums + lane);
+        const vec other = *(vec *)(now.tops + lane), higher = blend((other > *top) & sees, other, *top);
+        const vec keep = blend(higher == *top, splat(1), exp2_approx(*top - higher));
+        const vec add = blend(higher == other, splat(1), exp2_approx(other - higher));
+        *top = higher;
+        *sum = blend(sees, fused(*sum, keep, *(vec *)(now.sums + lane) * add), *sum);
+        const int64_t first = lane / LANES * width * LANES + lane % LANES;
+        for (int64_t d = 0; d < width; d++) {
+            vec *to = (vec *)(before.outputs + first + d * LANES);
+            *to = blend(sees, fused(*to, keep, *(vec *)(now.outputs + first + d * LANES) * add), *to);
+        }
+    }
+}
+
 /* Divides outputs by their sums and stores them row by row. output: of the item's first token and head. */
-static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *output, const struct scratch *own)
+static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *output, struct sums all)
 {
     const int64_t width = pass->width, group = pass->group, stride = pass->kv_heads * group * width;
     for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
-        const float *from = own->outputs + v / VECTORS * width * LANES + v % VECTORS * WIDE;
-        const vec share = 1.0f / *(vec *)(own->sums + v * WIDE);
+        const float *from = all.outputs + v / VECTORS * width * LANES + v % VECTORS * WIDE;
+        const vec share = 1.0f / *(vec *)(all.sums + v * WIDE);
         for (int64_t d = 0; d < width; d += 32) {
             const int64_t here = width - d < 32 ? width - d : 32;
             pairs r[WIDE] = {};
@@ -250,29 +284,27 @@ static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *outp
     }
 }
 
-/* Attention of one work item. query, output: of its first token and head. */
-static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const bfloat16 *query,
-                        int64_t query_stride, bfloat16 *output, float scale, struct scratch *own)
+/* Sums over the keys of one segment. */
+static void attend_segment(const struct pass *pass, const struct item *item, int64_t layer, int64_t segment,
+                           float scale, struct scratch *own)
 {
     const struct span *span = &pass->spans[item->span];
-    const int64_t width = pass->width, rows = item->count * pass->group;
-    const int64_t vectors = (rows + WIDE - 1) / WIDE, panels = (vectors + VECTORS - 1) / VECTORS;
-    const int64_t first = span->start + item->first, end = first + item->count;
+    const int64_t width = pass->width, vectors = (item->count * pass->group + WIDE - 1) / WIDE;
+    const int64_t panels = (vectors + VECTORS - 1) / VECTORS, after = (segment + 1) * pass->segment;
+    const int64_t last = span->start + item->first + item->count, end = after < last ? after : last;
+    const bfloat16 *first_key = (const bfloat16 *)pass->pool + key_index(pass, span, layer, item->head, 0);
 
-    memset(own->outputs, 0, panels * width * LANES * sizeof(float));
-    memset(own->sums, 0, panels * LANES * sizeof(float));
-    for (int64_t r = 0; r < panels * LANES; r++)
-        own->ends[r] = (int32_t)(first + (r < rows ? r : rows - 1) / pass->group + 1);
-    pack_queries(pass, rows, query, query_stride, own);
-    for (int64_t from = 0; from < end; from += TILE) {
+    memset(own->now.outputs, 0, panels * width * LANES * sizeof(float));
+    memset(own->now.sums, 0, panels * LANES * sizeof(float));
+    for (int64_t v = 0; v < vectors; v++) {
+        const uint32_t *queries = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
+        vec top[16] = {};
+        multiply(1, 1, top, (const uint32_t *)first_key, width / 2, 1, queries, width / 2);
+        *(vec *)(own->now.tops + v * WIDE) = top[0] * scale;
+    }
+    for (int64_t from = segment * pass->segment; from < end; from += TILE) {
         const int64_t count = end - from < TILE ? end - from : TILE;
         prepare_tile(pass, span, layer, item->head, from, count, own);
-        for (int64_t v = 0; v < vectors && from == 0; v++) {
-            const uint32_t *queries = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
-            vec top[16] = {};
-            multiply(1, 1, top, own->keys[0], width / 2, 1, queries, width / 2);
-            *(vec *)(own->tops + v * WIDE) = top[0] * scale;
-        }
         for (int64_t panel = 0; panel < panels; panel++) {
             const int32_t *ends = own->ends + panel * LANES;
             const int64_t seen = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
@@ -282,7 +314,44 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
                 attend_panel(n, masked, own, panel, width, from, seen, scale);
         }
     }
-    unpack_outputs(pass, rows, output, own);
+}
+
+/* Attention of one work item over all segments, or what it sums over one. query, output: of its first token and head. */
+static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const bfloat16 *query,
+                        int64_t query_stride, bfloat16 *output, float scale, struct scratch *own, float *partials)
+{
+    const int64_t rows = item->count * pass->group, end = end_of(pass, item, rows), panel = LANES * (pass->width + 2);
+    const int whole = item->segment == ALL_SEGMENTS;
+    struct scratch first = *own;
+    first.now = whole ? own->before : sums_at(partials + item->partial * panel, LANES, pass->width);
+    for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++)
+        own->ends[r] = end_of(pass, item, r);
+    pack_queries(pass, rows, query, query_stride, own);
+    attend_segment(pass, item, layer, whole ? 0 : item->segment, scale, &first);
+    if (!whole)
+        return;
+    for (int64_t segment = 1; segment * pass->segment < end; segment++) {
+        attend_segment(pass, item, layer, segment, scale, own);
+        merge_segment(pass, item, own->before, own->now, segment * pass->segment);
+    }
+    unpack_outputs(pass, rows, output, own->before);
+}
+
+/* Merges what was summed over the segments of an item. output: of its first token and head. */
+static void merge_item(const struct pass *pass, const struct item *item, bfloat16 *output, float *partials)
+{
+    const int64_t panel = LANES * (pass->width + 2);
+    const struct sums all = sums_at(partials + item->partial * panel, LANES, pass->width);
+    for (int64_t segment = 1; segment < item->segment; segment++)
+        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, pass->width),
+                      segment * pass->segment);
+    unpack_outputs(pass, item->count * pass->group, output, all);
+}
+
+/* Elements of a batch's queries, or of its outputs, before the first token and head of an item; a token has `stride`. */
+static int64_t before_item(const struct pass *pass, const struct item *item, int64_t stride)
+{
+    return (pass->spans[item->span].row + item->first) * stride + item->head * pass->group * pass->width;
 }
 
 /* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
@@ -293,18 +362,18 @@ int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_
            float scale)
 {
     const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    const int64_t copied = pass->page_size % STEP ? TILE * (width / 2) : 0;
-    int64_t bytes = (lanes * (width / 2 + width + 3) + TILE / 2 * (width + LANES) + copied) * sizeof(float);
-    char *memory = new_scratch(&bytes);
+    const int64_t copied = pass->page_size % STEP ? TILE * (width / 2) : 0, stride = pass->kv_heads * pass->group * width;
+    int64_t bytes = (lanes * (width / 2 + 2 * width + 5) + TILE / 2 * (width + LANES) + copied) * sizeof(float);
+    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
     if (!memory)
         return -1;
+    float *partials = (float *)(memory + bytes * omp_get_max_threads());
 #pragma omp parallel
     {
         struct scratch own;
-        own.outputs = (float *)(memory + omp_get_thread_num() * bytes);
-        own.tops = own.outputs + lanes * width;
-        own.sums = own.tops + lanes;
-        own.ends = (int32_t *)(own.sums + lanes);
+        own.now = sums_at((float *)(memory + omp_get_thread_num() * bytes), lanes, width);
+        own.before = sums_at(own.now.outputs + lanes * (width + 2), lanes, width);
+        own.ends = (int32_t *)(own.before.outputs + lanes * (width + 2));
         own.queries = (uint32_t *)(own.ends + lanes);
         own.values = own.queries + lanes * (width / 2);
         own.powers = own.values + TILE / 2 * width;
@@ -312,11 +381,12 @@ int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++) {
             const struct item *item = &pass->items[i];
-            const int64_t token = pass->spans[item->span].row + item->first;
-            const int64_t head = item->head * pass->group * width;
-            attend_item(pass, item, layer, query + token * query_stride + head, query_stride,
-                        output + token * pass->kv_heads * pass->group * width + head, scale, &own);
+            attend_item(pass, item, layer, query + before_item(pass, item, query_stride), query_stride,
+                        output + before_item(pass, item, stride), scale, &own, partials);
         }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pass->merge_count; i++)
+            merge_item(pass, &pass->merges[i], output + before_item(pass, &pass->merges[i], stride), partials);
     }
     free(memory);
     return 0;

@@ -1,17 +1,23 @@
 /* Causal attention over the paged pool in float32; keys and values of 16 bits are widened as they are read.
  *
  * A query's result depends on nothing but its request: tiles of keys begin at multiples of TILE, and all sums of a
- * query are made in its own lane, in the order of the positions. */
+ * query are made in its own lane, in the order of the positions, segment by segment. */
 
 #include "attention.h"
 #include "microkernel.h"
 
 #define TILE 64 /* keys processed at a time; their keys and values stay in the L1 and L2 caches */
 
-/* Working memory of one thread. Queries and outputs are transposed: panels of LANES rows side by side. */
+/* What is summed of the rows of an item; transposed: panels of LANES rows side by side. */
+struct sums {
+    float *outputs;       /* [panels, width, LANES] */
+    float *maxima, *sums; /* [panels, LANES]: running maximum of the scores, and sum of their exponentials */
+};
+
+/* Working memory of one thread. */
 struct scratch {
-    float *queries, *outputs; /* [panels, width, LANES] */
-    float *maxima, *sums;     /* [panels, LANES]: running maximum of the scores, and sum of their exponentials */
+    float *queries;           /* [panels, width, LANES] */
+    struct sums now, before;  /* over a segment, and over those before it */
     float *keys, *values;     /* [TILE, width] */
     float *scores;            /* [TILE, LANES] */
 };
@@ -51,8 +57,8 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
                         ivec ends0, ivec ends1, int masked)
 {
     const int64_t width = pass->width;
-    float *scores = scratch->scores, *maxima = scratch->maxima + panel * LANES, *sums = scratch->sums + panel * LANES;
-    float *outputs = scratch->outputs + panel * width * LANES;
+    float *scores = scratch->scores, *outputs = scratch->now.outputs + panel * width * LANES;
+    float *maxima = scratch->now.maxima + panel * LANES, *sums = scratch->now.sums + panel * LANES;
     multiply_rows(count, scores, NULL, LANES, splat(0), splat(0), scratch->keys, width, 1,
                   scratch->queries + panel * width * LANES, width, NULL);
 
@@ -86,48 +92,120 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     multiply_rows(width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count, NULL);
 }
 
-/* Attention of one work item: packs its queries, visits all tiles of keys, writes normalised outputs. */
-static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const float *query,
-                        int64_t query_stride, float *output, float scale, struct scratch *scratch)
+/* The sums of an item of so many lanes, one after the other from here on. */
+static struct sums sums_at(float *from, int64_t lanes, int64_t width)
 {
-    const struct span *span = &pass->spans[item->span];
-    const int64_t width = pass->width, group = pass->group, rows = item->count * group;
-    const int64_t panels = (rows + LANES - 1) / LANES, first_row = span->row + item->first;
-    const int64_t end = span->start + item->first + item->count, heads = pass->kv_heads * group;
+    return (struct sums){from, from + lanes * width, from + lanes * (width + 1)};
+}
 
-    memset(scratch->outputs, 0, panels * width * LANES * sizeof(float));
-    memset(scratch->sums, 0, panels * LANES * sizeof(float));
-    for (int64_t r = 0; r < panels * LANES; r++) {
+/* Adds the sums of a segment that begins at `from` to those of the segments before it, for the rows that see it. */
+static __attribute__((noinline)) void merge_segment(const struct pass *pass, const struct item *item,
+                                                    struct sums before, struct sums now, int64_t from)
+{
+    const int64_t width = pass->width, rows = item->count * pass->group;
+    for (int64_t lane = 0; lane < rows; lane += WIDE) {
+        ivec sees;
+        for (int i = 0; i < WIDE; i++)
+            sees[i] = end_of(pass, item, lane + i) > from ? -1 : 0;
+        const vec max0 = load(before.maxima + lane), max1 = load(now.maxima + lane), max = vec_max(max0, max1);
+        const vec keep = blend(sees, exp2_approx(max0 - max), splat(1)), add = exp2_approx(max1 - max);
+        store(before.maxima + lane, blend(sees, max, max0));
+        const vec sum = load(before.sums + lane);
+        store(before.sums + lane, blend(sees, sum * keep + load(now.sums + lane) * add, sum));
+        const int64_t first = lane / LANES * width * LANES + lane % LANES;
+        for (int64_t d = 0; d < width; d++) {
+            float *to = before.outputs + first + d * LANES;
+            store(to, blend(sees, load(to) * keep + load(now.outputs + first + d * LANES) * add, load(to)));
+        }
+    }
+}
+
+/* Lays an item's queries side by side. */
+static void pack_queries(const struct pass *pass, const struct item *item, const float *query, int64_t query_stride,
+                         float scale, struct scratch *scratch)
+{
+    const int64_t width = pass->width, group = pass->group, rows = item->count * group;
+    const int64_t first_row = pass->spans[item->span].row + item->first;
+    for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) {
         float *to = scratch->queries + (r / LANES) * width * LANES + r % LANES;
         int64_t source = r < rows ? r : rows - 1; /* lanes without a query repeat the last query */
         const float *from = query + (first_row + source / group) * query_stride;
         from += (item->head * group + source % group) * width;
         for (int64_t d = 0; d < width; d++)
             to[d * LANES] = from[d] * scale;
-        scratch->maxima[r] = -1e30f;
     }
-    for (int64_t from = 0; from < end; from += TILE) {
+}
+
+/* Sums over the keys of one segment. */
+static void attend_segment(const struct pass *pass, const struct item *item, int64_t layer, int64_t segment,
+                           struct scratch *scratch)
+{
+    const struct span *span = &pass->spans[item->span];
+    const int64_t width = pass->width, panels = (item->count * pass->group + LANES - 1) / LANES;
+    const int64_t last = span->start + item->first + item->count, after = (segment + 1) * pass->segment;
+    const int64_t end = after < last ? after : last;
+
+    memset(scratch->now.outputs, 0, panels * width * LANES * sizeof(float));
+    memset(scratch->now.sums, 0, panels * LANES * sizeof(float));
+    for (int64_t r = 0; r < panels * LANES; r++)
+        scratch->now.maxima[r] = -1e30f;
+    for (int64_t from = segment * pass->segment; from < end; from += TILE) {
         int64_t count = end - from < TILE ? end - from : TILE;
         gather_tile(pass, span, layer, item->head, from, count, scratch);
         for (int64_t panel = 0; panel < panels; panel++) {
             int32_t ends[LANES];
-            for (int64_t lane = 0; lane < LANES; lane++) {
-                int64_t r = panel * LANES + lane < rows ? panel * LANES + lane : rows - 1;
-                ends[lane] = (int32_t)(span->start + item->first + r / group + 1);
-            }
+            for (int64_t lane = 0; lane < LANES; lane++)
+                ends[lane] = end_of(pass, item, panel * LANES + lane);
             int64_t visible = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
             if (visible > 0)
                 attend_tile(pass, scratch, panel, from, visible, *(ivec *)ends, *(ivec *)(ends + WIDE),
                             from + visible > ends[0]);
         }
     }
-    for (int64_t r = 0; r < rows; r++) {
-        const float *from = scratch->outputs + (r / LANES) * width * LANES + r % LANES;
+}
+
+/* Divides outputs by their sums and stores them row by row. */
+static void unpack_outputs(const struct pass *pass, const struct item *item, float *output, struct sums sums)
+{
+    const int64_t width = pass->width, group = pass->group, heads = pass->kv_heads * group;
+    const int64_t first_row = pass->spans[item->span].row + item->first;
+    for (int64_t r = 0; r < item->count * group; r++) {
+        const float *from = sums.outputs + (r / LANES) * width * LANES + r % LANES;
         float *to = output + ((first_row + r / group) * heads + item->head * group + r % group) * width;
-        float share = 1.0f / scratch->sums[r];
+        float share = 1.0f / sums.sums[r];
         for (int64_t d = 0; d < width; d++)
             to[d] = from[d * LANES] * share;
     }
+}
+
+/* Attention of one work item over all segments, or what it sums over one. */
+static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const float *query,
+                        int64_t query_stride, float *output, float scale, struct scratch *scratch, float *partials)
+{
+    const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->width + 2);
+    const int whole = item->segment == ALL_SEGMENTS;
+    struct scratch first = *scratch;
+    first.now = whole ? scratch->before : sums_at(partials + item->partial * panel, LANES, pass->width);
+    pack_queries(pass, item, query, query_stride, scale, scratch);
+    attend_segment(pass, item, layer, whole ? 0 : item->segment, &first);
+    if (!whole)
+        return;
+    for (int64_t segment = 1; segment * pass->segment < end; segment++) {
+        attend_segment(pass, item, layer, segment, scratch);
+        merge_segment(pass, item, scratch->before, scratch->now, segment * pass->segment);
+    }
+    unpack_outputs(pass, item, output, scratch->before);
+}
+
+/* Merges what was summed over the segments of an item. */
+static void merge_item(const struct pass *pass, const struct item *item, float *output, float *partials)
+{
+    const int64_t panel = LANES * (pass->width + 2);
+    const struct sums all = sums_at(partials + item->partial * panel, LANES, pass->width);
+    for (int64_t segment = 1; segment < item->segment; segment++)
+        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, pass->width),
+                      segment * pass->segment);
+    unpack_outputs(pass, item, output, all);
 }
 
 /* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
@@ -137,23 +215,26 @@ int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *
                             float *output, float scale)
 {
     const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    int64_t bytes = (lanes * (2 * width + 2) + TILE * (2 * width + LANES)) * sizeof(float);
-    char *memory = new_scratch(&bytes);
+    int64_t bytes = (lanes * (3 * width + 4) + TILE * (2 * width + LANES)) * sizeof(float);
+    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
     if (!memory)
         return -1;
+    float *partials = (float *)(memory + bytes * omp_get_max_threads());
 #pragma omp parallel
     {
         struct scratch scratch;
         scratch.queries = (float *)(memory + omp_get_thread_num() * bytes);
-        scratch.outputs = scratch.queries + lanes * width;
-        scratch.keys = scratch.outputs + lanes * width;
+        scratch.now = sums_at(scratch.queries + lanes * width, lanes, width);
+        scratch.before = sums_at(scratch.now.outputs + lanes * (width + 2), lanes, width);
+        scratch.keys = scratch.before.outputs + lanes * (width + 2);
         scratch.values = scratch.keys + TILE * width;
         scratch.scores = scratch.values + TILE * width;
-        scratch.maxima = scratch.scores + TILE * LANES;
-        scratch.sums = scratch.maxima + lanes;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++)
-            attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch);
+            attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch, partials);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pass->merge_count; i++)
+            merge_item(pass, &pass->merges[i], output, partials);
     }
     free(memory);
     return 0;

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams
+from headrace.engine.attention import native as native_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeAttention
 from headrace.engine.device import cpu_flags, has_wide_vectors
@@ -83,7 +85,7 @@ def test_elementwise_kernels_do_not_depend_on_the_number_of_rows(dtype: torch.dt
             assert_same_bits(one, other[rows])
 
 
-cuts = st.lists(st.integers(1, 200), min_size=1, max_size=6)
+cuts = st.lists(st.one_of(st.integers(1, 2), st.integers(1, 200)), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("wide", WIDTHS)
@@ -93,14 +95,15 @@ cuts = st.lists(st.integers(1, 200), min_size=1, max_size=6)
     chunks=cuts, others=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 70)), max_size=3),
     page_size=st.sampled_from([4, 16, 64]), group=st.sampled_from([1, 3, 7]), width=st.sampled_from([16, 64, 80]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]), rounded=st.booleans(),
-    spread=st.sampled_from([1.0, 6.0]), seed=st.integers(0, 9),
+    spread=st.sampled_from([1.0, 6.0]), segment=st.sampled_from([128, 2048]), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_attention_does_not_depend_on_chunks_and_batches(
     emulated: bool, wide: bool, chunks: list[int], others: list[tuple[int, int]], page_size: int, group: int,
-    width: int, dtype: str, rounded: bool, spread: float, seed: int,
+    width: int, dtype: str, rounded: bool, spread: float, segment: int, seed: int,
 ) -> None:  # fmt: skip
-    """A prompt as one chunk alone, and in chunks beside others. Scores hundreds apart make the kernel for bfloat16
-    compute tiles again, for single rows of a vector. Emulated: as on a CPU without its instructions."""
+    """A prompt as one chunk alone, and in chunks beside others, of which few rows are split among threads by segments.
+    Scores hundreds apart make the kernel for bfloat16 compute tiles again, for single rows of a vector. Emulated: as on
+    a CPU without its instructions."""
     kernels = native(wide) if not emulated else emulating(wide)
     count, kv_heads = sum(chunks), 2
     pages = np.random.default_rng(seed).permutation(2000 // page_size + 200)
@@ -129,7 +132,10 @@ def test_attention_does_not_depend_on_chunks_and_batches(
             start += size
         return torch.cat(results)
 
-    assert_same_bits(attended(chunks, others), attended([count], []))
+    with patch.object(native_attention, "SEGMENT", segment):
+        with patch.object(torch, "get_num_threads", lambda: 4):
+            in_chunks = attended(chunks, others)
+        assert_same_bits(in_chunks, attended([count], []))
 
 
 def emulating(wide: bool) -> Kernels:
@@ -156,8 +162,9 @@ def test_the_emulation_of_bfloat16_attention_equals_the_instructions(
     for kernels in (native(True), emulating(True)):
         pool = KVPool(Geometry("bfloat16", 1, 1, width, page_size), len(pages))
         pool.tensor.fill_(float("nan"))
-        running = NativeAttention(pool, kernels).begin([AttentionSpan(0, count, pages)])
-        results.append(running.attend(0, heads[:, :group], heads[:, group:]))
+        with patch.object(native_attention, "SEGMENT", 128):
+            running = NativeAttention(pool, kernels).begin([AttentionSpan(0, count, pages)])
+            results.append(running.attend(0, heads[:, :group], heads[:, group:]))
     assert_same_bits(*results)
 
 
