@@ -5,12 +5,12 @@ from headrace.core.messages.peers import AskRenew
 from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.request import FetchFrom, SendTo
+from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.state.cost_model import Load
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 HOLD_RETRY_S = 1.0  # as a rule, peers come within a moment

@@ -9,7 +9,7 @@ A pass that is ordered as soon as there is a credit keeps out what arrives while
 
 from math import inf
 
-from headrace.scheduler.state.cost_model import CostModel
+from headrace.scheduler.costs.cost_model import CostModel
 from headrace.scheduler.state.plan_table import PlanTable
 
 LEAD_S = 0.003

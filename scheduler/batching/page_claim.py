@@ -9,7 +9,7 @@ after it was refused never hold more than the rest of the pool:
 The rest of the pool goes on serving short prompts meanwhile.
 """
 
-from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.requests.record import Phase, Request
 
 
 class PageClaim:

@@ -14,9 +14,9 @@ from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.node import TIERS, Node, PageLoad, PageStore
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.copy_table import PendingCopy
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 ORDER_PAGES = 256  # pages of one order at most, so that a long copy is answered in parts

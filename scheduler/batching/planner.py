@@ -13,14 +13,14 @@ from headrace.core.types.packed import pack
 from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.prefill_shares import PrefillShares
 from headrace.scheduler.batching.starting import Starter
+from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
-from headrace.scheduler.state.chunking import chunk_length
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.metrics import ROWS
 from headrace.scheduler.state.plan_table import BatchBuilder
-from headrace.scheduler.state.record import Request
 from headrace.scheduler.state.state import State
 
 

@@ -15,9 +15,9 @@ from itertools import islice
 from math import ceil
 
 from headrace.scheduler.batching.starting import LOOKED_AT, Starter
-from headrace.scheduler.state.chunking import chunk_length
-from headrace.scheduler.state.cost_model import Load
-from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.costs.chunking import chunk_length
+from headrace.scheduler.costs.cost_model import Load
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 

@@ -9,9 +9,9 @@ from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
-from headrace.scheduler.state.record import Request
 from headrace.scheduler.state.state import State
 
 PREFILL_PER_DECODE_ROW = 8  # tokens of a plan for each of its decode rows, below which it says little of prefill

@@ -2,7 +2,7 @@
 
 from headrace.scheduler.batching.page_claim import PageClaim
 from headrace.scheduler.decode.fetch import RemoteFetch
-from headrace.scheduler.state.record import Phase, Request
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 LOOKED_AT = 32

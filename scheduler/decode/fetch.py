@@ -32,10 +32,10 @@ from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.request import FetchFrom, FirstToken
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.transfers import IncomingTransfer, RemoteWriter
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.transfers import IncomingTransfer, RemoteWriter
 
 BAD_GATEWAY = 502
 FIRST_REASONS = ("", "stop", "length")  # why a first token may end its request; "" when it does not

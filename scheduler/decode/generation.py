@@ -6,8 +6,8 @@ from headrace.core.types.errors import NONFINITE, STAGE_FAILED, ErrorInfo
 from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import HANDED_OVER, KvHandoff
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 

@@ -6,8 +6,8 @@ from headrace.core.messages.peers import ConnectPrefill, DisconnectPrefill, Pref
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.requests.record import Phase
 from headrace.scheduler.state.peer_tables import PrefillServer
-from headrace.scheduler.state.record import Phase
 from headrace.scheduler.state.state import State
 
 

@@ -17,11 +17,11 @@ from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequ
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, SendTo
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.transfers import IncomingState, OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.tickets import EndedTicket
-from headrace.scheduler.state.transfers import IncomingState, OutgoingTransfer
 
 
 class Completion:

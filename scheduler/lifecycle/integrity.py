@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 WITH_PAGES = (Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)

@@ -15,11 +15,11 @@ from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.transfers import OutgoingTransfer
 
 HANDED_OVER = "handoff"  # finish reason of a request that decodes elsewhere
 

@@ -14,8 +14,8 @@ from headrace.core.messages.frontend import Held
 from headrace.core.messages.peers import PeerReleased, PeerRenewed
 from headrace.core.types.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 
 

@@ -26,11 +26,11 @@ from headrace.core.types.packed import prompt_hash, unpack
 from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.tickets import EndedTicket
-from headrace.scheduler.state.transfers import OutgoingTransfer
 
 
 class Rendezvous:

@@ -1,1 +1,1 @@
-"""State of the scheduler: request records, queues, tables of peers and tickets, deadlines, metrics."""
+"""State of the scheduler: queues, plans, tables of peers and tickets, deadlines, metrics."""

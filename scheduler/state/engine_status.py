@@ -1,7 +1,7 @@
 """What the scheduler knows about its stages while all of them are up."""
 
 from headrace.core.config import SchedulerConfig
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 
 
 class EngineStatus:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.state.record import Request
+from headrace.scheduler.requests.record import Request
 
 
 class HeldPages:

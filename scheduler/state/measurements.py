@@ -1,9 +1,9 @@
 """What the scheduler measures: counters, durations, pipeline bubbles, the speed of plans, and a trace on demand."""
 
 from headrace.core.stats import Counters, Histograms
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.bubbles import Bubbles
 from headrace.scheduler.state.metrics import ERRORS
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate

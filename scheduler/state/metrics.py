@@ -1,7 +1,7 @@
 """The scheduler's metrics as data: names, kinds, help, labels. The front end puts its prefix before the names."""
 
 from headrace.core.stats import SECONDS, TOKENS, MetricSpec
-from headrace.scheduler.state.record import Phase
+from headrace.scheduler.requests.record import Phase
 
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from headrace.core.messages.peers import PeerJoined, PrefillUp
 from headrace.core.types.request import FetchFrom
-from headrace.scheduler.state.record import Request
-from headrace.scheduler.state.transfers import IncomingState, TransferKey
+from headrace.scheduler.requests.record import Request
+from headrace.scheduler.requests.transfers import IncomingState, TransferKey
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import PlanRow
-from headrace.scheduler.state.cost_model import NOTHING, Load
-from headrace.scheduler.state.record import Request
+from headrace.scheduler.costs.cost_model import NOTHING, Load
+from headrace.scheduler.requests.record import Request
 
 FIRST_STAGE = 0
 

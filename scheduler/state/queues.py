@@ -4,12 +4,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from headrace.core.messages.frontend import Submit
+from headrace.scheduler.costs.backlog import Backlog, RankOf
+from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.state.backlog import Backlog, RankOf
-from headrace.scheduler.state.cost_model import NOTHING, CostModel, Load
+from headrace.scheduler.policies.policy import Policy
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
-from headrace.scheduler.state.policy import Policy
-from headrace.scheduler.state.record import Phase, Request
 
 
 class Queues:

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from headrace.core.config import SchedulerConfig
 from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.request import FetchFrom
+from headrace.scheduler.costs.backlog import rank_of
+from headrace.scheduler.costs.cost_model import CostModel
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.state.backlog import rank_of
+from headrace.scheduler.policies.policy import make_policy
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.state.copy_table import CopyTable
-from headrace.scheduler.state.cost_model import CostModel
 from headrace.scheduler.state.deadlines import Deadlines
 from headrace.scheduler.state.engine_status import EngineStatus
 from headrace.scheduler.state.events import Effects
@@ -18,10 +21,7 @@ from headrace.scheduler.state.held_pages import HeldPages
 from headrace.scheduler.state.measurements import Measurements
 from headrace.scheduler.state.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.state.plan_table import PlanTable
-from headrace.scheduler.state.policy import make_policy
 from headrace.scheduler.state.queues import Queues
-from headrace.scheduler.state.record import Phase, Request
-from headrace.scheduler.state.request_table import RequestTable
 from headrace.scheduler.state.tickets import TicketTable
 from headrace.scheduler.state.ttft_prediction import TtftPredictor
 

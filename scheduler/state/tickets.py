@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from headrace.core.messages.peers import PeerReserved
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FirstToken, SendTo
-from headrace.scheduler.state.record import Request
-from headrace.scheduler.state.transfers import TransferKey
+from headrace.scheduler.requests.record import Request
+from headrace.scheduler.requests.transfers import TransferKey
 
 
 @dataclass(slots=True)

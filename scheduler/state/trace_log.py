@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from headrace.core.trace import Buffer, LoadSample, PhaseTrace, RequestName, SchedulerTrace
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
-from headrace.scheduler.state.record import Phase, Request
 
 MAX_SPANS = 100_000
 MAX_LOADS = 100_000

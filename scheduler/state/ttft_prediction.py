@@ -18,8 +18,8 @@ from math import ceil
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
-from headrace.scheduler.state.backlog import ArrivingWork, Backlog, Rank, lower_edge, rank_of
-from headrace.scheduler.state.cost_model import CostModel, Load
+from headrace.scheduler.costs.backlog import ArrivingWork, Backlog, Rank, lower_edge, rank_of
+from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.state.plan_table import PlanTable
 
 RHO_LIMIT = 0.9

@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.telemetry.speed import fit_terms
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 from headrace.server.config.load import load
 
 RECORD_S = 20.0

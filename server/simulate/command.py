@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import split_evenly
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Replay, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import ROUTERS
 from headrace.scheduler.simulation.replay.workload import TraceRequest
-from headrace.scheduler.state.chunking import Cost
 from headrace.server.simulate import options, plot
 from headrace.server.simulate.objectives import OBJECTIVES
 from headrace.server.simulate.options import Point

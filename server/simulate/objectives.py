@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import row_seconds
-from headrace.scheduler.state.chunking import Cost
 
 SHORT_TOKENS, MID_TOKENS = 4096, 32768  # longest short and mid prompt
 CLASSES = ("short", "mid", "long")

@@ -16,8 +16,8 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.config.flag import KV_CACHE, SCHEDULING, STAGES
 from headrace.core.types.errors import ConfigError
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.routing import ROUTERS
-from headrace.scheduler.state.chunking import Cost
 from headrace.server.config.flags import add_flag
 from headrace.server.config.load import load
 from headrace.server.config.settings import BY_KEY, SETTINGS, Setting

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 from headrace.server.simulate.objectives import CLASSES
 from headrace.server.simulate.summary import Summary
 

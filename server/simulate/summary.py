@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.replay import Outcome, ReplayResult
-from headrace.scheduler.state.chunking import Cost
 from headrace.server.simulate.objectives import CLASSES, Objective, length_class
 
 

@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.frontend import RequestFailed
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import FetchFrom
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.state.ttft_prediction import RHO_LIMIT, Prediction
 from tests.scheduler.bench import PAGE, Bench, geometry, none
 

@@ -6,7 +6,7 @@ A row of n tokens after a prefix of s tokens takes f(s + n) - f(s), since attent
 from collections.abc import Iterable, Sequence
 
 from headrace.core.messages.orders import PlanRow
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 
 
 def row_seconds(cost: Cost, start: int, count: int) -> float:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.types.geometry import ceil_div
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.simulation.replay.costs import row_seconds, slowest
 from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
-from headrace.scheduler.state.chunking import Cost
 
 
 class OfferedWork(msgspec.Struct, frozen=True):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from headrace.core.messages.orders import Forward, Order, SendChunk
 from headrace.core.messages.stage_events import AnyStageEvent, ChunkAcked, PlanDone, SampledToken, StageReady
 from headrace.core.types.geometry import Geometry
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import pass_seconds
 from headrace.scheduler.simulation.replay.workload import VOCABULARY
 from headrace.scheduler.simulation.world import World
-from headrace.scheduler.state.chunking import Cost
 
 TOKEN = 0  # what every request samples
 

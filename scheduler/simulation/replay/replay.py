@@ -9,11 +9,11 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.replica import Replica
 from headrace.scheduler.simulation.replay.routing import Router, RouterFactory
 from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
 from headrace.scheduler.simulation.world import World
-from headrace.scheduler.state.chunking import Cost
 
 REFUSED = 429
 STUCK = "not_ended"  # code of a request that no event can end any more

@@ -11,6 +11,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.request import Discard, SamplingParams, SendTo
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.routing.replica_load import LoadReport
 from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.scheduler import Effect, Scheduler
@@ -18,7 +19,6 @@ from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.replay.costs import row_seconds, slowest
 from headrace.scheduler.simulation.replay.pipeline import TimedPipeline
 from headrace.scheduler.simulation.world import World
-from headrace.scheduler.state.chunking import Cost
 
 PEER = "peer"
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)

@@ -8,11 +8,11 @@ from headrace.core.messages.orders import Forward
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.scheduler import Effect
 from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
 from headrace.scheduler.state.plan_table import BatchBuilder
-from headrace.scheduler.state.record import Phase, Request
 
 
 class PlainFcfs(Planner):

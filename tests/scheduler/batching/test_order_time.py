@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import Discard
 from headrace.scheduler.batching.order_time import LEAD_S, MARGIN
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 from tests.scheduler.bench import Bench, geometry
 
 COST = (0.0, 1e-2, 2e-2)  # 180 ms for a full plan of 16 tokens

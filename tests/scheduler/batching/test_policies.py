@@ -18,8 +18,8 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
 from headrace.core.types.request import DecodeHere, Discard, SamplingParams
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
-from headrace.scheduler.state.chunking import Cost
 from tests.scheduler.bench import Bench, config, geometry
 
 CHUNK = 64

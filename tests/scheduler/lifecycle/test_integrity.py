@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from headrace.core.types.request import FetchFrom, SendTo
+from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
-from headrace.scheduler.state.record import Phase, Request
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.tickets import EndedTicket
 from tests.scheduler.bench import Bench

@@ -11,8 +11,8 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
 from headrace.core.types.request import Discard, SamplingParams
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.state.chunking import Cost
 from headrace.scheduler.state.ttft_prediction import RHO_LIMIT, Pace, wait_and_work_s
 from tests.scheduler.bench import config, geometry
 

@@ -6,7 +6,7 @@ from typing import get_args
 import msgspec
 
 from headrace.core.config import Config, Policy, SchedulerConfig
-from headrace.scheduler.state.policy import make_policy
+from headrace.scheduler.policies.policy import make_policy
 from headrace.server.config.flags import add_flags
 from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 

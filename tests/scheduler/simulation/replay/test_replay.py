@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config import SchedulerConfig
+from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.routing.replica_load import LoadReport
 from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.simulation.replay.costs import split_evenly
@@ -23,7 +24,6 @@ from headrace.scheduler.simulation.replay.routing import (
     ScoreRouter,
 )
 from headrace.scheduler.simulation.replay.workload import VOCABULARY, Segment, TraceRequest, prompt
-from headrace.scheduler.state.chunking import Cost
 
 COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
 PAGE, CHUNK = 16, 64

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
-from headrace.scheduler.state.lazy_heap import LazyHeap
-from headrace.scheduler.state.policy_keyed import KeyedPolicy, SloKey, SrptKey
-from headrace.scheduler.state.record import Request
-from headrace.scheduler.state.tenants import Tenants
+from headrace.scheduler.policies.lazy_heap import LazyHeap
+from headrace.scheduler.policies.policy_keyed import KeyedPolicy, SloKey, SrptKey
+from headrace.scheduler.policies.tenants import Tenants
+from headrace.scheduler.requests.record import Request
 
 
 class Policy(Protocol):

@@ -12,7 +12,7 @@ from math import exp
 from typing import NamedTuple, TypeVar
 
 from headrace.core.config.scheduler import Policy
-from headrace.scheduler.state.cost_model import NOTHING, Load
+from headrace.scheduler.costs.cost_model import NOTHING, Load
 
 TAU_S = 120.0
 """Time constant of the averages: what arrived that long ago counts 1/e."""

@@ -27,10 +27,10 @@ from headrace.core.types.request import (
     TokenLogprob,
     Usage,
 )
+from headrace.scheduler.costs.backlog import UNRANKED, Rank
+from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.state.backlog import UNRANKED, Rank
-from headrace.scheduler.state.cost_model import NOTHING, Load
-from headrace.scheduler.state.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
 
 
 class Phase(Enum):

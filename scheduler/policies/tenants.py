@@ -6,7 +6,7 @@ returns is lifted to the least served active one: nothing is saved up by being a
 does not go first: only those that are more than a limit ahead of it go last.
 """
 
-from headrace.scheduler.state.lazy_heap import LazyHeap
+from headrace.scheduler.policies.lazy_heap import LazyHeap
 
 
 class Tenants:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.config.scheduler import Policy
-from headrace.scheduler.state.backlog import (
+from headrace.scheduler.costs.backlog import (
     MOST_LEVELS,
     TAU_S,
     UNRANKED,
@@ -20,7 +20,7 @@ from headrace.scheduler.state.backlog import (
     lower_edge,
     rank_of,
 )
-from headrace.scheduler.state.cost_model import NOTHING, Load
+from headrace.scheduler.costs.cost_model import NOTHING, Load
 
 RANKS = st.builds(Rank, st.tuples(st.integers(-2, 2), st.integers(0, 1)), st.integers(0, 6))
 LOADS = st.integers(0, 50).map(lambda end: Load.between(0, end))

@@ -13,9 +13,9 @@ import heapq
 from collections.abc import Iterator
 from typing import Protocol
 
-from headrace.scheduler.state.lazy_heap import Key, LazyHeap
-from headrace.scheduler.state.record import Request
-from headrace.scheduler.state.tenants import Tenants
+from headrace.scheduler.policies.lazy_heap import Key, LazyHeap
+from headrace.scheduler.policies.tenants import Tenants
+from headrace.scheduler.requests.record import Request
 
 Heap = LazyHeap[int, Request]
 COMMON = ""  # name of the common heap; those of tenants begin with OWN

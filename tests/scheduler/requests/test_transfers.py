@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.core.types.packed import pack, unpack
-from headrace.scheduler.state.transfers import IncomingState, IncomingTransfer, OutgoingTransfer, RemoteWriter
+from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer, RemoteWriter
 
 
 def incoming(writer: RemoteWriter = RemoteWriter.IDLE) -> IncomingTransfer:

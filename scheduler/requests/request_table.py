@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from headrace.scheduler.state.record import Request
+from headrace.scheduler.requests.record import Request
 
 
 class RequestTable:

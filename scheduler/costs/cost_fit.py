@@ -9,7 +9,7 @@ by what attention makes of their length. The made-up plans keep coefficients tha
 while only short prompts come) near the prior in relation to the others; a factor of the prior's own is fitted first.
 """
 
-from headrace.scheduler.state.chunking import Cost
+from headrace.scheduler.costs.chunking import Cost
 
 FORGETTING = 0.99  # weight of a plan when the next one comes
 DEFAULT_WEIGHT = 0.05  # of a made-up plan where the prior is a default

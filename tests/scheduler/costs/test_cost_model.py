@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import Discard
-from headrace.scheduler.state.chunking import Cost
-from headrace.scheduler.state.cost_model import NOTHING, CostModel, Load
+from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from tests.scheduler.bench import Bench, geometry
 
 CHUNK = 512

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import Discard
-from headrace.scheduler.state.chunking import Cost, chunk_length, equal_time
+from headrace.scheduler.costs.chunking import Cost, chunk_length, equal_time
 from tests.scheduler.bench import Bench, geometry
 
 COSTS = st.tuples(st.floats(0, 1e-6), st.floats(1e-7, 1e-3), st.floats(0, 1))

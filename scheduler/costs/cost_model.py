@@ -15,9 +15,9 @@ Where the coefficients come from, later ones first:
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.scheduler.state.chunking import Cost
-from headrace.scheduler.state.cost_fit import CostFit
-from headrace.scheduler.state.prediction_error import PredictionError
+from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.cost_fit import CostFit
+from headrace.scheduler.costs.prediction_error import PredictionError
 
 DEFAULT: Cost = (1e-9, 1e-4, 5e-3)
 KEY_DRIFT = 1.5  # predictions may change by this factor before keys that were computed from them are renewed

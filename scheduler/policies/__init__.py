@@ -1,0 +1,1 @@
+"""Policies: the order of what is to be computed."""
