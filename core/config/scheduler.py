@@ -28,7 +28,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "pipeline-depth",
             STAGES,
-            "forward passes in flight beyond one per stage; 0: the next is planned when one is done",
+            "forward passes in flight beyond one per stage, ordered shortly before they are needed; 0: the next is "
+            "planned when one is done",
             low=0,
             high=16,
         ),
