@@ -30,7 +30,7 @@ def text(server: Server, seed: int, tokens: int = TOKENS, model: str = "smollm2"
     return reply["choices"][0]["text"], details.get("cached_tokens", 0)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_pages_come_back_from_the_host_tier_with_equal_text(stages: int) -> None:
     with serving(*FLAGS, "--threads", "1", "--pp", str(stages), "--host-pages", "1000") as server:
         first = text(server, 1)

@@ -149,7 +149,7 @@ def run(prompts: list[Prompt], limit: int = 3000, generate: int = 0, cost: Cost 
     raise AssertionError(f"not done within {limit} plans: {len(result.finished)} of {len(prompts)}")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(PROMPTS, st.sampled_from([0.05, 0.1, 0.5]), OVERTAKING, st.integers(1, 12), st.integers(1, 4), COSTS)
 def test_no_request_waits_longer_than_its_bound_whatever_arrives_later(
     prompts: list[Prompt], reserve: float, policy: str, length: int, each: int, cost: Cost
