@@ -104,7 +104,9 @@ class KeyedPolicy:
 
     def order(self, now: float) -> Iterator[Request]:
         """All requests by their keys."""
-        sources = {name: heap.ordered() for name, heap in self._heaps.items()}
+        sources: dict[str, Iterator[tuple[Key, Request]] | None] = {
+            name: heap.ordered() for name, heap in self._heaps.items()
+        }
         firsts: list[tuple[Key, str, Request]] = []
         for name in list(sources):
             self._advance(sources, name, firsts, now)
@@ -128,14 +130,14 @@ class KeyedPolicy:
 
     def _advance(
         self,
-        sources: dict[str, Iterator[tuple[Key, Request]]],
+        sources: dict[str, Iterator[tuple[Key, Request]] | None],
         name: str,
         firsts: list[tuple[Key, str, Request]],
         now: float,
     ) -> None:
         """Add the next request of a heap to firsts. Those with an old key, and those of the common heap whose tenant is
-        ahead, go where they belong first."""
-        for old, request in sources[name]:
+        ahead, go where they belong first. sources: None for heaps that have ended."""
+        for old, request in sources[name] or ():
             key = self._key(request, now)
             if key != old:
                 self._heaps[name].put(request.arrival, key, request)
@@ -146,9 +148,12 @@ class KeyedPolicy:
                 if own not in sources:
                     sources[own] = self._heaps[own].ordered()
                     self._advance(sources, own, firsts, now)
+                elif sources[own] is None:
+                    heapq.heappush(firsts, ((key[0], ahead, *key[1:]), own, request))
                 continue
             heapq.heappush(firsts, ((key[0], ahead, *key[1:]), name, request))
             return
+        sources[name] = None
 
     def _to_own_heap(self, request: Request, key: Key) -> str:
         self._heaps[COMMON].remove(request.arrival)
