@@ -191,7 +191,7 @@ def test_no_plan_leaves_budget_while_a_prompt_has_tokens(
             assert policy != "fcfs"
             _, b, c = cost
             saved = len(result.ended[number]) * b * budget
-            assert saved > len(others) * c * budget / CHUNK
+            assert saved > 0.999 * len(others) * c * budget / CHUNK, "beside rounding"
     assert not any(left.values())
 
 
