@@ -8,11 +8,13 @@ from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.dtypes import Precision
+from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import rotary_tables
-from headrace.engine.model.weights import LayerReader, LayerWeights, load_head, load_layer
+from headrace.engine.model.weights import LayerReader, load_head
 
 LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
 
@@ -48,11 +50,11 @@ class Decoder:
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
-        def load(layer: int) -> LayerWeights:
-            return load_layer(spec, LayerReader(checkpoint, layer, precision, device), pack)
+        def load(layer: int) -> Layer:
+            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            self._layers: list[LayerWeights] = list(loaders.map(load, layers))
+            self._layers: list[Layer] = list(loaders.map(load, layers))
         self._head = load_head(
             spec,
             checkpoint,
@@ -73,38 +75,17 @@ class Decoder:
 
         Returns hidden states [tokens, hidden size].
         """
-        cos, sin = self._cos[positions], self._sin[positions]
+        rotary = Rotary(self._cos[positions], self._sin[positions])
         hidden = hidden.clone()  # the residual stream, added to in place
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
-        for index, weights in enumerate(self._layers):
-            normed = add_norm(hidden, delta, weights.input_norm, eps)
-            delta = self._attend(index, weights, normed, cos, sin, attention)
-            delta = self._mlp(weights, add_norm(hidden, delta, weights.post_norm, eps))
+        for index, layer in enumerate(self._layers):
+            normed = add_norm(hidden, delta, layer.input_norm, eps)
+            delta = layer.attention.forward(index, normed, rotary, attention)
+            delta = layer.mlp.forward(add_norm(hidden, delta, layer.post_norm, eps))
         return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]. Last stage only."""
-        return self._arithmetic.logits(self._norm(hidden, self._head.norm), self._head.head)
-
-    def _attend(
-        self, index: int, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor, attention: AttentionPass
-    ) -> Tensor:
-        spec = self._spec
-        heads = self._arithmetic.linear(normed, weights.qkv, weights.qkv_bias).view(
-            -1, spec.heads + 2 * spec.kv_heads, spec.head_dim
-        )
-        query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            query.copy_(self._norm(query.flatten(0, 1), weights.q_norm).view_as(query))
-            keys.copy_(self._norm(keys.flatten(0, 1), weights.k_norm).view_as(keys))
-        self._arithmetic.rotate(heads[:, : spec.heads + spec.kv_heads], cos, sin)
-        attended = attention.attend(index, query, heads[:, spec.heads :])
-        return self._arithmetic.linear(attended.flatten(1), weights.output, weights.output_bias)
-
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return self._arithmetic.add_norm(rows, None, weight, self._spec.norm_eps)
-
-    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
-        arithmetic = self._arithmetic
-        return arithmetic.linear(arithmetic.gated_linear(normed, weights.gate_up), weights.down)
+        normed = self._arithmetic.add_norm(hidden, None, self._head.norm, self._spec.norm_eps)
+        return self._arithmetic.logits(normed, self._head.head)

@@ -20,6 +20,7 @@ from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import DISK, HOST
+from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.tiers import open_tiers
@@ -27,7 +28,7 @@ from headrace.engine.loop import StageLoop
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import connect_scheduler
 from headrace.engine.parallel.layer_split import ranges
-from headrace.engine.parallel.pipeline import LinkBroken, PipelineLinks, join_group
+from headrace.engine.parallel.pipeline import PipelineLinks, join_group
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub_runner import StubRunner
 from headrace.engine.telemetry.meter import Meter

@@ -1,4 +1,4 @@
-"""Weights of a stage, fused while loading: query, key and value in one matrix, gate and up in another."""
+"""Reads the weights of a stage: those of a layer, joined while loading, and those outside the layers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,22 +13,6 @@ from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import join, quantize
 
 
-class LayerWeights(NamedTuple):
-    """Weights of one layer. Shapes are those before Arithmetic.pack(), which packs the four matrices. Norms and biases
-    are in the dtype of computation."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden], packed
-    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Weight  # [hidden, heads * head_dim], packed
-    output_bias: Tensor | None  # [hidden]
-    post_norm: Tensor  # [hidden]
-    gate_up: Weight  # [2 * intermediate, hidden], packed
-    down: Weight  # [hidden, intermediate], packed
-
-
 class HeadWeights(NamedTuple):
     """Weights outside the layers; empty tensors on stages that do not use them."""
 
@@ -40,12 +24,20 @@ class HeadWeights(NamedTuple):
 class LayerReader:
     """Reads tensors of one layer; tensors that are read together are joined along their first axis."""
 
-    def __init__(self, checkpoint: Checkpoint, layer: int, precision: Precision, device: str) -> None:
-        """layer: counted from the model's first."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        precision: Precision,
+        device: str,
+        pack: Callable[[Weight], Weight],
+    ) -> None:
+        """layer: counted from the model's first. pack: Arithmetic.pack."""
         self._checkpoint = checkpoint
         self._prefix = f"model.layers.{layer}"
         self._precision = precision
         self._device = device
+        self._pack = pack
 
     def vector(self, parts: dict[str, int], kind: str = "weight") -> Tensor:
         """Norms or biases [out], in the dtype of computation. parts: sizes by name. Raises ConfigError for a missing or
@@ -53,8 +45,11 @@ class LayerReader:
         return self._fused(self._precision.compute, parts, kind)
 
     def matrix(self, parts: dict[str, int], columns: int) -> Weight:
-        """Weights [out, columns], not packed. parts: rows by name. Raises ConfigError for a missing or misshapen
+        """Weights [out, columns], packed. parts: rows by name. Raises ConfigError for a missing or misshapen
         tensor."""
+        return self._pack(self._matrix(parts, columns))
+
+    def _matrix(self, parts: dict[str, int], columns: int) -> Weight:
         if not self._precision.int8:
             return self._fused(self._precision.held, parts, "weight", columns)
         shapes = {self._name(name, "weight"): (rows, columns) for name, rows in parts.items()}
@@ -77,25 +72,6 @@ class LayerReader:
 
     def _name(self, name: str, kind: str) -> str:
         return f"{self._prefix}.{name}.{kind}"
-
-
-def load_layer(spec: ModelSpec, read: LayerReader, pack: Callable[[Weight], Weight]) -> LayerWeights:
-    """Read the weights of a layer. pack: Arithmetic.pack. Raises ConfigError for a missing or misshapen tensor."""
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    attention = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    return LayerWeights(
-        input_norm=read.vector({"input_layernorm": hidden}),
-        qkv=pack(read.matrix(attention, hidden)),
-        qkv_bias=read.vector(attention, "bias") if spec.qkv_bias else None,
-        q_norm=read.vector({"self_attn.q_norm": spec.head_dim}) if spec.qk_norm else None,
-        k_norm=read.vector({"self_attn.k_norm": spec.head_dim}) if spec.qk_norm else None,
-        output=pack(read.matrix({"self_attn.o_proj": hidden}, query)),
-        output_bias=read.vector({"self_attn.o_proj": hidden}, "bias") if spec.output_bias else None,
-        post_norm=read.vector({"post_attention_layernorm": hidden}),
-        gate_up=pack(read.matrix({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)),
-        down=pack(read.matrix({"mlp.down_proj": hidden}, inner)),
-    )
 
 
 def load_head(

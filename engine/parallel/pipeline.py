@@ -13,8 +13,7 @@ later). A plan whose rows feed no later row causes no broadcast.
 import ipaddress
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.
 from headrace.core.config import StageConfig
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
+from headrace.engine.collectives.link import LinkBroken, breakable
 from headrace.engine.runner import PLACEHOLDER, HiddenSpec
 
 RELEASED = -1  # in the place of a released request
@@ -44,10 +44,6 @@ class _PendingTokens(NamedTuple):
     requests: list[int]  # of the feeding rows; RELEASED for released ones
     tokens: torch.Tensor  # int64 [feeding rows]
     work: dist.Work
-
-
-class LinkBroken(Exception):
-    """The connection to another stage is lost. The group cannot go on and is restarted as a whole."""
 
 
 def join_group(config: StageConfig, device: torch.device) -> None:
@@ -105,7 +101,7 @@ class PipelineLinks:
         self._tokens: deque[_PendingTokens] = deque()
         self._token_group: dist.ProcessGroup | None = None
         if stages > 1:
-            with _breakable():
+            with breakable():
                 self._token_group = dist.new_group(timeout=timedelta(seconds=timeout_s))
 
     def post_receive(self, plan: Forward) -> None:
@@ -114,7 +110,7 @@ class PipelineLinks:
             return
         positions = sum(row.count for row in plan.rows)
         hidden = torch.empty((positions, self._hidden.size), dtype=self._hidden.dtype, device=self._hidden.device)
-        with _breakable():
+        with breakable():
             self._receives[plan.seq] = _Posted(hidden, _work(dist.irecv(hidden, self._stage - 1, tag=plan.seq % TAGS)))
 
     def receive(self, plan: Forward) -> torch.Tensor | None:
@@ -122,7 +118,7 @@ class PipelineLinks:
         if self.first:
             return None
         posted = self._receives.pop(plan.seq)
-        with _breakable():
+        with breakable():
             posted.work.wait()
         return posted.tensor
 
@@ -130,7 +126,7 @@ class PipelineLinks:
         """Send hidden states [tokens, hidden size] to the next stage without waiting; the tensor is kept until they are
         sent. Returns their bytes."""
         hidden = hidden.contiguous()
-        with _breakable():
+        with breakable():
             self._sends.append(_Posted(hidden, _work(dist.isend(hidden, self._stage + 1, tag=plan.seq % TAGS))))
             while self._sends and self._sends[0].work.is_completed():
                 self._sends.popleft()
@@ -148,7 +144,7 @@ class PipelineLinks:
         by_request = {sample.request: sample.token for sample in samples}
         values = [by_request.get(request, PLACEHOLDER) for request in feeding]
         tokens = torch.tensor(values, dtype=torch.int64, device=self._hidden.device)
-        with _breakable():
+        with breakable():
             work = _work(dist.broadcast(tokens, src=self._stages - 1, group=self._token_group, async_op=True))
             self._tokens.append(_PendingTokens(feeding, tokens, work))
             while not self.first and self._tokens and self._tokens[0].work.is_completed():
@@ -166,7 +162,7 @@ class PipelineLinks:
         found: list[tuple[int, int]] = []
         for _ in range(newest + 1):
             pending = self._tokens.popleft()
-            with _breakable():
+            with breakable():
                 pending.work.wait()
             found.extend(zip(pending.requests, pending.tokens.tolist(), strict=True))
         return [(request, token) for request, token in found if request != RELEASED]
@@ -187,13 +183,3 @@ class PipelineLinks:
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is in the group"
     return work
-
-
-@contextmanager
-def _breakable() -> Iterator[None]:
-    """Turn the RuntimeError that torch.distributed raises for a lost connection into LinkBroken; its text differs by
-    backend."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LinkBroken(str(error)) from error

@@ -22,8 +22,8 @@ from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
+from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.device import own_device
-from headrace.engine.parallel.pipeline import LinkBroken
 from headrace.engine.stage import run
 from headrace.server.config.load import find_cpuinfo
 from headrace.server.stage_group.join_client import JoinClient, MembershipOver

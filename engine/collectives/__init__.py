@@ -1,0 +1,1 @@
+"""Collective operations among the ranks of a group, behind one interface."""

@@ -1,0 +1,88 @@
+"""Collective operations by torch.distributed: NCCL on GPUs, Gloo on the CPU."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.engine.collectives.link import breakable
+
+
+class _Started(NamedTuple):
+    """An operation of torch.distributed under way."""
+
+    work: dist.Work
+    result: Tensor
+    kept: object  # what the operation reads until it is done
+
+    def wait(self) -> Tensor:
+        """See Pending."""
+        with breakable():
+            self.work.wait()
+        return self.result
+
+
+class TorchCollectives:
+    """Collectives over a process group. Used by one thread."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    def all_reduce(self, x: Tensor) -> _Started:
+        """See Collectives."""
+        with breakable():
+            return _Started(_work(dist.all_reduce(x, group=self._group, async_op=True)), x, None)
+
+    def all_gather(self, x: Tensor) -> _Started:
+        """See Collectives."""
+        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        with breakable():
+            work = dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group, async_op=True)
+        return _Started(_work(work), gathered, x)
+
+    def reduce_scatter(self, x: Tensor) -> _Started:
+        """See Collectives."""
+        part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        with breakable():
+            work = dist.reduce_scatter_tensor(part, x.contiguous(), group=self._group, async_op=True)
+        return _Started(_work(work), part, x)
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> _Started:
+        """See Collectives."""
+        rows = x.new_empty(sum(received), *x.shape[1:])
+        with breakable():
+            work = dist.all_to_all_single(
+                rows, x.contiguous(), list(received), list(sent), group=self._group, async_op=True
+            )
+        return _Started(_work(work), rows, x)
+
+    def broadcast(self, x: Tensor, source: int) -> _Started:
+        """See Collectives."""
+        with breakable():
+            return _Started(_work(dist.broadcast(x, group=self._group, group_src=source, async_op=True)), x, None)
+
+    def gather(self, x: Tensor, destination: int) -> _Started:
+        """See Collectives."""
+        rows = self.size * x.shape[0] if self.rank == destination else 0
+        gathered = x.new_empty(rows, *x.shape[1:])
+        parts = list(gathered.chunk(self.size)) if rows else None
+        with breakable():
+            work = dist.gather(x.contiguous(), parts, group=self._group, group_dst=destination, async_op=True)
+        return _Started(_work(work), gathered, x)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is in the group"
+    return work
+
+
+def make_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of these ranks. All ranks of the world have to call this, in the same order for all groups. Raises
+    LinkBroken when a rank is gone."""
+    with breakable():
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        return group

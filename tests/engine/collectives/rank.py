@@ -1,0 +1,27 @@
+"""A rank of a group of processes, which checks the collective operations: `python -m … PORT SIZE RANK`."""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
+from tests.engine.collectives.test_collectives import check, operations
+
+TIMEOUT_S = 30.0
+
+
+def main() -> None:
+    port, size, rank = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    group = TorchCollectives(make_group(range(size), TIMEOUT_S))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        check(size, rank, operations(group, dtype), dtype)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
