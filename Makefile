@@ -29,7 +29,7 @@ CPU ?=
 PYTEST := $(BIN)/python -m pytest $(if $(CPU),--cpu $(CPU))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full wheel test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full wheel test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,7 +52,11 @@ wheel: venv ## Build the wheel and the source distribution into dist/.
 demo: venv ## Hand four prompts from a prefill server to a decode server, and compare the texts.
 	$(BIN)/headrace demo
 
-test: check ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
+# Tests start hundreds of processes, and each would compile the modules that it imports.
+compiled: venv
+	@$(BIN)/python -m compileall -q benchmarks core engine integrations scheduler server tests transfer
+
+test: check compiled ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
 ifeq ($(CPU),)
 	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' tests
