@@ -17,6 +17,7 @@ FILES = ("requirements/server.txt", "requirements/dev.txt")
 PEERS = (
     "requirements/nixl.txt",
     "requirements/openvino.txt",
+    "requirements/ray.txt",
     "requirements/routers.txt",
     "requirements/vllm.txt",
 )  # for environments of their own
