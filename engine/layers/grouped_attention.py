@@ -53,7 +53,8 @@ class GroupedAttention:
         return self._tp.all_reduce(self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)).wait()
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return self._arithmetic.add_norm(rows, None, weight, self._eps)
+        # Rows of a single head are still a view of all heads, which the kernels do not take.
+        return self._arithmetic.add_norm(rows.contiguous(), None, weight, self._eps)
 
 
 def _rows(heads: range, head_dim: int) -> range:
