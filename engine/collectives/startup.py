@@ -2,7 +2,6 @@
 
 import torch
 import xxhash
-from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.base import Collectives
@@ -38,5 +37,7 @@ def least(group: Collectives, value: int, device: str) -> int:
 
 
 def _gathered(group: Collectives, value: int, device: str) -> list[int]:
-    values: Tensor = group.all_gather(torch.tensor([value], dtype=torch.int64, device=device)).wait()
-    return [int(each) for each in values.tolist()]
+    """The numbers of all ranks: a sum to which each gives its own, in its place."""
+    values = torch.zeros(group.size, dtype=torch.int64, device=device)
+    values[group.rank] = value
+    return [int(each) for each in group.all_reduce(values).wait().tolist()]

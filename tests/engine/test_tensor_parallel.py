@@ -15,8 +15,13 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.request import SamplingParams
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.decoder import Decoder
+from headrace.engine.dtypes import Precision
 from headrace.engine.kv.memory_plan import weight_count
+from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner, PlanResult
@@ -96,15 +101,19 @@ class Texts:
         self._runner.feed((request, token) for request, token in tokens.items() if token >= 0)
         return result, tokens
 
-    def decode(self, prompt: Prompt, count: int, params: SamplingParams) -> list[int]:
-        """Tokens after a prompt, whose chunks have been computed but the last."""
-        tokens: list[int] = []
+    def decode(self, prompts: Sequence[Prompt], count: int, params: Sequence[SamplingParams]) -> list[list[int]]:
+        """Tokens after prompts whose positions have been computed but the last."""
+        texts: list[list[int]] = [[] for _ in prompts]
         for step in range(count):
-            start = len(prompt.tokens) - 1 + step
             fields = {"tokens": b""} if step else {}
-            row = prompt.row(start, 1, sample=params, generated=step, **fields)
-            tokens.append(self.execute([row])[1][prompt.request])
-        return tokens
+            rows = [
+                prompt.row(len(prompt.tokens) - 1 + step, 1, sample=each, generated=step, **fields)
+                for prompt, each in zip(prompts, params, strict=True)
+            ]
+            tokens = self.execute(rows)[1]
+            for prompt, text in zip(prompts, texts, strict=True):
+                text.append(tokens[prompt.request])
+        return texts
 
 
 def compute(tp: Collectives, folder: Path, chunk: int, **options: Any) -> Computed:
@@ -124,7 +133,7 @@ def compute(tp: Collectives, folder: Path, chunk: int, **options: Any) -> Comput
         for report in result.prompt_logprobs:
             entries += [_by_id(entry.top_ids, entry.top_logprobs) for entry in report.entries]
     kv = pool_tokens(runner, prompt.pages, LENGTH).clone()
-    tokens = texts.decode(prompt, DECODED, PLAIN)
+    [tokens] = texts.decode([prompt], DECODED, [PLAIN])
     first = runner.geometry.head_start
     heads = range(first, first + runner.geometry.kv_heads)
     return Computed([reported_logprobs(each) for each in seen], entries, tokens, kv, heads, hidden)
@@ -200,11 +209,11 @@ def test_sampled_tokens_are_those_of_one_rank(models: Models, params: SamplingPa
     """With a seed, and with stop tokens that may not come yet, which need all logits."""
     folder = models("qwen3", 8, 4).folder
 
-    def work(tp: Collectives) -> list[int]:
+    def work(tp: Collectives) -> list[list[int]]:
         prompt = Prompt(1, random_tokens(30, 3), shuffled_pages(4, 64), 16)
         runner = make_runner(folder, tp=tp)
         runner.execute([prompt.row(0, 29)])
-        return Texts(runner, tp).decode(prompt, 12, params)
+        return Texts(runner, tp).decode([prompt], 12, [params])
 
     expected = work(Alone())
     assert run_ranks(3, work) == [expected] * 3
@@ -293,10 +302,7 @@ def test_the_bundled_model_writes_the_same_on_two_shards() -> None:
     def work(tp: Collectives) -> list[list[int]]:
         runner = make_runner("smollm2", tp=tp)
         runner.execute([prompt.row(0, len(prompt.tokens) - 1) for prompt in prompts])
-        texts = Texts(runner, tp)
-        return [
-            texts.decode(prompt, 16, params) for prompt, params in zip(prompts, (PLAIN, SEEDED, PLAIN), strict=True)
-        ]
+        return Texts(runner, tp).decode(prompts, 12, [PLAIN, SEEDED, PLAIN])
 
     expected = work(Alone())
     assert run_ranks(2, work) == [expected] * 2
@@ -404,3 +410,34 @@ def _tensors(decoder: Any) -> Iterator[Tensor]:
         for part in (*layer, *vars(layer.attention).values(), *vars(layer.mlp).values()):
             if isinstance(part, Tensor):
                 yield part
+
+
+class Counting:
+    """A checkpoint that counts the numbers read from it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.numbers = 0
+
+    def read(self, *arguments: Any) -> Tensor:
+        tensor = self._checkpoint.read(*arguments)
+        self.numbers += tensor.numel()
+        return tensor
+
+    def read_int8(self, *arguments: Any) -> Int8Weight | None:
+        return self._checkpoint.read_int8(*arguments)
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3"])
+def test_a_shard_reads_its_part_only(models: Models, name: str) -> None:
+    source = resolve_source(str(models(name, 6, 3).folder))
+    spec = load_spec(source)
+    precision = Precision(torch.float32, torch.float32, torch.float32)
+    for shard in split_model(spec, 2):
+        counting = Counting(open_checkpoint(source, spec))
+        Decoder(
+            spec, counting, range(spec.layers), positions=64, precision=precision, arithmetic=TorchArithmetic(),
+            device="cpu", shard=shard,
+        )  # fmt: skip
+        padding = shard.vocabulary_block - len(shard.vocabulary)
+        assert counting.numbers == weight_count(spec, None, shard) - 2 * padding * spec.hidden_size
