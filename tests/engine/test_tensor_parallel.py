@@ -44,6 +44,7 @@ Models = Callable[[str, int, int], Saved]
 PLAIN = SamplingParams(temperature=0.0)
 SEEN = SamplingParams(temperature=0.0, logprobs=VOCABULARY)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+EVEN = tuple(range(0, VOCABULARY, 2))
 LENGTH = 41
 DECODED = 6
 SHAPES = [  # query heads, KV heads, shards
@@ -204,12 +205,12 @@ def test_prompt_logprobs_of_more_positions_than_a_tile(models: Models) -> None:
     assert not others
 
 
-@pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=0.0, stop_token_ids=(5, 9), min_tokens=4)])
+@pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=0.0, stop_token_ids=EVEN, min_tokens=9)])
 def test_sampled_tokens_are_those_of_one_rank(models: Models, params: SamplingParams) -> None:
-    """With a seed, and with stop tokens that may not come yet, which need all logits."""
+    """With a seed, and with stop tokens that may not come yet, which need all logits; other than the greedy ones."""
     folder = models("qwen3", 8, 4).folder
 
-    def work(tp: Collectives) -> list[list[int]]:
+    def work(tp: Collectives, params: SamplingParams = params) -> list[list[int]]:
         prompt = Prompt(1, random_tokens(30, 3), shuffled_pages(4, 64), 16)
         runner = make_runner(folder, tp=tp)
         runner.execute([prompt.row(0, 29)])
@@ -217,6 +218,7 @@ def test_sampled_tokens_are_those_of_one_rank(models: Models, params: SamplingPa
 
     expected = work(Alone())
     assert run_ranks(3, work) == [expected] * 3
+    assert expected != work(Alone(), PLAIN)
 
 
 def test_one_batch_of_many_kinds_of_rows(models: Models) -> None:
