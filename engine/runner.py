@@ -40,7 +40,7 @@ from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import Kernels, load_kernels
-from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
+from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
 
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
@@ -301,7 +301,7 @@ class ModelRunner:
         if not self._samples:
             return [], []
         tokens = self._sampler.sample(logits, rows)
-        return tokens, _wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
+        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
         """Requests of rows that are not sampled and whose hidden states are not finite.
@@ -346,18 +346,3 @@ def _split_samples(
     entries = list(zip(requests, tokens, logprobs, strict=True))
     samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
     return samples, [request for request, token, _ in entries if token == NO_TOKEN]
-
-
-def _wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
-    """Logprobs of the rows that want them and have a token, None for the others.
-
-    logits: [rows, vocabulary]. wanted: number of alternatives per row, None for no logprobs.
-    """
-    chosen = [index for index, count in enumerate(wanted) if count is not None and tokens[index] != NO_TOKEN]
-    results: list[TokenLogprob | None] = [None] * len(tokens)
-    if chosen:
-        counts = [wanted[index] or 0 for index in chosen]
-        entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
-        for index, entry in zip(chosen, entries, strict=True):
-            results[index] = entry
-    return results

@@ -11,19 +11,9 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.core.types.errors import ConfigError
 from headrace.core.types.request import SamplingParams
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
-from headrace.engine.decoder import Decoder
-from headrace.engine.dtypes import Precision
-from headrace.engine.kv.memory_plan import weight_count
-from headrace.engine.model.arithmetic import TorchArithmetic
-from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
-from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.int8 import Int8Weight
-from headrace.engine.model.sharding import split_model
-from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner, PlanResult
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks
 from tests.engine.models import (
@@ -36,7 +26,6 @@ from tests.engine.models import (
     random_tokens,
     reference,
     reported_logprobs,
-    save_model,
     shuffled_pages,
 )
 
@@ -56,22 +45,6 @@ SHAPES = [  # query heads, KV heads, shards
     (4, 1, 2),  # both shards have the KV head
     (12, 2, 4),  # two shards have each
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """A family with other numbers of heads."""
-    made: dict[tuple[str, int, int], Saved] = {}
-
-    def get(name: str, heads: int, kv_heads: int) -> Saved:
-        key = (name, heads, kv_heads)
-        if key not in made:
-            config = CONFIGS[name]
-            fields: dict[str, Any] = config.to_dict() | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-            made[key] = save_model(type(config)(**fields), tmp_path_factory.mktemp("model"))
-        return made[key]
-
-    return get
 
 
 class Computed(NamedTuple):
@@ -178,19 +151,19 @@ def check(saved: Saved, tp: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_on_any_number_of_shards(models: Models, name: str, shape: tuple[int, int, int]) -> None:
+def test_every_family_on_any_number_of_shards(reshaped: Models, name: str, shape: tuple[int, int, int]) -> None:
     heads, kv_heads, tp = shape
-    check(models(name, heads, kv_heads), tp, chunk=25)
+    check(reshaped(name, heads, kv_heads), tp, chunk=25)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 41])
-def test_chunks_of_any_size(models: Models, chunk: int) -> None:
-    check(models("llama-bias", 6, 3), 2, chunk)
+def test_chunks_of_any_size(reshaped: Models, chunk: int) -> None:
+    check(reshaped("llama-bias", 6, 3), 2, chunk)
 
 
-def test_prompt_logprobs_of_more_positions_than_a_tile(models: Models) -> None:
+def test_prompt_logprobs_of_more_positions_than_a_tile(reshaped: Models) -> None:
     """Which are gathered 64 at a time; a row of one position, the prompt's last, asks for none."""
-    saved = models("qwen2", 6, 3)
+    saved = reshaped("qwen2", 6, 3)
     prompt = Prompt(1, random_tokens(130), shuffled_pages(9, 64), 16)
 
     def work(tp: Collectives) -> list[Tensor]:
@@ -206,9 +179,9 @@ def test_prompt_logprobs_of_more_positions_than_a_tile(models: Models) -> None:
 
 
 @pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=0.0, stop_token_ids=EVEN, min_tokens=9)])
-def test_sampled_tokens_are_those_of_one_rank(models: Models, params: SamplingParams) -> None:
+def test_sampled_tokens_are_those_of_one_rank(reshaped: Models, params: SamplingParams) -> None:
     """With a seed, and with stop tokens that may not come yet, which need all logits; other than the greedy ones."""
-    folder = models("qwen3", 8, 4).folder
+    folder = reshaped("qwen3", 8, 4).folder
 
     def work(tp: Collectives, params: SamplingParams = params) -> list[list[int]]:
         prompt = Prompt(1, random_tokens(30, 3), shuffled_pages(4, 64), 16)
@@ -221,9 +194,9 @@ def test_sampled_tokens_are_those_of_one_rank(models: Models, params: SamplingPa
     assert expected != work(Alone(), PLAIN)
 
 
-def test_one_batch_of_many_kinds_of_rows(models: Models) -> None:
+def test_one_batch_of_many_kinds_of_rows(reshaped: Models) -> None:
     """More rows than a tile; a greedy row beside a drawn one gets its token by all logits."""
-    folder = models("llama", 6, 3).folder
+    folder = reshaped("llama", 6, 3).folder
     params = [PLAIN, SEEDED, SEEN]
 
     def rows(kinds: Sequence[SamplingParams | None]) -> Iterator[PlanRow]:
@@ -242,9 +215,9 @@ def test_one_batch_of_many_kinds_of_rows(models: Models) -> None:
     assert others == [[], [], []]
 
 
-def test_what_is_exchanged(models: Models) -> None:
+def test_what_is_exchanged(reshaped: Models) -> None:
     """One sum for each block and one for the embeddings; of logits the largest ones only, if they suffice."""
-    saved = models("llama", 6, 2)
+    saved = reshaped("llama", 6, 2)
 
     def work(tp: Collectives) -> list[str]:
         assert isinstance(tp, ThreadCollectives)
@@ -259,8 +232,8 @@ def test_what_is_exchanged(models: Models) -> None:
         assert found == [*sums, "gather (1, 2) torch.float64 to 0"]
 
 
-def test_stages_of_shards_equal_one_rank(models: Models) -> None:
-    saved = models("qwen3", 6, 3)
+def test_stages_of_shards_equal_one_rank(reshaped: Models) -> None:
+    saved = reshaped("qwen3", 6, 3)
     prompt = Prompt(1, random_tokens(30), [9, 3], 16)
 
     def work(tp: Collectives) -> tuple[list[SampledToken], list[tuple[int, int, int, int]]]:
@@ -277,8 +250,8 @@ def test_stages_of_shards_equal_one_rank(models: Models) -> None:
     assert second == [(0, 1, 1, 2), (1, 2, 1, 2)]
 
 
-def test_bfloat16_stays_close(models: Models) -> None:
-    saved = models("llama", 6, 3)
+def test_bfloat16_stays_close(reshaped: Models) -> None:
+    saved = reshaped("llama", 6, 3)
     logprobs, keys_values = reference(saved.model, random_tokens(LENGTH, seed=LENGTH))
     first, second = run_ranks(2, partial(compute, folder=saved.folder, chunk=25, dtype="bfloat16"))
     assert first.kv.dtype == torch.bfloat16
@@ -287,9 +260,9 @@ def test_bfloat16_stays_close(models: Models) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "qwen3"])
-def test_8_bits_stay_close_to_one_rank(models: Models, name: str) -> None:
+def test_8_bits_stay_close_to_one_rank(reshaped: Models, name: str) -> None:
     """Parts of rows have other blocks, and so other scales, than the whole rows."""
-    saved = models(name, 6, 3)
+    saved = reshaped(name, 6, 3)
     work = partial(compute, folder=saved.folder, chunk=25, quantize="int8")
     found, _ = run_ranks(2, work)
     expected = work(Alone()).logprobs[0]
@@ -321,10 +294,10 @@ def _bad_embedding(saved: Saved, folder: Path, token: int) -> None:
 @pytest.mark.parametrize("token", [5, 190])
 @pytest.mark.parametrize("params", [PLAIN, SEEDED, None])
 def test_nonfinite_rows_are_found_wherever_they_come_from(
-    models: Models, tmp_path: Path, params: SamplingParams | None, token: int
+    reshaped: Models, tmp_path: Path, params: SamplingParams | None, token: int
 ) -> None:
     """An embedding of either shard; others in the batch are not affected."""
-    _bad_embedding(models("mistral", 6, 3), tmp_path, token)
+    _bad_embedding(reshaped("mistral", 6, 3), tmp_path, token)
     good = Prompt(1, [each if each not in (5, 190) else 6 for each in random_tokens(20)], [1, 2], 16)
     bad = Prompt(2, [7, 8, token], [3], 16)
 
@@ -338,8 +311,8 @@ def test_nonfinite_rows_are_found_wherever_they_come_from(
     assert second == PlanResult([], [], [])
 
 
-def test_nonfinite_kv_of_another_shard_is_found(models: Models) -> None:
-    folder = models("llama", 6, 3).folder
+def test_nonfinite_kv_of_another_shard_is_found(reshaped: Models) -> None:
+    folder = reshaped("llama", 6, 3).folder
 
     def work(tp: Collectives) -> list[int]:
         runner = make_runner(folder, tp=tp)
@@ -350,96 +323,3 @@ def test_nonfinite_kv_of_another_shard_is_found(models: Models) -> None:
         return runner.execute([prompt.row(16, 4)]).nonfinite
 
     assert run_ranks(2, work) == [[1], []]
-
-
-class Differing(ThreadCollectives):
-    """Sums of fractions differ in the last bit at one rank."""
-
-    def all_reduce(self, x: Tensor) -> Any:
-        done = super().all_reduce(x)
-        if self.rank == 1 and x.is_floating_point():
-            done.result[-1, -1] = torch.nextafter(done.result[-1, -1], torch.tensor(torch.inf))
-        return done
-
-
-def test_shards_with_different_sums_do_not_start(models: Models) -> None:
-    folder = models("llama", 6, 3).folder
-
-    def work(tp: Collectives) -> str:
-        assert isinstance(tp, ThreadCollectives)
-        tp.__class__ = Differing
-        with pytest.raises(ConfigError, match="the 3 shards have different sums after one all-reduce") as caught:
-            make_runner(folder, tp=tp)
-        return str(caught.value)
-
-    assert len(set(run_ranks(3, work))) == 1
-
-
-def test_shards_have_equal_pages(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a shard with fewer heads has room for more."""
-    monkeypatch.setattr("headrace.engine.runner.available_memory", lambda _: 1 << 20)
-    folder = models("llama", 6, 3).folder
-
-    def work(tp: Collectives) -> tuple[int, int]:
-        runner = make_runner(folder, tp=tp, kv_pages=0, max_model_len=32)
-        runner.warm_up()
-        return runner.pool.pages, runner.geometry.kv_heads
-
-    (pages, heads), (other_pages, other_heads) = run_ranks(2, work)
-    assert (heads, other_heads) == (1, 2)
-    assert pages == other_pages
-    assert 1 < pages < 65536 // 16
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_of_shards_are_counted_exactly(models: Models, name: str) -> None:
-    folder = models(name, 6, 3).folder
-    spec: ModelSpec = load_spec(resolve_source(str(folder)))
-
-    def work(tp: Collectives) -> int:
-        decoder: Any = make_runner(folder, tp=tp)._decoder
-        held = {id(tensor): tensor.numel() for tensor in _tensors(decoder)}
-        return sum(held.values())
-
-    counted = [weight_count(spec, None, shard) for shard in split_model(spec, 2)]
-    assert run_ranks(2, work) == counted
-
-
-def _tensors(decoder: Any) -> Iterator[Tensor]:
-    yield decoder._norm
-    yield from (decoder._vocabulary._embedding, decoder._vocabulary._head)
-    for layer in decoder._layers:
-        for part in (*layer, *vars(layer.attention).values(), *vars(layer.mlp).values()):
-            if isinstance(part, Tensor):
-                yield part
-
-
-class Counting:
-    """A checkpoint that counts the numbers read from it."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.numbers = 0
-
-    def read(self, *arguments: Any) -> Tensor:
-        tensor = self._checkpoint.read(*arguments)
-        self.numbers += tensor.numel()
-        return tensor
-
-    def read_int8(self, *arguments: Any) -> Int8Weight | None:
-        return self._checkpoint.read_int8(*arguments)
-
-
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3"])
-def test_a_shard_reads_its_part_only(models: Models, name: str) -> None:
-    source = resolve_source(str(models(name, 6, 3).folder))
-    spec = load_spec(source)
-    precision = Precision(torch.float32, torch.float32, torch.float32)
-    for shard in split_model(spec, 2):
-        counting = Counting(open_checkpoint(source, spec))
-        Decoder(
-            spec, counting, range(spec.layers), positions=64, precision=precision, arithmetic=TorchArithmetic(),
-            device="cpu", shard=shard,
-        )  # fmt: skip
-        padding = shard.vocabulary_block - len(shard.vocabulary)
-        assert counting.numbers == weight_count(spec, None, shard) - 2 * padding * spec.hidden_size
