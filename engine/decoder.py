@@ -1,4 +1,4 @@
-"""Llama-family decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
+"""Decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,7 +63,7 @@ class Decoder:
             precision=precision,
             device=device,
         )
-        cos, sin = rotary_tables(spec.rope, spec.head_dim, positions)
+        cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.geometry import Component, Geometry
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.mla_spec import LATENT
 
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
@@ -41,6 +42,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None) -> Geometry:
     """Shape of the KV pool for these layers; None takes all."""
     layers = layers or range(spec.layers)
+    if spec.mla:
+        width = spec.mla.slot_dim
+        latent = Component(LATENT, dtype, len(layers), kv_heads=1, head_dim=width, planes=1, layer_start=layers.start)
+        return Geometry(dtype, layers=0, kv_heads=0, head_dim=0, page_size=page_size, components=(latent,))
     return Geometry(
         dtype=dtype,
         layers=len(layers),
@@ -57,6 +62,9 @@ def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
+    if spec.mla:
+        biases = spec.mla.biases(spec.hidden_size) * spec.output_bias
+        norms = 2 * spec.hidden_size + spec.mla.norms()
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
     total = linear_count(spec, layers) + len(layers) * (biases + norms)
@@ -65,8 +73,13 @@ def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
 
 def linear_count(spec: ModelSpec, layers: range | None = None) -> int:
     """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
-    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    weights = spec.attention_weights + spec.hidden_size * 3 * spec.intermediate_size
+    return len(layers or range(spec.layers)) * weights
+
+
+def _never_in_8_bits(spec: ModelSpec, layers: range | None) -> int:
+    """Weights of linear layers that stay in the model's dtype: those of MLA that multiply latents from both sides."""
+    return len(layers or range(spec.layers)) * (spec.mla.up_weights(spec.heads) if spec.mla else 0)
 
 
 def plan_memory(
@@ -92,7 +105,7 @@ def plan_memory(
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
     count = weight_count(spec, layers)
-    in_8_bits = linear_count(spec, layers) if int8 else 0
+    in_8_bits = linear_count(spec, layers) - _never_in_8_bits(spec, layers) if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
