@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
@@ -37,11 +38,12 @@ class Decoder:
         precision: Precision,
         arithmetic: Arithmetic,
         device: str,
+        mla_form: MlaForm = "absorbed",
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
-        positions: length of the rotary tables, the longest sequence. Raises ConfigError for a missing or misshapen
-        tensor.
+        positions: length of the rotary tables, the longest sequence. mla_form: see load_layer. Raises ConfigError for a
+        missing or misshapen tensor.
         """
         self._spec = spec
         self._precision = precision
@@ -51,7 +53,7 @@ class Decoder:
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
         def load(layer: int) -> Layer:
-            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic)
+            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic, mla_form)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))

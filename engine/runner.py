@@ -17,6 +17,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.latent import latent_attention, resolve_form
 from headrace.engine.decoder import Decoder
 from headrace.engine.device import (
     available_memory,
@@ -173,13 +174,18 @@ class ModelRunner:
             precision=precision,
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
+            mla_form=resolve_form(engine.mla, device),
         )
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
-        self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)
+        self._attention = (
+            latent_attention(spec.mla, self.pool, engine.mla, kernels=kernels)
+            if spec.mla is not None
+            else choose_attention(self.pool, native_units=native, kernels=kernels)
+        )
         self._sampler = Sampler(random.SystemRandom())
         self._sampled: dict[int, int] = {}  # request → its last sampled token
 

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headrace.core.config import MlaForm
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
 from headrace.engine.layers.grouped_attention import GroupedAttention
+from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.weights import LayerReader
@@ -21,11 +23,18 @@ class Layer(NamedTuple):
     mlp: MlpBlock
 
 
-def load_layer(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic) -> Layer:
-    """Read a layer. Raises ConfigError for a missing or misshapen tensor."""
+def load_layer(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, mla_form: MlaForm = "absorbed") -> Layer:
+    """Read a layer. mla_form: of attention to latents, not "auto". Raises ConfigError for a missing or misshapen
+    tensor."""
     return Layer(
         input_norm=read.vector({"input_layernorm": spec.hidden_size}),
-        attention=GroupedAttention(spec, read, arithmetic),
+        attention=_attention(spec, read, arithmetic, mla_form),
         post_norm=read.vector({"post_attention_layernorm": spec.hidden_size}),
         mlp=DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic),
     )
+
+
+def _attention(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, mla_form: MlaForm) -> AttentionBlock:
+    if spec.mla is not None:
+        return LatentAttentionBlock(spec, spec.mla, read, arithmetic, mla_form)
+    return GroupedAttention(spec, read, arithmetic)

@@ -49,6 +49,26 @@ class LayerReader:
         tensor."""
         return self._pack(self._matrix(parts, columns))
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether weights are for the CPU."""
+        return torch.device(self._device).type == "cpu"
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the checkpoint, such as self_attn.q_proj.weight, rounded to the model's dtype, to take a part of
+        or to reorder. Raises ConfigError when it is missing or misshapen."""
+        return self._checkpoint.read(f"{self._prefix}.{name}", shape).to(self._precision.model)
+
+    def packed(self, weight: Tensor, *, int8: bool = True) -> Weight:
+        """Weights [out, in] made of what tensor() returned, packed. int8: in 8 bits, if linear layers are."""
+        if int8 and self._precision.int8:
+            return self._pack(quantize(weight))
+        return self._pack(weight.to(device=self._device, dtype=self._precision.held, copy=True))
+
+    def placed(self, values: Tensor) -> Tensor:
+        """What tensor() returned, in the dtype of computation, not packed."""
+        return values.to(device=self._device, dtype=self._precision.compute, copy=True)
+
     def _matrix(self, parts: dict[str, int], columns: int) -> Weight:
         if not self._precision.int8:
             return self._fused(self._precision.held, parts, "weight", columns)
