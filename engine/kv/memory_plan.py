@@ -78,7 +78,8 @@ def linear_count(spec: ModelSpec, layers: range | None = None) -> int:
 
 
 def _never_in_8_bits(spec: ModelSpec, layers: range | None) -> int:
-    """Weights of linear layers that stay in the model's dtype: those of MLA that multiply latents from both sides."""
+    """Weights of linear layers that stay in the dtype of computation: those of MLA that multiply latents from both
+    sides."""
     return len(layers or range(spec.layers)) * (spec.mla.up_weights(spec.heads) if spec.mla else 0)
 
 
@@ -105,10 +106,12 @@ def plan_memory(
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
     count = weight_count(spec, layers)
-    in_8_bits = linear_count(spec, layers) - _never_in_8_bits(spec, layers) if int8 else 0
+    kept = _never_in_8_bits(spec, layers) if int8 else 0
+    in_8_bits = linear_count(spec, layers) - kept if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
+    weights += 0 if native_units else kept * (4 - geometry.item_bytes)
     room = available_bytes - weights
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:

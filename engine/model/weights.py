@@ -63,7 +63,9 @@ class LayerReader:
         """Weights [out, in] made of what tensor() returned, packed. int8: in 8 bits, if linear layers are."""
         if int8 and self._precision.int8:
             return self._pack(quantize(weight))
-        return self._pack(weight.to(device=self._device, dtype=self._precision.held, copy=True))
+        # Packed weights are held in the dtype of computation, and with linear layers in 8 bits all are packed.
+        dtype = self._precision.compute if self._precision.int8 else self._precision.held
+        return self._pack(weight.to(device=self._device, dtype=dtype, copy=True))
 
     def placed(self, values: Tensor) -> Tensor:
         """What tensor() returned, in the dtype of computation, not packed."""

@@ -125,12 +125,15 @@ def make_runner(
     max_model_len: int = 256,
     cpuinfo: str = "",
     quantize: Any = "none",
+    mla: Any = "auto",
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
     runner = ModelRunner(
         ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize),
-        EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
+        EngineConfig(
+            page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ), mla=mla
+        ),
         max_model_len,
         layers,
     )
