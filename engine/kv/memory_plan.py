@@ -3,9 +3,8 @@
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.geometry import Geometry
 from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.mla_spec import LATENT
 
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
@@ -43,9 +42,7 @@ def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | 
     """Shape of the KV pool for these layers; None takes all."""
     layers = layers or range(spec.layers)
     if spec.mla:
-        width = spec.mla.slot_dim
-        latent = Component(LATENT, dtype, len(layers), kv_heads=1, head_dim=width, planes=1, layer_start=layers.start)
-        return Geometry(dtype, layers=0, kv_heads=0, head_dim=0, page_size=page_size, components=(latent,))
+        return spec.mla.geometry(dtype, page_size, layers)
     return Geometry(
         dtype=dtype,
         layers=len(layers),

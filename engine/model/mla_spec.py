@@ -5,6 +5,7 @@ import math
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import Component, Geometry
 
 LATENT = "latent"  # name of the component in the KV pool
 INNER_NORM_EPS = 1e-6  # of the norms of both latents, whatever rms_norm_eps says
@@ -55,6 +56,13 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     def scale(self) -> float:
         """Factor of the scores."""
         return self.score_factor / math.sqrt(self.query_dim)
+
+    def geometry(self, dtype: str, page_size: int, layers: range) -> Geometry:
+        """KV pool of these layers: a latent in place of keys and values."""
+        latent = Component(
+            LATENT, dtype, len(layers), kv_heads=1, head_dim=self.slot_dim, planes=1, layer_start=layers.start
+        )
+        return Geometry(dtype, layers=0, kv_heads=0, head_dim=0, page_size=page_size, components=(latent,))
 
     def up_weights(self, heads: int) -> int:
         """Weights that make keys and values of the latent (kv_b_proj)."""
