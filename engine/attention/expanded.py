@@ -8,16 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.core.types.geometry import ceil_div
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeWork, Rows
 from headrace.engine.attention.slots import SlotWriter, slot_index
+from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native import Kernels
 
 TILE_BYTES = 128 << 20  # of expanded keys and values at a time, which are of some heads and all positions of a row
 CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
-QUERY_TILE = 256  # tokens whose scores a mask is made for
+QUERY_TILE = 256  # tokens, at most, whose scores a mask is made for
+KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
 class Expand(Protocol):
@@ -119,7 +122,7 @@ class SdpaDense:
 
 
 class VarlenDense:
-    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Values are padded to the width of keys."""
+    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Keys and values are padded to one width."""
 
     def __init__(self, scale: float) -> None:
         """scale: of the scores."""
@@ -131,16 +134,15 @@ class VarlenDense:
 
         keys, values = split_heads(expanded, rotated, nope_dim)
         value_dim, tokens, positions = values.shape[2], len(query), len(keys)
-        query_ends, key_ends = (
-            torch.tensor([0, end], dtype=torch.int32, device=query.device) for end in (tokens, positions)
-        )
-        padded = F.pad(values, (0, keys.shape[2] - value_dim)).contiguous()
+        width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
+        heads = [F.pad(rows, (0, width - rows.shape[2])).contiguous() for rows in (query, keys, values)]
+        ends = [place(np.array([0, end], np.int32), query.device) for end in (tokens, positions)]
         attended = varlen_attn(
-            query.contiguous(),
-            keys,
-            padded,
-            query_ends,
-            key_ends,
+            heads[0],
+            heads[1],
+            heads[2],
+            ends[0],
+            ends[1],
             tokens,
             positions,
             scale=self._scale,
@@ -157,16 +159,18 @@ def split_heads(expanded: Tensor, rotated: Tensor, nope_dim: int) -> tuple[Tenso
 
 
 def masked_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention by scaled_dot_product_attention, QUERY_TILE tokens at a time.
+    """Causal attention by scaled_dot_product_attention, as many tokens at a time as have scores of TILE_BYTES, where
+    torch has no better kernel than one that holds all of them.
 
     query: [tokens, heads, width], at the last positions. keys, values: [positions, heads, width or another], heads may
     be expanded. Returns [tokens, heads, width of values].
     """
     start = len(keys) - len(query)
+    step = max(1, min(QUERY_TILE, TILE_BYTES // (4 * query.shape[1] * len(keys))))
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     parts = []
-    for first in range(0, len(query), QUERY_TILE):
-        some = query[first : first + QUERY_TILE]
+    for first in range(0, len(query), step):
+        some = query[first : first + step]
         seen = start + first + len(some)
         mask = None
         if len(some) > 1:

@@ -15,6 +15,7 @@ from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native import Kernels, load_kernels
+from tests.engine.flash import flash_on_cpu
 
 MLA = MlaSpec(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 SMALL = MlaSpec(kv_rank=40, nope_dim=8, rope_dim=4, value_dim=16)  # values wider than keys
@@ -98,7 +99,7 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
     """Expanded a few heads at a time, over a prefix, against scores with the latents themselves."""
     heads, start, count = 5, 37, 30
     both = (mla.query_dim + mla.value_dim) * 4 * (start + count)
-    monkeypatch.setattr(expanded, "TILE_BYTES", tile_heads * both)
+    monkeypatch.setattr(expanded, "TILE_BYTES", tile_heads * both)  # some tokens at a time, too, without kernels
     weight = normal(heads, mla.nope_dim + mla.value_dim, mla.kv_rank) / mla.kv_rank**0.5
     query, latents = normal(start + count, heads, mla.query_dim), normal(start + count, 1, mla.slot_dim, seed=1)
     tiles: list[int] = []
@@ -122,6 +123,19 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
     sums = attend(other, [start], absorbed, latents)[start:]
     expected = torch.einsum("thc,hvc->thv", sums, weight[:, mla.nope_dim :])
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mla", [MLA, SMALL])
+@pytest.mark.parametrize("count", [1, 30])
+def test_the_flash_kernel_of_gpus_gets_padded_values(mla: MlaSpec, count: int) -> None:
+    """All of it but the kernel, in bfloat16."""
+    query, made = normal(count, 3, mla.query_dim), normal(67, 3, mla.nope_dim + mla.value_dim, seed=1)
+    low = [rows.bfloat16() for rows in (query, made, normal(67, mla.rope_dim, seed=2))]
+    with flash_on_cpu():
+        found = expanded.VarlenDense(mla.scale).attend(low[0], low[1], low[2], mla.nope_dim)
+    wide = [rows.float() for rows in low]
+    plain = expanded.SdpaDense(mla.scale).attend(wide[0], wide[1], wide[2], mla.nope_dim)
+    torch.testing.assert_close(found.float(), plain, atol=1e-5, rtol=2**-8)  # one rounding, at the end
 
 
 def test_the_form_by_length_is_the_one_with_fewer_products() -> None:

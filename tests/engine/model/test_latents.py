@@ -8,6 +8,7 @@ import torch
 
 import headrace.engine.runner
 from headrace.core.messages.orders import PlanRow
+from headrace.engine.model.weights import LayerReader
 from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
 from tests.engine.models import (
@@ -62,6 +63,17 @@ def test_without_native_kernels(saved: Models, name: str, form: str, monkeypatch
     for length, chunk in ((41, 25), (65, 64), (300, 290)):
         check_long = make_runner(saved(name).folder, mla=form, max_model_len=512) if length > 256 else runner
         check(check_long, saved(name), length, chunk)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LATENTS)
+def test_as_on_a_gpu(saved: Models, name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batched products over heads and attention by torch, in float32."""
+    monkeypatch.setattr(headrace.engine.runner, "load_kernels", lambda **_: None)
+    monkeypatch.setattr(LayerReader, "on_cpu", False)
+    runner = make_runner(saved(name).folder, mla=form)
+    for length, chunk in ((41, 25), (65, 64)):
+        check(runner, saved(name), length, chunk)
 
 
 @pytest.mark.parametrize("form", FORMS)
