@@ -143,6 +143,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     positions = _integer(config, "max_position_embeddings")
     attention_bias = bool(config.get("attention_bias", False))
     rope = _rope(config, positions)
+    _refuse_experts(config, family)
     mla = _mla(config, rope) if family.startswith("deepseek") else None
     return ModelSpec(
         family=family,
@@ -187,6 +188,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
 
 
+def _refuse_experts(config: Mapping[str, Any], family: str) -> None:
+    """Refuse DeepSeek models that have layers with experts."""
+    layers = _integer(config, "num_hidden_layers")
+    dense = _integer(config, "first_k_dense_replace", 0) if family.startswith("deepseek") else layers
+    if dense < layers:
+        raise ConfigError(
+            f"layers {dense} to {layers - 1} have experts (first_k_dense_replace {dense}), which are not supported; "
+            f"supported are models whose {layers} layers are dense"
+        )
+
+
 def _window(config: Mapping[str, Any], family: str) -> int | None:
     if family == "mistral":
         window = config.get("sliding_window", MISTRAL_WINDOW)
@@ -229,9 +241,6 @@ def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
     further tokens, are not read."""
     if not config.get("rope_interleave", True):
         raise ConfigError("rope_interleave false is not supported; supported are rotary pairs side by side")
-    layers = _integer(config, "num_hidden_layers")
-    if _integer(config, "first_k_dense_replace", 0) < layers:
-        raise ConfigError("layers with experts (first_k_dense_replace) are not supported")
     return MlaSpec(
         kv_rank=_integer(config, "kv_lora_rank"),
         nope_dim=_integer(config, "qk_nope_head_dim"),
