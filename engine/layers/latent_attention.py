@@ -15,12 +15,16 @@ from torch import Tensor
 from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.attention.latent import LatentPass, LatentRows
+from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.latent_projections import HeadsApart, HeadsTogether, LatentProjections
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.mla_spec import INNER_NORM_EPS, MlaSpec
 from headrace.engine.model.weights import LayerReader
+
+ALONE = Alone()
 
 
 class LatentAttentionBlock:
@@ -34,17 +38,18 @@ class LatentAttentionBlock:
         arithmetic: Arithmetic,
         form: MlaForm,
         heads: range | None = None,
+        tp: Collectives = ALONE,
     ) -> None:
         """Read the weights.
 
-        form: that attention will ask for. heads: those of this rank, by default all; its result is then their part of
-        the sum over heads, with the bias where they begin with the first. Raises ConfigError for a missing or misshapen
-        tensor.
+        form: that attention will ask for. heads: those of this rank, by default all; the ranks of tp have the others,
+        and each has the whole latents in its pool. Raises ConfigError for a missing or misshapen tensor.
         """
         heads = heads or range(spec.heads)
         self._mla = mla
         self._heads = len(heads)
         self._arithmetic = arithmetic
+        self._tp = tp
         biased = spec.output_bias
         rows = query_rows(mla, heads)
         queries = (spec.heads * mla.query_dim, mla.query_rank or spec.hidden_size)
@@ -69,7 +74,7 @@ class LatentAttentionBlock:
         values = slice(heads.start * mla.value_dim, heads.stop * mla.value_dim)
         output = read.tensor("self_attn.o_proj.weight", (spec.hidden_size, spec.heads * mla.value_dim))
         self._output = read.packed(output[:, values].contiguous())
-        with_bias = biased and heads.start == 0
+        with_bias = biased and heads.start == 0  # added once
         self._output_bias = read.vector({"self_attn.o_proj": spec.hidden_size}, "bias") if with_bias else None
 
     def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
@@ -84,7 +89,8 @@ class LatentAttentionBlock:
                 assert part.tokens is not None
                 some = [rows.index_select(0, part.tokens) for rows in (nope, rotated, latents)]
                 attended.index_copy_(0, part.tokens, self._attend(layer, some[0], some[1], some[2], part))
-        return self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)
+        output = self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)
+        return self._tp.all_reduce(output).wait()
 
     def _project(self, normed: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Query without rotation [tokens, heads, nope_dim], rotated query [tokens, heads, rope_dim] in halves, and
