@@ -67,8 +67,8 @@ class LatentAttention:
     def begin(self, spans: Sequence[AttentionSpan]) -> LatentPass:
         """See Attention."""
         expanded = [self._form == "expanded" or (self._form == "length" and self._expands(span)) for span in spans]
-        if len(set(expanded)) == 1:
-            return LatentPass([self._part(spans, None, expanded=expanded[0])])
+        if len(set(expanded)) < 2:
+            return LatentPass([self._part(spans, None, expanded=any(expanded))])
         ends = np.cumsum([span.count for span in spans])
         parts = []
         for form in (False, True):
