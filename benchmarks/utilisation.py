@@ -50,7 +50,8 @@ PEAK_SIZES = {"cuda": 8192, "cpu": 2048}  # rows of the square matrices that mea
 
 def chunk_flops(spec: ModelSpec, tokens: int) -> float:
     """FLOPs of a prompt of one chunk: attention up to the diagonal, one row of the output head."""
-    attention = 4.0 * spec.heads * spec.head_dim * tokens * (tokens + 1) / 2
+    widths = spec.mla.query_dim + spec.mla.value_dim if spec.mla else 2 * spec.head_dim
+    attention = 2.0 * spec.heads * widths * tokens * (tokens + 1) / 2
     return spec.layers * (layer_flops(spec) * tokens + attention) + head_flops(spec)
 
 

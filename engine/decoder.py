@@ -1,10 +1,11 @@
-"""Llama-family decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
+"""Decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
@@ -44,11 +45,12 @@ class Decoder:
         device: str,
         shard: Shard | None = None,
         tp: Collectives = ALONE,
+        mla_form: MlaForm = "absorbed",
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
-        the shards of this stage. Raises ConfigError for a missing or misshapen tensor.
+        the shards of this stage. mla_form: see load_layer. Raises ConfigError for a missing or misshapen tensor.
         """
         shard = shard or whole_model(spec)
         self._spec = spec
@@ -59,7 +61,8 @@ class Decoder:
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
         def load(layer: int) -> Layer:
-            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic, shard, tp)
+            reader = LayerReader(checkpoint, layer, precision, device, pack)
+            return load_layer(spec, reader, arithmetic, shard, tp, mla_form)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))
@@ -74,7 +77,7 @@ class Decoder:
         )
         self._norm = weights.norm
         self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
-        cos, sin = rotary_tables(spec.rope, spec.head_dim, positions)
+        cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.latent import latent_attention, resolve_form
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.startup import check_equal_sums, least
 from headrace.engine.decoder import ALONE, Decoder
@@ -192,6 +193,7 @@ class ModelRunner:
             device=device,
             shard=shard,
             tp=tp,
+            mla_form=resolve_form(engine.mla, device),
         )
         self._samples = shard.first
         self._gathers = tp.size > 1
@@ -200,7 +202,11 @@ class ModelRunner:
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
-        self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)
+        self._attention = (
+            latent_attention(spec.mla, self.pool, engine.mla, kernels=kernels)
+            if spec.mla is not None
+            else choose_attention(self.pool, native_units=native, kernels=kernels)
+        )
         self._sampler = Sampler(random.SystemRandom())
         self._sampled: dict[int, int] = {}  # request → its last sampled token
 

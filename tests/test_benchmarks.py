@@ -14,7 +14,7 @@ from headrace.engine.model.source import load_spec, resolve_source
 from tests.engine.models import CONFIGS, save_model
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek-v2"])
 def test_flops_are_those_that_torch_counts(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of transformers, which multiplies the whole square of queries and keys."""
     tokens, folder = 40, tmp_path_factory.mktemp(name)
@@ -23,7 +23,8 @@ def test_flops_are_those_that_torch_counts(name: str, tmp_path_factory: pytest.T
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.zeros(1, tokens, dtype=torch.int64), logits_to_keep=1)
     beyond_the_diagonal = tokens * (tokens - 1) // 2
-    attended = 4 * spec.layers * spec.heads * spec.head_dim
+    widths = spec.mla.query_dim + spec.mla.value_dim if spec.mla else 2 * spec.head_dim
+    attended = 2 * spec.layers * spec.heads * widths
     assert chunk_flops(spec, tokens) == counter.get_total_flops() - attended * beyond_the_diagonal
 
 

@@ -9,6 +9,7 @@ from headrace.core.config.flag import KV_CACHE, MODEL, STAGES, Flag
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
+MlaForm = Literal["auto", "absorbed", "expanded", "length"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compile",
             MODEL,
             "torch.compile for norms, rotary embedding and activation; auto: on CUDA where Triton is installed",
+        ),
+    ] = "auto"
+    mla: Annotated[
+        MlaForm,
+        Flag(
+            "mla",
+            MODEL,
+            "attention of DeepSeek models to latents: absorbed, expanded, or length: whichever is cheaper for a chunk; "
+            "auto: absorbed on the CPU, where results then do not depend on chunks, length on GPUs",
         ),
     ] = "auto"
     cpuinfo: str = "/proc/cpuinfo"

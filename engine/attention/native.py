@@ -26,6 +26,7 @@ from headrace.engine.native import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernel
 
 # Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
 ITEM_ROWS = (768, 384, 192, 96)
+ITEM_BYTES = 768 * 3 * 256 * 4  # of a thread's working memory, so that it stays in the L2 cache
 ITEMS_PER_THREAD = 6
 PARTIAL_ROWS = 16  # of an item that is split: as many as a panel of the narrowest vectors
 
@@ -45,47 +46,72 @@ class Item(NamedTuple):
     partial: int = 0
 
 
+class Rows(NamedTuple):
+    """Where the kernels find keys and values in a pool. Strides are in elements; widths are of a slot."""
+
+    memory: Tensor
+    page_size: int
+    page_stride: int
+    layer_stride: int
+    head_stride: int
+    """From one KV head to the next; 0 where all heads have the same keys and values."""
+    to_value: int
+    """From a key to its value; 0 where the value is the first elements of the key."""
+    kv_heads: int
+    """0 where query heads may be grouped in any way."""
+    width: int
+    value_width: int
+
+
+def rows_of(pool: KVPool, value_width: int = 0) -> Rows:
+    """Keys and values of a pool, or the latents that are both. value_width: of a latent, how much of it is the
+    value."""
+    width, head = pool.slots.shape[1], pool.page_size * pool.slots.shape[1]
+    strides = pool.page_size, pool.blocks_per_page * head, pool.blocks_per_layer * head
+    if value_width:
+        return Rows(pool.tensor, *strides, head_stride=0, to_value=0, kv_heads=0, width=width, value_width=value_width)
+    heads = pool.geometry.kv_heads
+    return Rows(
+        pool.tensor, *strides, head_stride=head, to_value=heads * head, kv_heads=heads, width=width, value_width=width
+    )
+
+
 class NativeAttention:
-    """Attention by native kernels, for CPU pools of any dtype.
+    """Attention by native kernels, for CPU pools of any dtype: of keys and values, or of latents that are both.
 
     Attention is computed in float32, or in bfloat16 where queries and pool are, if there is a kernel for that.
     """
 
-    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
-        """pool: on the CPU, of any dtype."""
+    def __init__(self, pool: KVPool, kernels: Kernels, scale: float = 0.0, value_width: int = 0) -> None:
+        """pool: on the CPU, of any dtype. scale: of the scores, by default 1 / sqrt(head_dim). value_width: of latents,
+        how much of each is the value."""
         self._pool = pool
         self._kernels = kernels
+        self._rows = rows_of(pool, value_width)
+        self._scale = scale or 1 / math.sqrt(self._rows.width)
 
     def begin(self, spans: Sequence[AttentionSpan]) -> "NativePass":
         """See Attention."""
-        return NativePass(self._pool, self._kernels, spans)
+        return NativePass(self._pool, self._kernels, spans, self._rows, self._scale)
 
 
 class NativePass:
     """An AttentionPass whose work items are planned once, for all layers."""
 
-    def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan]) -> None:
+    def __init__(
+        self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan], rows: Rows, scale: float
+    ) -> None:
         """Prepare the records of all rows."""
         self._pool = pool
         self._kernels = kernels
         self._spans = spans
         self._slots = first_slots(pool, spans, prefixes=False)
-        self._scale = math.log2(math.e) / math.sqrt(pool.geometry.head_dim)
-        self._records = (SpanRecord * len(spans))()
-        row = 0
-        for record, span in zip(self._records, spans, strict=True):
-            record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.ctypes.data
-            row += span.count
-        self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
+        self._work = NativeWork(kernels, spans, rows, scale)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
         self._write(layer, keys_values)
-        if self._pass is None:
-            self._pass = self._plan(query.shape[1] // self._pool.geometry.kv_heads)
-        if self._kernels.attends(self._pass, query):
-            return self._kernels.attend(self._pass, layer, query, self._scale)
-        return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
+        return self._work.attend(layer, query)
 
     def _write(self, layer: int, keys_values: Tensor) -> None:
         if self._pool.tensor.dtype == torch.float16:
@@ -94,22 +120,53 @@ class NativePass:
         of_layer = self._slots + layer * self._pool.blocks_per_layer * self._pool.page_size
         self._kernels.write_slots(keys_values, of_layer, self._pool.slots, self._pool.page_size)
 
-    def _plan(self, group: int) -> PassRecord:
-        """The work items of a layer, the most expensive first. group: query heads per KV head."""
-        geometry = self._pool.geometry
+
+class NativeWork:
+    """Kernel calls over keys and values that are in memory already, by work items that are planned once."""
+
+    def __init__(self, kernels: Kernels, spans: Sequence[AttentionSpan], rows: Rows, scale: float) -> None:
+        """Prepare the records of all rows. scale: of the scores."""
+        self._kernels = kernels
+        self._spans = spans
+        self._rows = rows
+        self._scale = math.log2(math.e) * scale
+        self._records = (SpanRecord * len(spans))()
+        row = 0
+        for record, span in zip(self._records, spans, strict=True):
+            record.start, record.count, record.row, record.pages = span.start, span.count, row, span.pages.ctypes.data
+            row += span.count
+        self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Causal attention: query [tokens, heads, width] → [tokens, heads, value_width]."""
+        if self._pass is None:
+            self._pass = self._plan(query.shape[1])
+        if self._kernels.attends(self._pass, query):
+            return self._kernels.attend(self._pass, layer, query, self._scale)
+        return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
+
+    def _plan(self, heads: int) -> PassRecord:
+        """The work items of a layer, the most expensive first. heads: of the queries."""
+        rows = self._rows
+        group = heads // rows.kv_heads if rows.kv_heads else _divisor(heads, PARTIAL_ROWS)
+        self._kv_heads = heads // group
         tokens = max(1, self._item_rows(group) // group)
         items, merges = self._split(list(self._items(tokens)), group)
         items.sort(key=self._cost, reverse=True)
         self._item_records = (ItemRecord * len(items))(*(ItemRecord(*item) for item in items))
         self._merge_records = (ItemRecord * len(merges))(*(ItemRecord(*merge) for merge in merges))
         return PassRecord(
-            pool=self._pool.tensor.data_ptr(),
-            dtype=POOL_DTYPES[self._pool.tensor.dtype],
-            page_size=geometry.page_size,
-            page_stride=self._pool.blocks_per_page * geometry.page_size * geometry.head_dim,
-            kv_heads=geometry.kv_heads,
+            pool=rows.memory.data_ptr(),
+            dtype=POOL_DTYPES[rows.memory.dtype],
+            page_size=rows.page_size,
+            page_stride=rows.page_stride,
+            kv_heads=self._kv_heads,
             group=group,
-            width=geometry.head_dim,
+            width=rows.width,
+            value_width=rows.value_width,
+            layer_stride=rows.layer_stride,
+            head_stride=rows.head_stride,
+            to_value=rows.to_value,
             spans=ctypes.addressof(self._records),
             items=ctypes.addressof(self._item_records),
             item_count=len(items),
@@ -122,15 +179,16 @@ class NativePass:
 
     def _item_rows(self, group: int) -> int:
         """The most rows of ITEM_ROWS that leave enough items for every thread."""
-        rows = sum(span.count for span in self._spans) * group * self._pool.geometry.kv_heads
+        rows = sum(span.count for span in self._spans) * group * self._kv_heads
         items = ITEMS_PER_THREAD * torch.get_num_threads()
-        return next((size for size in ITEM_ROWS if rows >= items * size), ITEM_ROWS[-1])
+        most = ITEM_BYTES // (4 * (self._rows.width + 2 * self._rows.value_width))
+        return next((size for size in ITEM_ROWS if rows >= items * size and size <= most), ITEM_ROWS[-1])
 
     def _items(self, tokens: int) -> Iterator[Item]:
         """Items of so many tokens at most."""
         for index, span in enumerate(self._spans):
             for first in range(0, span.count, tokens):
-                for head in range(self._pool.geometry.kv_heads):
+                for head in range(self._kv_heads):
                     yield Item(index, head, first, min(tokens, span.count - first))
 
     def _split(self, items: list[Item], group: int) -> tuple[list[Item], list[Item]]:
@@ -154,3 +212,8 @@ class NativePass:
         """Scores to compute, per head of the group."""
         end = self._spans[item.span].start + item.first + item.tokens
         return (end if item.segment == ALL_SEGMENTS else min(SEGMENT, end - item.segment * SEGMENT)) * item.tokens
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor up to so much."""
+    return next(size for size in range(most, 0, -1) if number % size == 0)

@@ -5,7 +5,7 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import Geometry
 from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.sharding import Shard, whole_model
+from headrace.engine.model.sharding import Shard, attention_weights, whole_model
 
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
@@ -44,6 +44,8 @@ def stage_geometry(
 ) -> Geometry:
     """Shape of the KV pool for these layers and a shard's KV heads; None takes all."""
     layers = layers or range(spec.layers)
+    if spec.mla:
+        return spec.mla.geometry(dtype, page_size, layers)
     kv_heads = (shard or whole_model(spec)).kv_heads
     return Geometry(
         dtype=dtype,
@@ -62,6 +64,9 @@ def weight_count(spec: ModelSpec, layers: range | None = None, shard: Shard | No
     query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
+    if spec.mla:
+        biases = spec.mla.biases(spec.hidden_size) * spec.output_bias
+        norms = 2 * spec.hidden_size + spec.mla.norms()
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
     total = linear_count(spec, layers, shard) + len(layers) * (biases + norms)
@@ -70,9 +75,15 @@ def weight_count(spec: ModelSpec, layers: range | None = None, shard: Shard | No
 
 def linear_count(spec: ModelSpec, layers: range | None = None, shard: Shard | None = None) -> int:
     """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
-    shard = shard or whole_model(spec)
-    attention = 2 * (len(shard.heads) + len(shard.kv_heads)) * spec.head_dim
-    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * len(shard.columns))
+    layers, shard = layers or range(spec.layers), shard or whole_model(spec)
+    return len(layers) * (attention_weights(spec, shard) + spec.hidden_size * 3 * len(shard.columns))
+
+
+def _never_in_8_bits(spec: ModelSpec, layers: range | None, shard: Shard | None) -> int:
+    """Weights of linear layers that stay in the dtype of computation: those of MLA that multiply latents from both
+    sides."""
+    heads = len((shard or whole_model(spec)).heads)
+    return len(layers or range(spec.layers)) * (spec.mla.up_weights(heads) if spec.mla else 0)
 
 
 def plan_memory(
@@ -99,10 +110,12 @@ def plan_memory(
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers, shard)
     count = weight_count(spec, layers, shard)
-    in_8_bits = linear_count(spec, layers, shard) if int8 else 0
+    kept = _never_in_8_bits(spec, layers, shard) if int8 else 0
+    in_8_bits = linear_count(spec, layers, shard) - kept if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
+    weights += 0 if native_units else kept * (4 - geometry.item_bytes)
     room = available_bytes - weights
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:

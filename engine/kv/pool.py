@@ -1,4 +1,4 @@
-"""Paged KV pool of one stage."""
+"""Paged KV pool of one stage: keys and values, and further tensors such as a latent."""
 
 from collections.abc import Callable
 
@@ -12,19 +12,22 @@ from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.transfer.protocol.layout import WHOLE, Box
 
+_DTYPES = {**TORCH_DTYPES, "uint8": torch.uint8}  # as in ITEM_BYTES
 Allocate = Callable[[Geometry, int], memoryview | None]  # memory for so many pages; None: the pool allocates its own
 
 
 class KVPool:
-    """Keys and values of all requests: [pages, layers, 2, kv_heads, page_size, head_dim], contiguous per page.
+    """KV of all requests: one memory with a view of it per tensor of the geometry, such as keys and values or a latent.
 
-    Memory is not initialised: read only slots that were written. One tensor with three views:
+    Memory is not initialised: read only slots that were written. Each tensor is contiguous, one after the other
+    (transfer/backends/strided_pool.py, c_order). The first one, in most pools the only one, has three views:
 
-        tensor  [pages, layers, 2, kv_heads, page_size, head_dim]
-        blocks  [pages * layers * 2 * kv_heads, page_size * head_dim]    a row per (page, layer, K or V, head)
-        slots   [pages * layers * 2 * kv_heads * page_size, head_dim]    a row per token position of such a block
+        tensor  [pages, layers, planes, kv_heads, page_size, head_dim]
+        blocks  [pages * layers * planes * kv_heads, page_size * head_dim]    a row per (page, layer, plane, head)
+        slots   [pages * layers * planes * kv_heads * page_size, head_dim]    a row per token position of such a block
 
-    So gathering or scattering any set of rows is one operation. Different pages may be written by different threads.
+    So gathering or scattering any set of rows is one operation. Planes are keys and values, or the one of a latent.
+    Different pages may be written by different threads.
     """
 
     def __init__(self, geometry: Geometry, pages: int, device: str = "cpu", allocate: Allocate | None = None) -> None:
@@ -34,29 +37,33 @@ class KVPool:
         """
         self.geometry = geometry
         self.pages = pages
-        shape = (pages, geometry.layers, 2, geometry.kv_heads, geometry.page_size, geometry.head_dim)
-        dtype = TORCH_DTYPES[geometry.dtype]
         buffer = allocate(geometry, pages) if allocate is not None else None
         if buffer is None:
-            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+            memory = torch.empty(pages * geometry.page_bytes, dtype=torch.uint8, device=device)
         else:
-            self.tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
-        self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * geometry.head_dim)
-        self.slots: Tensor = self.tensor.view(-1, geometry.head_dim)
-        on_cpu = self.tensor.device.type == "cpu"
-        self._bytes: NDArray[np.uint8] | None = self.tensor.view(torch.uint8).numpy() if on_cpu else None
-        self._copies = None if on_cpu else DeviceCopies(self.tensor.device)
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self.tensors = _views(geometry, pages, memory)
+        """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]."""
+        self.tensor = next(iter(self.tensors.values()))
+        self._first = geometry.tensors[0]
+        self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * self._first.head_dim)
+        self.slots: Tensor = self.tensor.view(-1, self._first.head_dim)
+        on_cpu = memory.device.type == "cpu"
+        self._bytes: dict[str, NDArray[np.uint8]] | None = (
+            {name: tensor.view(torch.uint8).numpy() for name, tensor in self.tensors.items()} if on_cpu else None
+        )
+        self._copies = None if on_cpu else DeviceCopies(memory.device)
         self._all_copies = [] if self._copies is None else [self._copies]  # of all threads
 
     @property
     def blocks_per_layer(self) -> int:
-        """K and V blocks of one layer of one page; heads of V follow those of K."""
-        return 2 * self.geometry.kv_heads
+        """Blocks of one layer of one page; heads of V follow those of K."""
+        return self._first.planes * self._first.kv_heads
 
     @property
     def blocks_per_page(self) -> int:
-        """K and V blocks of one page, over all layers."""
-        return self.geometry.layers * self.blocks_per_layer
+        """Blocks of one page, over all layers."""
+        return self._first.layers * self.blocks_per_layer
 
     @property
     def page_size(self) -> int:
@@ -65,37 +72,41 @@ class KVPool:
 
     @property
     def rows(self) -> NDArray[np.uint8] | None:
-        """All pages as bytes [pages, page bytes]; None on a GPU."""
-        return self._bytes.reshape(self.pages, -1) if self._bytes is not None else None
+        """All pages as bytes [pages, page bytes]; None on a GPU and in a pool of several tensors."""
+        if self._bytes is None or len(self._bytes) != 1:
+            return None
+        return self._bytes[self._first.name].reshape(self.pages, -1)
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
-        """Bytes of slots [first_slot, first_slot + count) of a page: uint8 [layers, 2, kv_heads, count, row bytes].
+        """Bytes of slots [first_slot, first_slot + count) of a page: uint8 [layers, planes, kv_heads, count, row
+        bytes].
 
-        box: range of layers and heads. On the CPU a strided view of the pool, on a GPU a copy. Raises IndexError for a
-        page or slots outside the pool.
+        box: tensor, and range of layers and heads. On the CPU a strided view of the pool, on a GPU a copy. Raises
+        IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
         """
         self._check(page, first_slot, count)
         if self._copies is not None:
-            part = self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count]
+            part = self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
             copied: NDArray[np.uint8] = self._copies.to_host(part).view(torch.uint8).numpy()
             return copied
         assert self._bytes is not None
-        return self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count]
+        return self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
         """Like view(), C-contiguous. On the CPU, consecutive layers of a full page with all heads are a view of the
-        pool; anything else is a copy. Raises IndexError."""
+        pool; anything else is a copy. Raises what view() raises."""
         return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
-        """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises IndexError."""
+        """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises what view()
+        raises."""
         self._check(page, first_slot, count)
         if self._bytes is not None:
-            self._bytes[page, box.layers, :, box.heads, first_slot : first_slot + count] = data
+            self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count] = data
             return
-        values = torch.from_numpy(np.array(data)).view(self.tensor.dtype)
+        target = self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
         assert self._copies is not None
-        self._copies.to_device(self.tensor[page, box.layers, :, box.heads, first_slot : first_slot + count], values)
+        self._copies.to_device(target, torch.from_numpy(np.array(data)).view(target.dtype))
 
     def mark_computed(self) -> None:
         """Called by the compute thread after each plan. On a GPU, where the plan is only queued by then, later reads of
@@ -118,3 +129,15 @@ class KVPool:
             raise IndexError(
                 f"slots [{first_slot}, {first_slot + count}) are outside a page of {self.geometry.page_size}"
             )
+
+
+def _views(geometry: Geometry, pages: int, memory: Tensor) -> dict[str, Tensor]:
+    """The tensors of a pool in its memory of bytes, by name."""
+    views: dict[str, Tensor] = {}
+    at = 0
+    for tensor in geometry.tensors:
+        shape = (pages, tensor.layers, tensor.planes, tensor.kv_heads, geometry.page_size, tensor.head_dim)
+        size = pages * geometry.page_size * tensor.token_bytes
+        views[tensor.name] = memory[at : at + size].view(_DTYPES[tensor.dtype]).view(shape)
+        at += size
+    return views

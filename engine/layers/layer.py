@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headrace.core.config import MlaForm
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
 from headrace.engine.layers.grouped_attention import GroupedAttention
+from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard
@@ -23,11 +25,24 @@ class Layer(NamedTuple):
     mlp: MlpBlock
 
 
-def load_layer(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, shard: Shard, tp: Collectives) -> Layer:
-    """Read a shard of a layer. tp: all its shards. Raises ConfigError for a missing or misshapen tensor."""
+def load_layer(
+    spec: ModelSpec,
+    read: LayerReader,
+    arithmetic: Arithmetic,
+    shard: Shard,
+    tp: Collectives,
+    mla_form: MlaForm = "absorbed",
+) -> Layer:
+    """Read a shard of a layer. tp: all its shards. mla_form: of attention to latents, not "auto". Raises ConfigError
+    for a missing or misshapen tensor."""
+    attention: AttentionBlock
+    if spec.mla is not None:
+        attention = LatentAttentionBlock(spec, spec.mla, read, arithmetic, mla_form, shard.heads, tp)
+    else:
+        attention = GroupedAttention(spec, read, arithmetic, shard, tp)
     return Layer(
         input_norm=read.vector({"input_layernorm": spec.hidden_size}),
-        attention=GroupedAttention(spec, read, arithmetic, shard, tp),
+        attention=attention,
         post_norm=read.vector({"post_attention_layernorm": spec.hidden_size}),
         mlp=DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic, shard.columns, tp),
     )

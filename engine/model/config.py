@@ -1,8 +1,9 @@
-"""Model specification: the architecture of a Llama-family decoder, read from a Hugging Face config.json.
+"""Model specification: the architecture of a decoder, read from a Hugging Face config.json.
 
 Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
-norms of the query and key heads, the rotary scaling. ModelSpec names those switches, so that the rest of the engine
-does not depend on the family (but for the order of weights in GGUF files).
+norms of the query and key heads, the rotary scaling. DeepSeek-V2 and -V3 have multi-head latent attention instead.
+ModelSpec names those switches, so that the rest of the engine does not depend on the family (but for the order of
+weights in GGUF files).
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.mla_spec import MlaSpec, yarn_score_factor
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 FAMILIES = {
@@ -18,6 +20,8 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096  # default of transformers for a Mistral config without sliding_window
@@ -79,6 +83,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The attention output projection has a bias."""
     qk_norm: bool = False
     """RMSNorm on each query and key head (Qwen3)."""
+    mla: MlaSpec | None = None
+    """Multi-head latent attention; heads and kv_heads are then the same, head_dim is the width of a query head."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes that contradict each other."""
@@ -105,6 +111,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         attention."""
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Width of a head that is rotated."""
+        return self.mla.rope_dim if self.mla else self.head_dim
+
     def resolve_length(self, max_model_len: int) -> int:
         """max_model_len, or the model's limit for 0. Raises ConfigError when it is above the limit."""
         if max_model_len > self.position_limit:
@@ -124,6 +135,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     hidden = _integer(config, "hidden_size")
     positions = _integer(config, "max_position_embeddings")
     attention_bias = bool(config.get("attention_bias", False))
+    rope = _rope(config, positions)
+    _refuse_experts(config, family)
+    mla = _mla(config, rope) if family.startswith("deepseek") else None
     return ModelSpec(
         family=family,
         vocab_size=_integer(config, "vocab_size"),
@@ -131,16 +145,17 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         intermediate_size=_integer(config, "intermediate_size"),
         layers=_integer(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_integer(config, "num_key_value_heads", heads),
-        head_dim=_integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
+        kv_heads=heads if mla else _integer(config, "num_key_value_heads", heads),
+        head_dim=mla.query_dim if mla else _integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config, positions),
+        rope=rope,
         max_positions=positions,
         sliding_window=_window(config, family),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if family == "qwen2" else attention_bias,
-        output_bias=family in ("llama", "qwen3") and attention_bias,
+        output_bias=(mla is not None or family in ("llama", "qwen3")) and attention_bias,
         qk_norm=family == "qwen3",
+        mla=mla,
     )
 
 
@@ -164,6 +179,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("mlp_bias true is not supported; supported are MLPs without bias")
     if config.get("quantization_config"):
         raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
+
+
+def _refuse_experts(config: Mapping[str, Any], family: str) -> None:
+    """Refuse DeepSeek models that have layers with experts."""
+    layers = _integer(config, "num_hidden_layers")
+    dense = _integer(config, "first_k_dense_replace", 0) if family.startswith("deepseek") else layers
+    if dense < layers:
+        raise ConfigError(
+            f"layers {dense} to {layers - 1} have experts (first_k_dense_replace {dense}), which are not supported; "
+            f"supported are models whose {layers} layers are dense"
+        )
 
 
 def _window(config: Mapping[str, Any], family: str) -> int | None:
@@ -200,6 +226,21 @@ def _rope(config: Mapping[str, Any], positions: int) -> RopeSpec:
         mscale=scaling.get("mscale"),
         mscale_all_dim=scaling.get("mscale_all_dim"),
         truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
+    """Latent attention of a DeepSeek model. Layers after num_hidden_layers (num_nextn_predict_layers), which predict
+    further tokens, are not read."""
+    if not config.get("rope_interleave", True):
+        raise ConfigError("rope_interleave false is not supported; supported are rotary pairs side by side")
+    return MlaSpec(
+        kv_rank=_integer(config, "kv_lora_rank"),
+        nope_dim=_integer(config, "qk_nope_head_dim"),
+        rope_dim=_integer(config, "qk_rope_head_dim"),
+        value_dim=_integer(config, "v_head_dim"),
+        query_rank=0 if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank"),
+        score_factor=yarn_score_factor(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0,
     )
 
 

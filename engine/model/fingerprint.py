@@ -25,7 +25,7 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
     if quantize != "none":
         digest.update(quantize.encode())
     digest.update(msgspec.msgpack.encode(_sizes(spec)))
-    frequencies, scale = inverse_frequencies(spec.rope, spec.head_dim)
+    frequencies, scale = inverse_frequencies(spec.rope, spec.rotary_dim)
     digest.update(_rounded(frequencies))
     digest.update(_rounded(torch.tensor([scale])))
     embedding = (spec.vocab_size, spec.hidden_size)
@@ -35,10 +35,13 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
         (head, embedding),
         ("model.norm.weight", (spec.hidden_size,)),
     ]
+    query, inputs = "q_proj", spec.hidden_size
+    if spec.mla and spec.mla.query_rank:
+        query, inputs = "q_b_proj", spec.mla.query_rank
     for layer in (0, spec.layers - 1):
         prefix = f"model.layers.{layer}"
         tensors.append((f"{prefix}.input_layernorm.weight", (spec.hidden_size,)))
-        tensors.append((f"{prefix}.self_attn.q_proj.weight", (spec.heads * spec.head_dim, spec.hidden_size)))
+        tensors.append((f"{prefix}.self_attn.{query}.weight", (spec.heads * spec.head_dim, inputs)))
     for name, shape in tensors:
         rows = torch.linspace(0, shape[0] - 1, min(SAMPLED_ROWS, shape[0])).long().tolist()
         digest.update(_rounded(checkpoint.read(name, shape, rows if len(shape) > 1 else None)))
@@ -46,6 +49,10 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
 
 
 def _sizes(spec: ModelSpec) -> list[int | str]:
+    mla = spec.mla
+    latent: list[int | str] = []
+    if mla:
+        latent = [mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim, mla.query_rank, f"{mla.scale:.4g}"]
     return [
         spec.vocab_size,
         spec.hidden_size,
@@ -58,6 +65,7 @@ def _sizes(spec: ModelSpec) -> list[int | str]:
         int(spec.qkv_bias),
         int(spec.output_bias),
         int(spec.qk_norm),
+        *latent,
     ]
 
 

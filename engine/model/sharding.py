@@ -119,3 +119,10 @@ def _columns(spec: ModelSpec, attention: list[int]) -> list[range]:
         units[min(range(len(units)), key=lambda each: attention[each] + 3 * unit * units[each])] += 1
     ends = [min(unit * end, width) for end in accumulate(units)]
     return [range(*ends_of) for ends_of in pairwise((0, *ends))]
+
+
+def attention_weights(spec: ModelSpec, shard: Shard) -> int:
+    """Number of weights of a shard's linear layers in one attention block."""
+    if spec.mla:
+        return spec.mla.weights(spec.hidden_size, len(shard.heads))
+    return spec.hidden_size * 2 * (len(shard.heads) + len(shard.kv_heads)) * spec.head_dim

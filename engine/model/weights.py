@@ -89,6 +89,28 @@ class LayerReader:
             else self._fused(self._precision.held, wanted, columns)
         )
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether weights are for the CPU."""
+        return torch.device(self._device).type == "cpu"
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the checkpoint, such as self_attn.q_proj.weight, rounded to the model's dtype, to take a part of
+        or to reorder. Raises ConfigError when it is missing or misshapen."""
+        return self._checkpoint.read(f"{self._prefix}.{name}", shape).to(self._precision.model)
+
+    def packed(self, weight: Tensor, *, int8: bool = True) -> Weight:
+        """Weights [out, in] made of what tensor() returned, packed. int8: in 8 bits, if linear layers are."""
+        if int8 and self._precision.int8:
+            return self._pack(quantize(weight))
+        # Packed weights are held in the dtype of computation, and with linear layers in 8 bits all are packed.
+        dtype = self._precision.compute if self._precision.int8 else self._precision.held
+        return self._pack(weight.to(device=self._device, dtype=dtype, copy=True))
+
+    def placed(self, values: Tensor) -> Tensor:
+        """What tensor() returned, in the dtype of computation, not packed."""
+        return values.to(device=self._device, dtype=self._precision.compute, copy=True)
+
     def _in_8_bits(self, parts: list[_Part], columns: range | None) -> Weight:
         read = self._checkpoint
         stored = [read.read_int8(part.name, (part.shape[0], part.shape[1]), part.rows, columns) for part in parts]

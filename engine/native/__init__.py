@@ -49,6 +49,7 @@ class PassRecord(ctypes.Structure):
     _fields_ = (
         ("pool", _P),
         *((name, _I) for name in ("dtype", "page_size", "page_stride", "kv_heads", "group", "width")),
+        *((name, _I) for name in ("value_width", "layer_stride", "head_stride", "to_value")),
         ("spans", _P),
         ("items", _P),
         ("item_count", _I),
@@ -201,9 +202,9 @@ class Kernels:
         return activated
 
     def write_slots(self, x: Tensor, slots: Tensor, pool: Tensor, page_size: int) -> None:
-        """Write keys and values x [rows, 2 * kv_heads, width] to a layer of pool.slots [slots, width], each in float32
-        or bfloat16; rows of x may be strided. slots: int64 [rows], of the first head; the others are page_size further
-        on each. They are not checked."""
+        """Write keys and values x [rows, 2 * kv_heads, width], or latents [rows, 1, width], to a layer of pool.slots
+        [slots, width], each in float32 or bfloat16; rows of x may be strided. slots: int64 [rows], of the first head;
+        the others are page_size further on each. They are not checked."""
         rows, heads, width = x.shape
         _require(x.stride()[1:] == (width, 1) and pool.is_contiguous() and pool.shape[1] == width)
         _require(slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows)
@@ -217,17 +218,18 @@ class Kernels:
         if query.dtype == torch.float32:
             return True
         same = query.dtype in self._attend and record.dtype == POOL_DTYPES[query.dtype]
-        return same and record.width % STEP == 0
+        return same and record.width % STEP == 0 and record.value_width == record.width
 
     def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend.
+        """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend, the result
+        in the width of the values.
 
         query: rows may be strided; of a dtype for which attends() is true. scale: of the scores, times
         log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
         """
         width = query.shape[-1]
         _require(self.attends(record, query) and query.stride()[1:] == (width, 1))
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = query.new_empty(*query.shape[:2], record.value_width)
         failed = self._attend[query.dtype](
             ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), scale
         )

@@ -30,8 +30,10 @@ struct item {
  * What a row sums starts anew with every segment, which begins at a multiple of `segment` positions, and segments are
  * merged in their order. So a row has the same bits whether one thread visits all of its segments or several do. */
 struct pass {
-    const void *pool; /* [pages, layers, 2, kv_heads, page_size, width] */
+    const void *pool; /* [pages, layers, 2, kv_heads, page_size, width], or latents: [pages, layers, page_size, width] */
     int64_t dtype, page_size, page_stride, kv_heads, group, width;
+    int64_t value_width; /* of values and results; width, or less where values are the first elements of their keys */
+    int64_t layer_stride, head_stride, to_value; /* elements; head_stride 0: all heads have the same keys and values */
     const struct span *spans;
     const struct item *items; /* the most expensive first */
     int64_t item_count, most_tokens;
@@ -40,15 +42,12 @@ struct pass {
     int64_t merge_count, partial_count;
 };
 
-/* Elements from a key to the value of the same position. */
-static inline int64_t to_value(const struct pass *pass) { return pass->kv_heads * pass->page_size * pass->width; }
-
 /* Index in the pool of a position's key. */
 static inline int64_t key_index(const struct pass *pass, const struct span *span, int64_t layer, int64_t head,
                                 int64_t position)
 {
     const int64_t page = span->pages[position / pass->page_size], slot = position % pass->page_size;
-    return page * pass->page_stride + 2 * layer * to_value(pass) + (head * pass->page_size + slot) * pass->width;
+    return page * pass->page_stride + layer * pass->layer_stride + head * pass->head_stride + slot * pass->width;
 }
 
 /* How many positions from this one on, up to `count`, have their keys one after the other in the same page. */

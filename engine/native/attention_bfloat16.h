@@ -196,7 +196,7 @@ static void prepare_tile(const struct pass *pass, const struct span *span, int64
         run = run_length(pass, from + j, count - j);
         const bfloat16 *keys = pool + key_index(pass, span, layer, head, from + j);
         for (int64_t i = 0; i < run; i++)
-            values[j + i] = keys + to_value(pass) + i * width;
+            values[j + i] = keys + pass->to_value + i * width;
         for (int64_t i = 0; i < run && in_place; i += STEP)
             own->keys[(j + i) / STEP] = (const uint32_t *)(keys + i * width);
         if (!in_place)

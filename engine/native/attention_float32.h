@@ -10,7 +10,7 @@
 
 /* What is summed of the rows of an item; transposed: panels of LANES rows side by side. */
 struct sums {
-    float *outputs;       /* [panels, width, LANES] */
+    float *outputs;       /* [panels, value_width, LANES] */
     float *maxima, *sums; /* [panels, LANES]: running maximum of the scores, and sum of their exponentials */
 };
 
@@ -18,7 +18,7 @@ struct sums {
 struct scratch {
     float *queries;           /* [panels, width, LANES] */
     struct sums now, before;  /* over a segment, and over those before it */
-    float *keys, *values;     /* [TILE, width] */
+    float *keys, *values;     /* [TILE, width]; the same where values are the first elements of their keys */
     float *scores;            /* [TILE, LANES] */
 };
 
@@ -46,7 +46,8 @@ static void gather_tile(const struct pass *pass, const struct span *span, int64_
         run = run_length(pass, from + j, count - j);
         const int64_t index = key_index(pass, span, layer, head, from + j);
         copy_rows(scratch->keys + j * width, pass->pool, index, run * width, pass->dtype);
-        copy_rows(scratch->values + j * width, pass->pool, index + to_value(pass), run * width, pass->dtype);
+        if (pass->to_value)
+            copy_rows(scratch->values + j * width, pass->pool, index + pass->to_value, run * width, pass->dtype);
     }
 }
 
@@ -56,8 +57,8 @@ static void gather_tile(const struct pass *pass, const struct span *span, int64_
 static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_t panel, int64_t from, int64_t count,
                         ivec ends0, ivec ends1, int masked)
 {
-    const int64_t width = pass->width;
-    float *scores = scratch->scores, *outputs = scratch->now.outputs + panel * width * LANES;
+    const int64_t width = pass->width, value_width = pass->value_width;
+    float *scores = scratch->scores, *outputs = scratch->now.outputs + panel * value_width * LANES;
     float *maxima = scratch->now.maxima + panel * LANES, *sums = scratch->now.sums + panel * LANES;
     multiply_rows(count, scores, NULL, LANES, splat(0), splat(0), scratch->keys, width, 1,
                   scratch->queries + panel * width * LANES, width, NULL);
@@ -89,7 +90,7 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     store(maxima + WIDE, max1);
     store(sums, sum0);
     store(sums + WIDE, sum1);
-    multiply_rows(width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count, NULL);
+    multiply_rows(value_width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count, NULL);
 }
 
 /* The sums of an item of so many lanes, one after the other from here on. */
@@ -102,7 +103,7 @@ static struct sums sums_at(float *from, int64_t lanes, int64_t width)
 static __attribute__((noinline)) void merge_segment(const struct pass *pass, const struct item *item,
                                                     struct sums before, struct sums now, int64_t from)
 {
-    const int64_t width = pass->width, rows = item->count * pass->group;
+    const int64_t width = pass->value_width, rows = item->count * pass->group;
     for (int64_t lane = 0; lane < rows; lane += WIDE) {
         ivec sees;
         for (int i = 0; i < WIDE; i++)
@@ -141,7 +142,7 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
                            struct scratch *scratch)
 {
     const struct span *span = &pass->spans[item->span];
-    const int64_t width = pass->width, panels = (item->count * pass->group + LANES - 1) / LANES;
+    const int64_t width = pass->value_width, panels = (item->count * pass->group + LANES - 1) / LANES;
     const int64_t last = span->start + item->first + item->count, after = (segment + 1) * pass->segment;
     const int64_t end = after < last ? after : last;
 
@@ -167,7 +168,7 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
 /* Divides outputs by their sums and stores them row by row. */
 static void unpack_outputs(const struct pass *pass, const struct item *item, float *output, struct sums sums)
 {
-    const int64_t width = pass->width, group = pass->group, heads = pass->kv_heads * group;
+    const int64_t width = pass->value_width, group = pass->group, heads = pass->kv_heads * group;
     const int64_t first_row = pass->spans[item->span].row + item->first;
     for (int64_t r = 0; r < item->count * group; r++) {
         const float *from = sums.outputs + (r / LANES) * width * LANES + r % LANES;
@@ -182,10 +183,10 @@ static void unpack_outputs(const struct pass *pass, const struct item *item, flo
 static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const float *query,
                         int64_t query_stride, float *output, float scale, struct scratch *scratch, float *partials)
 {
-    const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->width + 2);
+    const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->value_width + 2);
     const int whole = item->segment == ALL_SEGMENTS;
     struct scratch first = *scratch;
-    first.now = whole ? scratch->before : sums_at(partials + item->partial * panel, LANES, pass->width);
+    first.now = whole ? scratch->before : sums_at(partials + item->partial * panel, LANES, pass->value_width);
     pack_queries(pass, item, query, query_stride, scale, scratch);
     attend_segment(pass, item, layer, whole ? 0 : item->segment, &first);
     if (!whole)
@@ -200,23 +201,24 @@ static void attend_item(const struct pass *pass, const struct item *item, int64_
 /* Merges what was summed over the segments of an item. */
 static void merge_item(const struct pass *pass, const struct item *item, float *output, float *partials)
 {
-    const int64_t panel = LANES * (pass->width + 2);
-    const struct sums all = sums_at(partials + item->partial * panel, LANES, pass->width);
+    const int64_t panel = LANES * (pass->value_width + 2), width = pass->value_width;
+    const struct sums all = sums_at(partials + item->partial * panel, LANES, width);
     for (int64_t segment = 1; segment < item->segment; segment++)
-        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, pass->width),
+        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, width),
                       segment * pass->segment);
     unpack_outputs(pass, item, output, all);
 }
 
 /* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
  * have been written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens,
- * heads, width], dense; both float32. scale: of the scores, times log2(e). Returns -1 when memory ran out, else 0. */
+ * heads, value_width], dense; both float32. scale: of the scores, times log2(e). Returns -1 when memory ran out, else 0. */
 int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
                             float *output, float scale)
 {
-    const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    int64_t bytes = (lanes * (3 * width + 4) + TILE * (2 * width + LANES)) * sizeof(float);
-    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
+    const int64_t width = pass->width, value_width = pass->value_width;
+    const int64_t lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
+    int64_t bytes = (lanes * (width + 2 * value_width + 4) + TILE * (2 * width + LANES)) * sizeof(float);
+    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (value_width + 2) * sizeof(float));
     if (!memory)
         return -1;
     float *partials = (float *)(memory + bytes * omp_get_max_threads());
@@ -224,11 +226,11 @@ int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *
     {
         struct scratch scratch;
         scratch.queries = (float *)(memory + omp_get_thread_num() * bytes);
-        scratch.now = sums_at(scratch.queries + lanes * width, lanes, width);
-        scratch.before = sums_at(scratch.now.outputs + lanes * (width + 2), lanes, width);
-        scratch.keys = scratch.before.outputs + lanes * (width + 2);
-        scratch.values = scratch.keys + TILE * width;
-        scratch.scores = scratch.values + TILE * width;
+        scratch.now = sums_at(scratch.queries + lanes * width, lanes, value_width);
+        scratch.before = sums_at(scratch.now.outputs + lanes * (value_width + 2), lanes, value_width);
+        scratch.keys = scratch.before.outputs + lanes * (value_width + 2);
+        scratch.scores = scratch.keys + TILE * width;
+        scratch.values = pass->to_value ? scratch.scores + TILE * LANES : scratch.keys;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++)
             attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch, partials);

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import attention_weights, whole_model
 
 
 def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[int, ...]:
@@ -20,8 +21,7 @@ def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[in
 
 def layer_flops(spec: ModelSpec) -> float:
     """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded."""
-    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-    return 2.0 * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    return 2.0 * (attention_weights(spec, whole_model(spec)) + spec.hidden_size * 3 * spec.intermediate_size)
 
 
 def head_flops(spec: ModelSpec) -> float:

@@ -1,9 +1,10 @@
 """Staging area: where KV arrives before its owner copies it into an engine's cache; allocated in runs of pages."""
 
 import numpy as np
+from msgspec.structs import replace
 
 from headrace.core.types.geometry import Geometry, ceil_div
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
 
 PAGE_TOKENS = 64  # per page of the staging area
 
@@ -43,7 +44,8 @@ class PageRunAllocator:
 
 
 class Staging:
-    """A PageStore over one array, data: uint8 [layers, 2, kv_heads, tokens, head_dim * item_bytes].
+    """A PageStore over one array, data: uint8 [layers, planes, kv_heads, tokens, head_dim * item_bytes], for the one
+    tensor of a geometry: keys and values, or a latent.
 
     Page p is the tokens [p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS), so a run of pages is one slice of every head. Memory
     is only taken by what was written.
@@ -51,14 +53,14 @@ class Staging:
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         """geometry: of the whole model; its page size is replaced. tokens: capacity, rounded up to pages."""
-        self.geometry = Geometry(geometry.dtype, geometry.layers, geometry.kv_heads, geometry.head_dim, PAGE_TOKENS)
+        self.geometry = replace(geometry, page_size=PAGE_TOKENS)
         self.pages = ceil_div(tokens, PAGE_TOKENS)
-        shape = (geometry.layers, 2, geometry.kv_heads, self.pages * PAGE_TOKENS)
-        self.data: Bytes = np.zeros((*shape, geometry.head_dim * geometry.item_bytes), np.uint8)
+        [tensor] = geometry.tensors
+        self.data: Bytes = np.zeros(frame_shape(tensor, self.pages * PAGE_TOKENS), np.uint8)
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        """View of slots [first_slot, first_slot + count): uint8 [layers, 2, kv_heads, count, row bytes]. box: range of
-        layers and heads."""
+        """View of slots [first_slot, first_slot + count): uint8 [layers, planes, kv_heads, count, row bytes]. box:
+        range of layers and heads."""
         at = page * PAGE_TOKENS + first_slot
         return self.data[box.layers, :, box.heads, at : at + count]
 

@@ -70,8 +70,8 @@ class RemotePrefill:
         self._model = model
         server_keys = known_servers(curve_key, curve_server_keys)
         spec = model_spec(model)
-        geometry = Geometry(DTYPES[model.dtype], spec.layers, spec.kv_heads, spec.head_dim, page_size=1)
-        self._staging = Staging(geometry, tokens)
+        self._spec = spec
+        self._staging = Staging(cache_geometry(spec, DTYPES[model.dtype]), tokens)
         parts = urlsplit(url)
         self._host, self._port = canonical(parts.hostname or ""), parts.port or 80
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -139,7 +139,8 @@ class RemotePrefill:
         """Copy loaded KV from the staging area into a cache on the model's device."""
         staged = torch.from_numpy(self._staging.data).view(self._model.dtype)
         cache = DynamicCache(config=self._model.config)
-        for layer, (keys, values) in enumerate(staged[:, :, None, :, loaded.at : loaded.at + loaded.count - 1]):
+        for layer, planes in enumerate(staged[:, :, None, :, loaded.at : loaded.at + loaded.count - 1]):
+            keys, values = planes if self._spec.mla is None else latent_cache(self._spec, planes[0])
             cache.update(keys.to(self._model.device, copy=True), values.to(self._model.device, copy=True), layer)
         self._peer.submit(ReleaseLoad(id=loaded.id))
         return cache
@@ -151,6 +152,26 @@ def model_spec(model: Any) -> ModelSpec:
     if model.dtype not in DTYPES:
         raise ConfigError(f"the model computes in {model.dtype}; expected one of {', '.join(DTYPES.values())}")
     return spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
+
+
+def cache_geometry(spec: ModelSpec, dtype: str) -> Geometry:
+    """Geometry of the whole model's KV, with page size 1."""
+    if spec.mla is not None:
+        return spec.mla.geometry(dtype, 1, range(spec.layers))
+    return Geometry(dtype, spec.layers, spec.kv_heads, spec.head_dim, page_size=1)
+
+
+def latent_cache(spec: ModelSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """What transformers keeps as keys and values of a layer with latent attention: latents, and rotated keys.
+
+    slots: [1, 1, tokens, width of a slot]. DeepSeek-V2's keys are rotated in pairs there, as in the pool, DeepSeek-V3's
+    from pairs to halves.
+    """
+    assert spec.mla is not None
+    latents, rotated = slots[..., : spec.mla.kv_rank], slots[..., spec.mla.kv_rank :]
+    if spec.family == "deepseek_v3":
+        rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
+    return latents, rotated
 
 
 def _tokens(input_ids: Tensor) -> list[int]:

@@ -46,7 +46,12 @@ def ordered_layers(layers: Mapping[str, Any], caches: Mapping[str, Tensor]) -> l
 
 def cache_geometry(layers: list[tuple[Any, Tensor]]) -> Geometry:
     """Geometry of the whole model's KV, with page size 1. Raises ConfigError for a cache that cannot be filled: layers
-    that differ, a dtype or attention backend without support."""
+    that differ, latents, a dtype or attention backend without support."""
+    if any(hasattr(layer, "kv_lora_rank") for layer, _ in layers):
+        raise ConfigError(
+            "the model has multi-head latent attention (MLA): this connector fills caches of keys and values only; "
+            "start vLLM without --kv-transfer-config, or take a decode server of headrace"
+        )
     shapes = {(layer.num_kv_heads, layer.head_size, layer.head_size_v, cache.dtype) for layer, cache in layers}
     if len(shapes) != 1:
         raise ConfigError(f"the layers of the KV cache differ: {sorted(map(str, shapes))}")

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GgufConfig,
     LlamaConfig,
     MistralConfig,
@@ -51,6 +53,15 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_MLA: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama-bias": LlamaConfig(**_SIZES, attention_bias=True),
@@ -60,7 +71,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**_SIZES, rope_parameters=_YARN),
     "qwen3": Qwen3Config(**_SIZES, head_dim=24),
+    "deepseek-v2": DeepseekV2Config(**_MLA, q_lora_rank=20, rms_norm_eps=1e-5),
+    "deepseek-v2-lite": DeepseekV2Config(
+        **_MLA, q_lora_rank=None, attention_bias=True, rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5}
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **_MLA, q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
 }
+LATENTS = tuple(name for name in CONFIGS if name.startswith("deepseek"))
 
 
 def transformers_tokenizer(model: str) -> Any:
@@ -109,12 +128,15 @@ def make_runner(
     cpuinfo: str = "",
     quantize: Any = "none",
     tp: Collectives = ALONE,
+    mla: Any = "auto",
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
     runner = ModelRunner(
         ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize),
-        EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
+        EngineConfig(
+            page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ), mla=mla
+        ),
         max_model_len,
         layers,
         tp=tp,
@@ -178,8 +200,19 @@ def pool_tokens(runner: ModelRunner, pages: list[int], count: int) -> torch.Tens
 
 
 def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers: log-probabilities [tokens, vocabulary] and KV [layers, 2, kv_heads, tokens, head_dim]."""
+    """transformers: log-probabilities [tokens, vocabulary] and KV as pool_tokens() gives it."""
     with torch.inference_mode():
         output = model(torch.tensor([tokens]), use_cache=True)
-    layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in output.past_key_values.layers]
-    return torch.log_softmax(output.logits[0].float(), -1), torch.stack(layers)
+    layers = [(layer.keys[0], layer.values[0]) for layer in output.past_key_values.layers]
+    logprobs = torch.log_softmax(output.logits[0].float(), -1)
+    if model.config.model_type.startswith("deepseek"):
+        return logprobs, torch.stack([slots_of(model, *layer)[None] for layer in layers])
+    return logprobs, torch.stack([torch.stack(layer) for layer in layers])
+
+
+def slots_of(model: PreTrainedModel, latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+    """Slots of a latent pool made of transformers' cache [1, tokens, width] each: DeepSeek-V3 rotates pairs to halves
+    there."""
+    if model.config.model_type == "deepseek_v3":
+        rotated = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((latents, rotated), dim=-1)

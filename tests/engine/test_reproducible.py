@@ -253,11 +253,20 @@ def staged(runners: list[ModelRunner]) -> Execute:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "mla"),
+    [
+        ("llama", "auto"),
+        ("qwen3", "auto"),
+        ("deepseek-v2", "auto"),
+        ("deepseek-v3", "auto"),
+        ("deepseek-v3", "expanded"),
+    ],
+)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
-    saved: Callable[[str], Saved], name: str, dtype: str, quantize: str, kind: str, data: st.DataObject
+    saved: Callable[[str], Saved], name: str, mla: str, dtype: str, quantize: str, kind: str, data: st.DataObject
 ) -> None:
     """Keys and values, logprobs of the whole vocabulary, and greedy tokens."""
     folder, layers = saved(name).folder, CONFIGS[name].num_hidden_layers
@@ -268,7 +277,13 @@ def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
     def run(splits: list[range], mix: bool) -> list[Computed]:
         runners = [
             make_runner(
-                folder, dtype=dtype, quantize=quantize, layers=layers_of, cpuinfo=cpuinfo(kind), max_model_len=256
+                folder,
+                dtype=dtype,
+                quantize=quantize,
+                layers=layers_of,
+                cpuinfo=cpuinfo(kind),
+                max_model_len=256,
+                mla=mla,
             )
             for layers_of in splits
         ]

@@ -18,6 +18,7 @@ from headrace.engine.runner import ModelRunner, PlanResult
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks
 from tests.engine.models import (
     CONFIGS,
+    LATENTS,
     VOCABULARY,
     Prompt,
     Saved,
@@ -150,10 +151,25 @@ def check(saved: Saved, tp: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in LATENTS])
 def test_every_family_on_any_number_of_shards(reshaped: Models, name: str, shape: tuple[int, int, int]) -> None:
     heads, kv_heads, tp = shape
     check(reshaped(name, heads, kv_heads), tp, chunk=25)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", LATENTS)
+def test_every_shard_has_the_whole_latents(saved: Callable[[str], Saved], name: str, tp: int) -> None:
+    """Heads are divided; latents are one for all heads."""
+    model = saved(name)
+    tokens = random_tokens(LENGTH, seed=LENGTH)
+    ranks = run_ranks(tp, partial(compute, folder=model.folder, chunk=25))
+    whole = compute(Alone(), model.folder, chunk=25)
+    assert_close(ranks[0].logprobs[0], reference(model.model, tokens)[0][-1])
+    for rank in ranks:
+        assert_close(rank.kv, whole.kv)
+        assert torch.equal(rank.hidden, ranks[0].hidden), "equal bits on all ranks"
+        assert rank.tokens == whole.tokens
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 41])

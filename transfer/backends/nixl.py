@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
 from headrace.core.types.backends import NixlAccess, NixlMemory, Placement, PoolMemory
-from headrace.core.types.geometry import KV, Geometry
+from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.runs import Offsets, runs
 from headrace.transfer.backends.strided_pool import c_order, page_numbers, placed
@@ -199,7 +199,7 @@ class NixlPages(RemotePages):
         self._address = address
         self._places = places
         self._pages, self._slots = memory.pages, geometry.page_size
-        self._dense = c_order(geometry, memory.pages).strides
+        self._whole = _dense_place(geometry, memory.pages, places)
         self._names = names
         self._batch: list[tuple[Offsets, Offsets, int]] = []
         self._writes: list[NixlRemoteWrite] = []
@@ -220,13 +220,13 @@ class NixlPages(RemotePages):
     def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
         """Queued for the next flush. Raises IndexError."""
         rows = store.rows
-        if rows is None or self._places[KV].strides != self._dense:
+        if rows is None or self._whole is None:
             super().write_pages(pages, store, own)
             return
         there = page_numbers(pages, self._pages).astype(np.int64)
         here = page_numbers(own, len(rows)).astype(np.int64)
         size = rows.shape[1]
-        start = self._address + self._places[KV].offset
+        start = self._address + self._whole.offset
         self._batch.append((here * size + rows.ctypes.data, there * size + start, size))
 
     def flush(self) -> NixlRemoteWrite:
@@ -267,6 +267,15 @@ class NixlPages(RemotePages):
         self._writes = [write for write in self._writes if not write.done]
         self._writes.append(begun)
         return begun
+
+
+def _dense_place(geometry: Geometry, pages: int, places: Mapping[str, Placement]) -> Placement | None:
+    """The place of the only tensor of a pool in which pages lie without gaps; None in other pools."""
+    if len(geometry.tensors) != 1:
+        return None
+    (name,) = places
+    dense = {tensor.name: place.strides for tensor, place in placed(geometry, c_order(geometry, pages))}
+    return places[name] if places[name].strides == dense[name] else None
 
 
 @contextlib.contextmanager

@@ -73,9 +73,10 @@ class StridedPool:
 
     @property
     def rows(self) -> Bytes | None:
-        """All pages as [pages, bytes of a page], in place; None unless keys and values lie so, and alone."""
-        alone = len(self.tensors) == 1 and self.data.flags.c_contiguous
-        return self.data.reshape(self._pages, -1) if alone else None
+        """All pages as [pages, bytes of a page], in place; None unless one tensor lies so, and alone."""
+        first = next(iter(self.tensors.values()))
+        alone = len(self.tensors) == 1 and first.flags.c_contiguous
+        return first.reshape(self._pages, -1) if alone else None
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """View of slots in place. Raises IndexError for a page or slots outside the pool."""

@@ -116,7 +116,8 @@ class SourceStore(PageStore, Protocol):
 
     @property
     def rows(self) -> Bytes | None:
-        """All pages as [pages, bytes of a page], in place; None where keys and values do not lie so, or not alone."""
+        """All pages as [pages, bytes of a page], in place; None where they do not lie so, such as those of several
+        tensors."""
         ...
 
 
@@ -129,9 +130,9 @@ def whole_pages(source: Geometry, destination: Geometry, start: int, count: int)
     """Index range of pages copied whole, in the page lists of positions [start, start + count).
 
     Those are the full pages, the i-th of the source's list to the i-th of the destination's, between ranks with the
-    same layers and heads of keys and values and no other component.
+    same layers and heads of one tensor, such as keys and values, and of no other.
     """
-    if source != destination or source.components:
+    if source != destination or len(source.tensors) != 1:
         return range(0)
     size = source.page_size
     first = start // size

@@ -1,5 +1,9 @@
 """Pages of a stage's KV pool, as the copier reads and writes them."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,26 +34,49 @@ class DevicePage:
         self._copies.to_device(self._page, torch.from_numpy(source))
 
 
+class JoinedPage:
+    """A page of several tensors, which lie apart: one after the other in what is stored."""
+
+    def __init__(self, parts: Sequence[PageMemory], sizes: Sequence[int]) -> None:
+        """sizes: bytes of each part."""
+        self._parts = parts
+        self._ends = list(accumulate(sizes, initial=0))
+
+    def view(self) -> Bytes:
+        """See PageMemory. Always a copy."""
+        return np.concatenate([part.view() for part in self._parts])
+
+    def copy_to(self, target: Bytes) -> None:
+        """See PageMemory."""
+        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
+            part.copy_to(target[start:end])
+
+    def copy_from(self, source: Bytes) -> None:
+        """See PageMemory."""
+        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
+            part.copy_from(source[start:end])
+
+
 class PoolPages:
     """Makes PageMemory of a pool's pages, for one thread."""
 
     def __init__(self, pool: KVPool) -> None:
         """Call it before the first plan."""
-        self._rows = pool.rows
-        self._bytes = pool.tensor.view(pool.pages, -1).view(torch.uint8)
+        self._tensors = [tensor.view(pool.pages, -1).view(torch.uint8) for tensor in pool.tensors.values()]
         self._copies = pool.device_copies()
         self._pages = pool.pages
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self._bytes.shape[1]
+        return sum(tensor.shape[1] for tensor in self._tensors)
 
     def page(self, page: int) -> PageMemory:
         """One page. Raises IndexError for a page outside the pool."""
         if not 0 <= page < self._pages:
             raise IndexError(f"page {page} is outside the pool of {self._pages}")
-        if self._copies is not None:
-            return DevicePage(self._bytes[page], self._copies)
-        assert self._rows is not None, "a pool without copies is on the CPU"
-        return HostPage(self._rows[page])
+        parts = [self._part(tensor[page]) for tensor in self._tensors]
+        return parts[0] if len(parts) == 1 else JoinedPage(parts, [tensor.shape[1] for tensor in self._tensors])
+
+    def _part(self, row: Tensor) -> PageMemory:
+        return HostPage(row.numpy()) if self._copies is None else DevicePage(row, self._copies)

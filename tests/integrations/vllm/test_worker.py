@@ -218,6 +218,10 @@ def test_a_cache_that_is_no_plain_one_is_refused() -> None:
     layers, tensors = caches("a.0.x", dtype=torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match="float8_e4m3fn"):
         cache_geometry(ordered_layers(layers, tensors))
+    layers, tensors = caches("a.0.x")
+    layers["a.0.x"].kv_lora_rank = 512
+    with pytest.raises(ConfigError, match="latent attention"):
+        cache_geometry(ordered_layers(layers, tensors))
     layers, tensors = caches("a.0.x", "a.1.x")
     layers["a.1.x"].num_kv_heads = 7
     with pytest.raises(ConfigError, match="differ"):

@@ -65,6 +65,7 @@ FLAGS = """\
 --max-queued-tokens N [1..] = 262144
 --max-running N [1..] = 64
 --max-tickets-per-peer N [1..] = 1024
+--mla {auto,absorbed,expanded,length} = auto
 --model TEXT = smollm2
 --optimistic-start/--no-optimistic-start SWITCH = False
 --page-size N [1..4096] = 16

@@ -18,6 +18,10 @@ from tests.transfer.nixl_handoff import BIG, CONFIG, PAGES, Handoff
 
 pytestmark = pytest.mark.nixl
 
+LATENT = Geometry(
+    "float32", 0, 0, 0, 16, components=(Component("latent", "float32", layers=3, kv_heads=1, head_dim=72, planes=1),)
+)
+
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bytes_are_right_for_random_geometries(make_handoff: Any, seed: int) -> None:
@@ -61,20 +65,22 @@ def test_bytes_are_right_for_random_geometries(make_handoff: Any, seed: int) -> 
     assert value(statistics, "bytes_received_total", ("zmq",)) == 0
 
 
-def test_whole_pages_go_in_any_order_where_nothing_is_checked(make_handoff: Any) -> None:
+@pytest.mark.parametrize("geometry", [BIG, LATENT], ids=["keys and values", "latent"])
+def test_whole_pages_go_in_any_order_where_nothing_is_checked(make_handoff: Any, geometry: Geometry) -> None:
     """Without checksums pages are not looked at one by one."""
-    handoff = make_handoff(BIG, BIG, 64, msgspec.structs.replace(CONFIG, checksum=False))
+    [name] = [tensor.name for tensor in geometry.tensors]
+    handoff = make_handoff(geometry, geometry, 64, msgspec.structs.replace(CONFIG, checksum=False))
     handoff.join("s" * 32)
     pages, dst_pages = random.Random(1).sample(range(64), 9), random.Random(2).sample(range(64), 9)
-    before = handoff.target.data.copy()
-    start, count = 5, 8 * BIG.page_size  # the first and the last page in part
+    before = handoff.target.tensors[name].copy()
+    start, count = 5, 8 * geometry.page_size  # the first and the last page in part
     handoff.fetch(1, "s" * 32, pages, dst_pages, start, count)
     handoff.loop.wait_for(handoff.receiver, KvReceived, 1, 20.0)
-    wanted = gather(handoff.store, BIG, pages, start, count)
-    assert np.array_equal(gather(handoff.target, BIG, dst_pages, start, count), wanted)
+    wanted = gather(handoff.store, geometry, pages, start, count, name)
+    assert np.array_equal(gather(handoff.target, geometry, dst_pages, start, count, name), wanted)
     others = sorted(set(range(64)) - set(dst_pages))
-    assert np.array_equal(handoff.target.data[others], before[others])
-    handoff.send(2, "s" * 32, [0], [64], 0, BIG.page_size)
+    assert np.array_equal(handoff.target.tensors[name][others], before[others])
+    handoff.send(2, "s" * 32, [0], [64], 0, geometry.page_size)
     failed = handoff.stage.wait_for(SendFailed)
     assert (failed.code, failed.message) == ("bad_chunk", "page 64 of 64 pages")
 

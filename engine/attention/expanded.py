@@ -1,0 +1,183 @@
+"""Attention over latents in expanded form: keys and values of all positions are made of their latents."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.core.types.geometry import ceil_div
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.native import NativeWork, Rows
+from headrace.engine.attention.slots import SlotWriter, slot_index
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.mla_spec import MlaSpec
+from headrace.engine.native import Kernels
+
+TILE_BYTES = 128 << 20  # of expanded keys and values at a time, which are of some heads and all positions of a row
+CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
+QUERY_TILE = 256  # tokens, at most, whose scores a mask is made for
+KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
+
+
+class Expand(Protocol):
+    """Makes keys and values of latents."""
+
+    def __call__(self, latents: Tensor, heads: range) -> Tensor:
+        """latents [positions, kv_rank] → [positions, heads, nope_dim + value_dim] of these heads, keys before values,
+        in the dtype of computation."""
+        ...
+
+
+class DenseAttention(Protocol):
+    """Causal attention of one row to keys and values that are in memory."""
+
+    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+        """query: [tokens, heads, nope_dim + rope_dim], at the last positions. expanded: [positions, heads, nope_dim +
+        value_dim]. rotated: the part of the keys that heads share, [positions, rope_dim]. Returns [tokens, heads,
+        value_dim]."""
+        ...
+
+
+class ExpandedPass:
+    """Attention of one forward pass over rows in expanded form, row by row, some heads at a time."""
+
+    def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan], dense: DenseAttention) -> None:
+        """Prepare the indices of all rows."""
+        self._mla = mla
+        self._pool = pool
+        self._spans = spans
+        self._dense = dense
+        self._writer = SlotWriter(pool, spans)
+        self._slots = [slot_index(pool, [span], prefixes=True) for span in spans]
+
+    def attend(self, layer: int, query: Tensor, latents: Tensor, expand: Expand) -> Tensor:
+        """Write this pass's latents [tokens, 1, slot_dim] to the pool, then attend to each request's positions.
+
+        layer: counted from the stage's first. query: [tokens, heads, nope_dim + rope_dim], rotated. Returns [tokens,
+        heads, value_dim].
+        """
+        mla, heads = self._mla, query.shape[1]
+        self._writer.write(layer, latents)
+        output = query.new_empty(len(query), heads, mla.value_dim)
+        first = 0
+        for span, slots in zip(self._spans, self._slots, strict=True):
+            tokens = slice(first, first + span.count)
+            rows = self._pool.slots.index_select(0, slots + layer * self._pool.page_size * self._pool.blocks_per_layer)
+            rows = rows.to(query.dtype)
+            for part in self._tiles(heads, rows):
+                expanded = expand(rows[:, : mla.kv_rank], part)
+                some = slice(part.start, part.stop)
+                output[tokens, some] = self._dense.attend(
+                    query[tokens, some], expanded, rows[:, mla.kv_rank :], mla.nope_dim
+                )
+            first += span.count
+        return output
+
+    def _tiles(self, heads: int, rows: Tensor) -> list[range]:
+        """Runs of heads whose keys and values fit into TILE_BYTES, or single heads."""
+        of_head = len(rows) * (self._mla.query_dim + self._mla.value_dim) * rows.element_size()
+        step = max(1, TILE_BYTES // of_head)
+        return [range(head, min(head + step, heads)) for head in range(0, heads, step)]
+
+
+class NativeDense:
+    """DenseAttention by native kernels, on the CPU: a row's result has the same bits however its prompt is cut."""
+
+    def __init__(self, kernels: Kernels, scale: float) -> None:
+        """scale: of the scores."""
+        self._kernels = kernels
+        self._scale = scale
+
+    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+        """See DenseAttention."""
+        positions, heads, both = expanded.shape
+        value_dim = both - nope_dim
+        width = max(query.shape[2], value_dim)  # keys and values lie in rows of one width
+        memory = expanded.new_zeros(2, heads, positions, width)
+        memory[0, :, :, :nope_dim] = expanded[..., :nope_dim].transpose(0, 1)
+        memory[0, :, :, nope_dim : query.shape[2]] = rotated
+        memory[1, :, :, :value_dim] = expanded[..., nope_dim:].transpose(0, 1)
+        padded = F.pad(query, (0, width - query.shape[2])).contiguous()
+        block = positions * width
+        rows = Rows(memory, positions, 0, 0, block, heads * block, kv_heads=heads, width=width, value_width=value_dim)
+        span = AttentionSpan(positions - len(query), len(query), np.zeros(1, np.int64))
+        return NativeWork(self._kernels, [span], rows, self._scale).attend(0, padded)
+
+
+class SdpaDense:
+    """DenseAttention by scaled_dot_product_attention, on any device, some tokens at a time."""
+
+    def __init__(self, scale: float) -> None:
+        """scale: of the scores."""
+        self._scale = scale
+
+    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+        """See DenseAttention."""
+        keys, values = split_heads(expanded, rotated, nope_dim)
+        return masked_tiles(query, keys, values, self._scale)
+
+
+class VarlenDense:
+    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Keys and values are padded to one width."""
+
+    def __init__(self, scale: float) -> None:
+        """scale: of the scores."""
+        self._scale = scale
+
+    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+        """See DenseAttention."""
+        from torch.nn.attention.varlen import varlen_attn  # not in every torch
+
+        keys, values = split_heads(expanded, rotated, nope_dim)
+        value_dim, tokens, positions = values.shape[2], len(query), len(keys)
+        width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
+        heads = [F.pad(rows, (0, width - rows.shape[2])).contiguous() for rows in (query, keys, values)]
+        ends = [place(np.array([0, end], np.int32), query.device) for end in (tokens, positions)]
+        attended = varlen_attn(
+            heads[0],
+            heads[1],
+            heads[2],
+            ends[0],
+            ends[1],
+            tokens,
+            positions,
+            scale=self._scale,
+            window_size=CAUSAL,
+        )
+        assert isinstance(attended, Tensor)
+        return attended[..., :value_dim]
+
+
+def split_heads(expanded: Tensor, rotated: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys [positions, heads, nope_dim + rope_dim] and values [positions, heads, value_dim]; see DenseAttention."""
+    shared = rotated[:, None].expand(-1, expanded.shape[1], -1)
+    return torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
+
+
+def masked_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention by scaled_dot_product_attention, as many tokens at a time as have scores of TILE_BYTES, where
+    torch has no better kernel than one that holds all of them.
+
+    query: [tokens, heads, width], at the last positions. keys, values: [positions, heads, width or another], heads may
+    be expanded. Returns [tokens, heads, width of values].
+    """
+    start = len(keys) - len(query)
+    step = max(1, min(QUERY_TILE, TILE_BYTES // (4 * query.shape[1] * len(keys))))
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    parts = []
+    for first in range(0, len(query), step):
+        some = query[first : first + step]
+        seen = start + first + len(some)
+        mask = None
+        if len(some) > 1:
+            positions = torch.arange(seen, device=query.device)
+            mask = positions[None, :] <= positions[start + first :, None]
+        attended = F.scaled_dot_product_attention(
+            some.transpose(0, 1)[None], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)

@@ -1,0 +1,154 @@
+"""Attention over latents in the sizes of DeepSeek models: native kernels against torch, and bit by bit over chunks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core.config import EngineConfig
+from headrace.core.types.geometry import Component, Geometry
+from headrace.engine.attention import expanded
+from headrace.engine.attention.base import AttentionSpan
+from headrace.engine.attention.latent import LatentAttention, latent_attention
+from headrace.engine.device import has_wide_vectors
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.mla_spec import MlaSpec
+from headrace.engine.native import Kernels, load_kernels
+from tests.engine.flash import flash_on_cpu
+
+MLA = MlaSpec(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+SMALL = MlaSpec(kv_rank=40, nope_dim=8, rope_dim=4, value_dim=16)  # values wider than keys
+WIDTHS = [False, True] if has_wide_vectors(EngineConfig().cpuinfo) else [False]
+PAGES, PAGE_SIZE = 170, 16
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def native(wide: bool) -> Kernels:
+    kernels = load_kernels(wide=wide, bfloat16=True)
+    if kernels is None:
+        pytest.skip("no compiler, or a CPU without AVX2")
+    return kernels
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_pool(mla: MlaSpec, dtype: str = "float32") -> KVPool:
+    part = Component("latent", dtype, layers=2, kv_heads=1, head_dim=mla.slot_dim, planes=1)
+    pool = KVPool(Geometry(dtype, 0, 0, 0, PAGE_SIZE, components=(part,)), PAGES)
+    pool.tensor.fill_(float("nan"))
+    return pool
+
+
+def attend(attention: LatentAttention, cuts: list[int], query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """The second layer in absorbed form, chunk by chunk; pages in any order."""
+    pages = np.random.default_rng(1).permutation(PAGES)
+    parts = []
+    for start, end in zip([0, *cuts], [*cuts, len(query)], strict=True):
+        [part] = attention.begin([AttentionSpan(start, end - start, pages)]).parts
+        assert part.absorbed is not None
+        parts.append(part.absorbed.attend(1, query[start:end], latents[start:end]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("wide", WIDTHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("mla", "heads", "length"), [(MLA, 16, 70), (MLA, 24, 300), (SMALL, 3, 70), (SMALL, 17, 9)])
+@pytest.mark.usefixtures("two_threads")
+def test_native_latents_equal_torch(mla: MlaSpec, heads: int, length: int, dtype: str, wide: bool) -> None:
+    query, latents = normal(length, heads, mla.slot_dim), normal(length, 1, mla.slot_dim, seed=1).bfloat16().float()
+    fast = latent_attention(mla, make_pool(mla, dtype), "absorbed", kernels=native(wide))
+    plain = latent_attention(mla, make_pool(mla, dtype), "absorbed")
+    found = attend(fast, [length // 3], query, latents)
+    assert found.shape == (length, heads, mla.kv_rank)
+    torch.testing.assert_close(found, attend(plain, [length // 2, length - 1], query, latents), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("wide", WIDTHS)
+@pytest.mark.usefixtures("two_threads")
+def test_bits_do_not_depend_on_chunks_and_threads(wide: bool) -> None:
+    """Past a segment, where single rows are divided among threads."""
+    length = 2200
+    query, latents = normal(length, 4, SMALL.slot_dim), normal(length, 1, SMALL.slot_dim, seed=1)
+    for dtype in ("float32", "bfloat16"):
+        whole = attend(
+            latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide)), [], query, latents
+        )
+        for cuts in ([2199], [1, 2, 1000, 2100, 2101], list(range(100, 2200, 100))):
+            attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide))
+            assert torch.equal(attend(attention, cuts, query, latents), whole)
+        torch.set_num_threads(1)
+        attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide))
+        assert torch.equal(attend(attention, [2198], query, latents), whole)
+        torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("tile_heads", [1, 2, 5])
+@pytest.mark.parametrize("mla", [MLA, SMALL])
+def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expanded a few heads at a time, over a prefix, against scores with the latents themselves."""
+    heads, start, count = 5, 37, 30
+    both = (mla.query_dim + mla.value_dim) * 4 * (start + count)
+    monkeypatch.setattr(expanded, "TILE_BYTES", tile_heads * both)  # some tokens at a time, too, without kernels
+    weight = normal(heads, mla.nope_dim + mla.value_dim, mla.kv_rank) / mla.kv_rank**0.5
+    query, latents = normal(start + count, heads, mla.query_dim), normal(start + count, 1, mla.slot_dim, seed=1)
+    tiles: list[int] = []
+
+    def expand(rows: torch.Tensor, some: range) -> torch.Tensor:
+        tiles.append(len(some))
+        return torch.einsum("pc,hdc->phd", rows, weight[some.start : some.stop])
+
+    pages = np.random.default_rng(1).permutation(PAGES)
+    attention = latent_attention(mla, make_pool(mla), "expanded", kernels=native(True) if kernels else None)
+    for first, tokens in ((0, start), (start, count)):
+        [part] = attention.begin([AttentionSpan(first, tokens, pages)]).parts
+        assert part.expanded is not None
+        rows = slice(first, first + tokens)
+        tiles.clear()
+        found = part.expanded.attend(1, query[rows], latents[rows], expand)
+    assert max(tiles) == tile_heads
+    absorb = torch.einsum("thm,hmc->thc", query[..., : mla.nope_dim], weight[:, : mla.nope_dim])
+    absorbed = torch.cat((absorb, query[..., mla.nope_dim :]), dim=-1)
+    other = latent_attention(mla, make_pool(mla), "absorbed", kernels=native(True) if kernels else None)
+    sums = attend(other, [start], absorbed, latents)[start:]
+    expected = torch.einsum("thc,hvc->thv", sums, weight[:, mla.nope_dim :])
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mla", [MLA, SMALL])
+@pytest.mark.parametrize("count", [1, 30])
+def test_the_flash_kernel_of_gpus_gets_padded_values(mla: MlaSpec, count: int) -> None:
+    """All of it but the kernel, in bfloat16."""
+    query, made = normal(count, 3, mla.query_dim), normal(67, 3, mla.nope_dim + mla.value_dim, seed=1)
+    low = [rows.bfloat16() for rows in (query, made, normal(67, mla.rope_dim, seed=2))]
+    with flash_on_cpu():
+        found = expanded.VarlenDense(mla.scale).attend(low[0], low[1], low[2], mla.nope_dim)
+    wide = [rows.float() for rows in low]
+    plain = expanded.SdpaDense(mla.scale).attend(wide[0], wide[1], wide[2], mla.nope_dim)
+    torch.testing.assert_close(found.float(), plain, atol=1e-5, rtol=2**-8)  # one rounding, at the end
+
+
+def test_the_form_by_length_is_the_one_with_fewer_products() -> None:
+    """170 tokens behind a very long prefix, as the sizes of DeepSeek-V2 and -V3 say; any number without one."""
+    pool = make_pool(MLA)
+    attention = latent_attention(MLA, pool, "length")
+    pages = np.zeros(1_000_000 // PAGE_SIZE + 100, np.int64)
+
+    def expands(start: int, count: int) -> bool:
+        return attention._expands(AttentionSpan(start, count, pages))
+
+    assert not expands(1_000_000, 170)
+    assert expands(1_000_000, 180)
+    assert not expands(100, 1)
+    assert expands(0, 2)
+    assert expands(100, 100)
