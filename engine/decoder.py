@@ -9,6 +9,7 @@ from torch import Tensor
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.exchange import Exchange, NoExchange
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
@@ -37,11 +38,12 @@ class Decoder:
         precision: Precision,
         arithmetic: Arithmetic,
         device: str,
+        exchange: Exchange | None = None,
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
-        positions: length of the rotary tables, the longest sequence. Raises ConfigError for a missing or misshapen
-        tensor.
+        positions: length of the rotary tables, the longest sequence. exchange: how the ranks of the stage share
+        experts; None for a rank that holds all. Raises ConfigError for a missing or misshapen tensor.
         """
         self._spec = spec
         self._precision = precision
@@ -51,7 +53,8 @@ class Decoder:
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
         def load(layer: int) -> Layer:
-            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic)
+            read = LayerReader(checkpoint, layer, precision, device, pack)
+            return load_layer(spec, read, arithmetic, exchange or NoExchange())
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))

@@ -51,22 +51,34 @@ def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | 
     )
 
 
-def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
-    """Number of parameters on a stage with these layers; None takes all."""
+def weight_count(spec: ModelSpec, layers: range | None = None, experts: int | None = None) -> int:
+    """Number of parameters on a stage with these layers; None takes all. experts: how many of an MoE layer's routed
+    ones are held; None for all."""
     layers = layers or range(spec.layers)
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
-    total = linear_count(spec, layers) + len(layers) * (biases + norms)
+    total = linear_count(spec, layers, experts) + len(layers) * (biases + norms)
+    if spec.moe is not None:
+        total += _moe_layers(spec, layers) * spec.moe.router_weights(spec.hidden_size)
     return total + tables * spec.vocab_size * spec.hidden_size + last * spec.hidden_size
 
 
-def linear_count(spec: ModelSpec, layers: range | None = None) -> int:
-    """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
+def linear_count(spec: ModelSpec, layers: range | None = None, experts: int | None = None) -> int:
+    """Number of weights of the linear layers, apart from the output head and routers, in these layers; None takes all.
+    experts: as for weight_count()."""
+    layers = layers or range(spec.layers)
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    routed = _moe_layers(spec, layers)
+    dense = (len(layers) - routed) * 3 * spec.hidden_size * spec.intermediate_size
+    moe = routed * spec.moe.stored_weights(spec.hidden_size, experts) if spec.moe is not None else 0
+    return len(layers) * spec.hidden_size * attention + dense + moe
+
+
+def _moe_layers(spec: ModelSpec, layers: range) -> int:
+    return sum(spec.layer_kinds[layer] == "moe" for layer in layers)
 
 
 def plan_memory(

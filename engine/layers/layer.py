@@ -6,7 +6,9 @@ from torch import Tensor
 
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
+from headrace.engine.layers.exchange import Exchange
 from headrace.engine.layers.grouped_attention import GroupedAttention
+from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.weights import LayerReader
@@ -21,11 +23,17 @@ class Layer(NamedTuple):
     mlp: MlpBlock
 
 
-def load_layer(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic) -> Layer:
-    """Read a layer. Raises ConfigError for a missing or misshapen tensor."""
+def load_layer(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, exchange: Exchange) -> Layer:
+    """Read a layer. exchange: for layers of experts. Raises ConfigError for a missing or misshapen tensor."""
     return Layer(
         input_norm=read.vector({"input_layernorm": spec.hidden_size}),
         attention=GroupedAttention(spec, read, arithmetic),
         post_norm=read.vector({"post_attention_layernorm": spec.hidden_size}),
-        mlp=DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic),
+        mlp=_load_mlp(spec, read, arithmetic, exchange),
     )
+
+
+def _load_mlp(spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, exchange: Exchange) -> MlpBlock:
+    if spec.moe is not None and spec.layer_kinds[read.layer] == "moe":
+        return MoeMlp(spec.moe, spec.hidden_size, read, arithmetic, exchange)
+    return DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic)

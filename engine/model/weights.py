@@ -34,6 +34,7 @@ class LayerReader:
     ) -> None:
         """layer: counted from the model's first. pack: Arithmetic.pack."""
         self._checkpoint = checkpoint
+        self.layer = layer
         self._prefix = f"model.layers.{layer}"
         self._precision = precision
         self._device = device
@@ -48,6 +49,16 @@ class LayerReader:
         """Weights [out, columns], packed. parts: rows by name. Raises ConfigError for a missing or misshapen
         tensor."""
         return self._pack(self._matrix(parts, columns))
+
+    def unquantized(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """A matrix in the dtype of computation whatever the quantisation, not packed. Raises ConfigError for a missing
+        or misshapen tensor."""
+        return self._fused(self._precision.compute, {name: shape[0]}, "weight", shape[1])
+
+    def float32(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor in float32, not rounded to the model's dtype. Raises ConfigError for a missing or misshapen
+        tensor."""
+        return self._read(name, kind, shape).to(device=self._device, dtype=torch.float32, copy=True)
 
     def _matrix(self, parts: dict[str, int], columns: int) -> Weight:
         if not self._precision.int8:
