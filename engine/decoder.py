@@ -9,7 +9,7 @@ from torch import Tensor
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
-from headrace.engine.layers.exchange import Exchange, NoExchange
+from headrace.engine.layers.exchange.base import Exchange, NoExchange
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ class Decoder:
 
         def load(layer: int) -> Layer:
             read = LayerReader(checkpoint, layer, precision, device, pack)
-            return load_layer(spec, read, arithmetic, exchange or NoExchange())
+            return load_layer(spec, read, arithmetic, exchange or NoExchange(spec.moe.experts if spec.moe else 0))
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))

@@ -9,14 +9,11 @@ from headrace.engine.model.weights import LayerReader
 class DenseMlp:
     """MLP block that every token goes through whole."""
 
-    def __init__(
-        self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic, name: str = "mlp"
-    ) -> None:
-        """Read the weights. inner: width of the MLP. name: of the module, below its layer. Raises ConfigError for a
-        missing or misshapen tensor."""
+    def __init__(self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic) -> None:
+        """Read the weights. inner: width of the MLP. Raises ConfigError for a missing or misshapen tensor."""
         self._arithmetic = arithmetic
-        self._gate_up = read.matrix({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden)  # [2 * inner, hidden]
-        self._down = read.matrix({f"{name}.down_proj": hidden}, inner)  # [hidden, inner]
+        self._gate_up = read.matrix({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)  # [2 * inner, hidden]
+        self._down = read.matrix({"mlp.down_proj": hidden}, inner)  # [hidden, inner]
 
     def forward(self, normed: Tensor) -> Tensor:
         """See MlpBlock."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.router import Choice
+from headrace.engine.layers.exchange.base import Choice
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
@@ -17,7 +17,13 @@ class Experts:
     """SwiGLU MLPs, of which this rank holds a range, and the count of rows that each has computed."""
 
     def __init__(
-        self, moe: MoeSpec, hidden: int, own: range, read: LayerReader, arithmetic: Arithmetic, tile_rows: int = TILE_ROWS
+        self,
+        moe: MoeSpec,
+        hidden: int,
+        own: range,
+        read: LayerReader,
+        arithmetic: Arithmetic,
+        tile_rows: int = TILE_ROWS,
     ) -> None:
         """Read the weights, expert by expert. own: the experts that this rank holds. Raises ConfigError for a missing
         or misshapen tensor."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
-from headrace.engine.layers.exchange import Exchange
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.grouped_attention import GroupedAttention
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import Arithmetic

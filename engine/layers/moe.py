@@ -1,14 +1,13 @@
 """Mixture-of-experts MLP (arXiv 1701.06538): each token goes through the k experts that a router chooses for it.
 
-No expert has a capacity and no token is dropped. Which rank computes which expert is the exchange's matter (exchange.py).
+No expert has a capacity and no token is dropped. The exchange decides which rank computes which expert (exchange.py).
 """
 
 from torch import Tensor
 
-from headrace.engine.layers.dense_mlp import DenseMlp
-from headrace.engine.layers.exchange import Exchange
+from headrace.engine.layers.exchange.base import Choice, Exchange
 from headrace.engine.layers.experts import Experts
-from headrace.engine.layers.router import Choice, Router
+from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
@@ -23,11 +22,9 @@ class MoeMlp:
         """Read the weights. hidden: hidden size. exchange: of the stage; says which experts to read. Raises ConfigError
         for a missing or misshapen tensor."""
         self._router = Router(moe, hidden, read, arithmetic)
-        self._experts = Experts(moe, hidden, exchange.own(moe.experts), read, arithmetic)
+        self._experts = Experts(moe, hidden, exchange.own, read, arithmetic)
         self._exchange = exchange
-        self._shared: DenseMlp | None = None
-        if moe.shared_size:
-            self._shared = DenseMlp(hidden, moe.shared_size, read, arithmetic, f"{moe.module}.shared_experts")
+        self._shared = SharedExperts(moe, hidden, read, arithmetic) if moe.shared_size else None
 
     @property
     def rows(self) -> Tensor:
@@ -49,4 +46,19 @@ class MoeMlp:
     def add_shared(self, x: Tensor, sums: Tensor) -> None:
         """See Mixture."""
         if self._shared is not None and len(x):
-            sums.add_(self._shared.forward(x))
+            sums.add_(self._shared.compute(x))
+
+
+class SharedExperts:
+    """Experts that every token goes through, joined to one SwiGLU MLP."""
+
+    def __init__(self, moe: MoeSpec, hidden: int, read: LayerReader, arithmetic: Arithmetic) -> None:
+        """Read the weights. Raises ConfigError for a missing or misshapen tensor."""
+        name, inner = f"{moe.module}.shared_experts", moe.shared_size
+        self._arithmetic = arithmetic
+        self._gate_up = read.matrix({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden)
+        self._down = read.matrix({f"{name}.down_proj": hidden}, inner)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Results for rows [tokens, hidden size]."""
+        return self._arithmetic.linear(self._arithmetic.gated_linear(x, self._gate_up), self._down)

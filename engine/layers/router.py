@@ -1,25 +1,14 @@
 """Router of a mixture of experts: which experts each token goes to, and with which weights."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from headrace.engine.layers.exchange.base import Choice
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
 
-NO_EXPERT = -1  # in place of an expert that is elsewhere, or of a padded row; never computed
 SMALLEST_SUM = 1e-20  # added to a sum of weights before division by it, as DeepSeek-V3 does
-
-
-class Choice(NamedTuple):
-    """Experts of the rows of a forward pass."""
-
-    experts: Tensor
-    """int64 [tokens, k]: each row's experts differ from one another, except for NO_EXPERT."""
-    weights: Tensor
-    """float32 [tokens, k]: factors of the experts' results."""
 
 
 class Router:
@@ -36,6 +25,9 @@ class Router:
 
     def route(self, x: Tensor) -> Choice:
         """Choose the experts of rows [tokens, hidden size]."""
+        if not len(x):
+            shape = (0, self._moe.top_k)
+            return Choice(x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32))
         rows = x.float() if self._moe.float32_logits else x
         return choose(self._arithmetic.linear(rows, self._weight), self._moe, self._bias)
 

@@ -2,8 +2,8 @@
 
 Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
 norms of the query and key heads, the rotary scaling. Qwen3-MoE and Mixtral have layers of experts besides
-(moe_spec.py). ModelSpec names those switches, so that the rest of the engine
-does not depend on the family (but for the order of weights in GGUF files).
+(moe_spec.py). ModelSpec names those switches, so that the rest of the engine does not depend on the family (but for the
+order of weights in GGUF files).
 """
 
 from collections.abc import Mapping
@@ -109,7 +109,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Whether each layer's MLP is dense or made of experts."""
-        return ("dense",) * self.layers if self.moe is None else self.moe.layer_kinds
+        dense: LayerKind = "dense"
+        return (dense,) * self.layers if self.moe is None else self.moe.layer_kinds
 
     @property
     def position_limit(self) -> int:

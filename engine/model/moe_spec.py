@@ -1,7 +1,8 @@
-"""Mixture-of-experts (MoE) layers of a model, read from a Hugging Face config.json: Qwen3-MoE, Mixtral, DeepSeek-V2, -V3.
+"""Mixture-of-experts (MoE) layers of a model, read from a Hugging Face config.json.
 
-Their routers differ in how scores are made, which experts may be chosen, and how the chosen ones are weighted. MoeSpec
-names those switches, so that routing and expert layers do not depend on the family.
+The routers of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 differ in how scores are made, which experts may be chosen, and how
+the chosen ones are weighted. MoeSpec names those switches, so that routing and expert layers do not depend on the
+family.
 """
 
 from collections.abc import Mapping
@@ -104,7 +105,7 @@ def read_moe(config: Mapping[str, Any], family: str) -> MoeSpec | None:
                 experts=integer(config, "num_local_experts", 8),
                 top_k=integer(config, "num_experts_per_tok", 2),
                 intermediate_size=integer(config, "intermediate_size"),
-                layer_kinds=("moe",) * layers,
+                layer_kinds=tuple(_kind(True) for _ in range(layers)),
                 normalized=True,
                 module="block_sparse_moe",
             )

@@ -53,12 +53,14 @@ class LayerReader:
     def unquantized(self, name: str, shape: tuple[int, int]) -> Tensor:
         """A matrix in the dtype of computation whatever the quantisation, not packed. Raises ConfigError for a missing
         or misshapen tensor."""
-        return self._fused(self._precision.compute, {name: shape[0]}, "weight", shape[1])
+        rounded = self._checkpoint.read(f"{self._prefix}.{name}.weight", shape).to(self._precision.model)
+        return rounded.to(device=self._device, dtype=self._precision.compute, copy=True)
 
     def float32(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor in float32, not rounded to the model's dtype. Raises ConfigError for a missing or misshapen
         tensor."""
-        return self._read(name, kind, shape).to(device=self._device, dtype=torch.float32, copy=True)
+        stored = self._checkpoint.read(f"{self._prefix}.{name}.{kind}", shape)
+        return stored.to(device=self._device, dtype=torch.float32, copy=True)
 
     def _matrix(self, parts: dict[str, int], columns: int) -> Weight:
         if not self._precision.int8:

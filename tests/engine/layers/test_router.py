@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str) -> None:
 
 
 def test_the_bias_chooses_and_does_not_weigh() -> None:
-    router, moe = made("v3-one-group")
+    _, moe = made("v3-one-group")
     logits = torch.zeros(1, moe.experts)
     bias = torch.zeros(moe.experts)
     bias[[3, 5, 7, 11]] = 1.0
