@@ -1,8 +1,8 @@
 """Mixture-of-experts (MoE) layers of a model, read from a Hugging Face config.json.
 
-The routers of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 differ in how scores are made, which experts may be chosen, and how
-the chosen ones are weighted. MoeSpec names those switches, so that routing and expert layers do not depend on the
-family.
+The routers of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 differ in how scores are made, which experts may be
+chosen, and how the chosen ones are weighted. MoeSpec names those switches, so that routing and expert layers do not
+depend on the family.
 """
 
 from collections.abc import Mapping

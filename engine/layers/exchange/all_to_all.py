@@ -65,7 +65,8 @@ class AllToAll:
         arrived = self._ep.all_to_all(pack(x[tokens], parts), counts, received).wait()
         results = mixture.compute(*unpack(arrived, choice.experts.shape[1], x.dtype))
         returned = self._ep.all_to_all(results, received, counts).wait()
-        for rows, of_rank in zip(tokens.split(counts), returned.split(counts), strict=True):
+        by_rank = zip(torch.split(tokens, counts), torch.split(returned, counts), strict=True)
+        for rows, of_rank in by_rank:
             sums.index_add_(0, rows, of_rank)  # rank by rank, so that the order of additions is fixed
 
     def _all_rows(self, sums: Tensor, tokens: int) -> Tensor:
@@ -77,5 +78,5 @@ class AllToAll:
         longest = max(slices)
         padded = sums.new_zeros(longest, sums.shape[1])
         padded[: len(sums)] = sums
-        gathered = self._tp.all_gather(padded).wait().split(longest)
+        gathered = torch.split(self._tp.all_gather(padded).wait(), longest)
         return torch.cat([rows[:count] for rows, count in zip(gathered, slices, strict=True)])
