@@ -31,6 +31,8 @@ from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
@@ -94,6 +96,11 @@ class Runner(Protocol):
         """Form of the hidden states that forward() takes and returns."""
         ...
 
+    @property
+    def expert_rows(self) -> ExpertRows | None:
+        """Counters of this rank's experts; None where its layers have none."""
+        ...
+
     def warm_up(self) -> None:
         """Run once before the first plan; pages of the pool are overwritten."""
         ...
@@ -132,11 +139,13 @@ class ModelRunner:
         max_model_len: int = 0,
         layer_range: range | None = None,
         allocate: Allocate | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. Raises ConfigError for a model, device, sizes or compilation that do not work here.
+        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None for a rank that holds all.
+        Raises ConfigError for a model, device, sizes or compilation that do not work here.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -173,7 +182,9 @@ class ModelRunner:
             precision=precision,
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
+            exchange=exchange,
         )
+        self.expert_rows = self._decoder.expert_rows
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
@@ -209,10 +220,19 @@ class ModelRunner:
         """See Runner."""
         self._sampled.update(tokens)
 
-    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
-        """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
+    def forward(
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+    ) -> Tensor:
+        """See Runner. tokens, padded: of the pass, see Exchange.begin(); () where there is one replica. Without rows
+        only the exchanges of a pass are entered, for other replicas' tokens.
+
+        Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         with torch.inference_mode():
+            count = sum(row.count for row in rows)
+            self._decoder.begin(tokens or (count,), padded or count)
+            if not rows:
+                return self._decoder.take_part()
             positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             if hidden is None:
