@@ -153,8 +153,8 @@ class StageIoThread(threading.Thread):
         experts: ExpertMeter | None = None,
     ) -> None:
         """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. copies: None for a stage
-        without tiers. experts: None for a stage without experts. The thread takes over control, sender and receiver, and closes them at its end; the copier ends
-        with it."""
+        without tiers. experts: None for a stage without experts. The thread takes over control, sender and receiver,
+        and closes them at its end; the copier ends with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
@@ -297,6 +297,5 @@ class StageIoThread(threading.Thread):
         logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
         copied = [self._copies.copier.statistics()] if self._copies is not None else []
         experts = [self._experts.statistics()] if self._experts is not None else []
-        return join(
-            [logged, *copied, *experts, *(part.statistics() for part in (self._sender, self._receiver, self._meter))]
-        )
+        parts = (part.statistics() for part in (self._sender, self._receiver, self._meter))
+        return join([logged, *copied, *experts, *parts])
