@@ -140,11 +140,13 @@ class ModelRunner:
         layer_range: range | None = None,
         allocate: Allocate | None = None,
         exchange: Exchange | None = None,
+        exchange_bytes: int = 0,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None for a rank that holds all.
+        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None for a rank that holds all. exchange_bytes: kept
+        free for it.
         Raises ConfigError for a model, device, sizes or compilation that do not work here.
         """
         if engine.threads:
@@ -168,6 +170,8 @@ class ModelRunner:
             layers=layers,
             native_units=native,
             int8=int8,
+            experts=len(exchange.own) if exchange is not None else None,
+            exchange_bytes=exchange_bytes,
         )
         checkpoint = open_checkpoint(source, spec)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers

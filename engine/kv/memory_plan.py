@@ -92,26 +92,32 @@ def plan_memory(
     layers: range | None = None,
     native_units: bool = True,
     int8: bool = False,
+    experts: int | None = None,
+    exchange_bytes: int = 0,
 ) -> MemoryPlan:
     """Decide in which dtype weights are held and how many KV pages to allocate.
 
     kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
     the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
     not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
-    8 bits. Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do
-    not.
+    8 bits. experts: how many of an MoE layer's routed ones are held; None for all. exchange_bytes: kept free for the
+    exchange of tokens between ranks that share experts. Raises ConfigError when the weights and one request of
+    max_model_len do not fit, or the configured pages do not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers)
-    count = weight_count(spec, layers)
-    in_8_bits = linear_count(spec, layers) if int8 else 0
+    count = weight_count(spec, layers, experts)
+    in_8_bits = linear_count(spec, layers, experts) if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
-    room = available_bytes - weights
+    room = available_bytes - weights - exchange_bytes
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:
-        raise ConfigError(f"the weights take {_mib(weights)} and {_mib(available_bytes)} are available")
+        taken = f"the weights take {_mib(weights)}"
+        if exchange_bytes:
+            taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
+        raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
     if kv_pages:
         reason = f"{kv_pages} pages were asked for"
         if kv_pages < least:
@@ -138,6 +144,7 @@ def plan_memory(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
             f"KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
+            f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
     )

@@ -26,6 +26,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
@@ -121,6 +122,7 @@ def make_runner(
     max_model_len: int = 256,
     cpuinfo: str = "",
     quantize: Any = "none",
+    exchange: Exchange | None = None,
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
@@ -129,6 +131,7 @@ def make_runner(
         EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
         max_model_len,
         layers,
+        exchange=exchange,
     )
     runner.pool.tensor.fill_(float("nan"))
     return runner
