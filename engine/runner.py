@@ -145,9 +145,9 @@ class ModelRunner:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None for a rank that holds all. exchange_bytes: kept
-        free for it.
-        Raises ConfigError for a model, device, sizes or compilation that do not work here.
+        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None for a rank that holds all.
+        exchange_bytes: kept free for it. Raises ConfigError for a model, device, sizes or compilation that do not work
+        here.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)

@@ -54,9 +54,10 @@ class Experts:
         for index, (start, stop) in enumerate(pairwise(bounds)):
             for first in range(start, stop, self._tile_rows):
                 tile = slice(first, min(first + self._tile_rows, stop))
-                gated = self._arithmetic.gated_linear(x[tokens[tile]], self._gate_up[index])
+                rows = tokens[tile]
+                gated = self._arithmetic.gated_linear(x.index_select(0, rows), self._gate_up[index])
                 result = self._arithmetic.linear(gated, self._down[index]).float()
-                sums.index_add_(0, tokens[tile], result.mul_(weights[tile]))
+                sums.index_add_(0, rows, result.mul_(weights[tile]))
         return sums
 
     def _sorted(self, choice: Choice) -> tuple[Tensor, Tensor, list[int]]:
