@@ -1,5 +1,8 @@
 """Experts divided among ranks give what one rank with all experts gives, in every way of exchange."""
 
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -206,3 +209,16 @@ def test_parcels_bring_rows_experts_and_weights(dtype: torch.dtype) -> None:
     assert torch.equal(found.experts[:5], choice.experts)
     assert torch.equal(found.weights[:5], choice.weights)
     assert (found.experts[5:] == NO_EXPERT).all()
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.full)])
+def test_processes(dp: int, tp: int) -> None:
+    """Over Gloo, with an idle replica, in float32 and bfloat16."""
+    store = socket.create_server(("127.0.0.1", 0))
+    port = store.getsockname()[1]
+    store.close()
+    command = [sys.executable, "-m", "tests.engine.layers.rank", str(port), str(dp), str(tp)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(dp * tp)]
+    for process in ranks:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
