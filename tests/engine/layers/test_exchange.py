@@ -220,5 +220,5 @@ def test_processes(dp: int, tp: int) -> None:
     command = [sys.executable, "-m", "tests.engine.layers.rank", str(port), str(dp), str(tp)]
     ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(dp * tp)]
     for process in ranks:
-        _, errors = process.communicate(timeout=90)
+        _, errors = process.communicate(timeout=180)
         assert process.returncode == 0, errors
