@@ -43,7 +43,7 @@ def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> Choice:
     experts = torch.topk(eligible, moe.top_k, dim=-1).indices
     weights = scores.gather(-1, experts)
     if moe.normalized:
-        # cumsum() adds in order within a row; sum() adds in an order that depends on the number of rows.
+        # cumsum() adds in order; sum() in an order of torch's choice, which may depend on the number of rows.
         total = weights.cumsum(-1)[:, -1:]
         weights = weights / (total + SMALLEST_SUM if moe.scores == "sigmoid" else total)
     if moe.rounded_weights:

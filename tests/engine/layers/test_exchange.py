@@ -154,6 +154,47 @@ def test_padding_and_idle_replicas_are_never_computed(way: str) -> None:
     assert sum(run_stage(2, 1, work)) == moe.top_k * 3
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_an_idle_replica_enters_the_exchange_and_nothing_else(way: str) -> None:
+    """Its shards all know that it has no tokens, so they have nothing to add up or to gather."""
+    moe, counts = SPECS["deepseek-v3"], (9, 0)
+
+    def work(replica: int, shard: int, groups: Groups) -> tuple[int, int]:
+        exchange = WAYS[way](moe, groups)
+        mixture = make_mixture(moe, exchange)
+        exchange.begin(counts, 9)
+        mixture.forward(random_rows(counts[replica]))
+        tp, *others = (group for group in groups if isinstance(group, ThreadCollectives))
+        return len(tp.operations), sum(len(group.operations) for group in others)
+
+    busy, _, idle, _ = run_stage(2, 2, work)
+    assert busy[0] > 0
+    assert idle[0] == 0
+    assert busy[1] == idle[1] > 0
+
+
+def test_ranks_are_sent_the_numbers_of_their_own_experts_only() -> None:
+    """A rank could hold a copy of an expert that another rank was chosen for."""
+    moe, counts = SPECS["qwen3"], (9, 4, 0)
+
+    def work(replica: int, shard: int, groups: Groups) -> tuple[range, set[int]]:
+        exchange = by_all_to_all(moe, groups)
+        mixture = make_mixture(moe, exchange)
+        compute, seen = mixture.compute, set[int]()
+
+        def noted(x: torch.Tensor, choice: Choice) -> torch.Tensor:
+            seen.update(choice.experts.flatten().tolist())
+            return compute(x, choice)
+
+        mixture.compute = noted  # type: ignore[method-assign]
+        exchange.begin(counts)
+        mixture.forward(random_rows(counts[replica], replica))
+        return exchange.own, seen
+
+    for own, seen in run_stage(3, 1, work):
+        assert seen <= {NO_EXPERT, *own}
+
+
 def test_all_ranks_exchange_equally_often_in_every_pass() -> None:
     """Replicas of 0, 1 and 40 tokens in tiles of 8: the same operations in the same order at all ranks of a group."""
     moe = SPECS["mixtral"]
