@@ -44,13 +44,13 @@ class RandomWeights:
 
     def read(self, name: str, shape: tuple[int, ...], rows: Any = None, columns: Any = None) -> torch.Tensor:
         """See Checkpoint."""
-        assert columns is None
         self.read_names.append(name)
         seed = int.from_bytes(name.encode()[-24:], "little") % (1 << 31)
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * self._scale
-        return whole if rows is None else whole[rows]
+        part = whole if rows is None else whole[list(rows)]
+        return part if columns is None else part[:, list(columns)]
 
-    def read_int8(self, name: str, shape: tuple[int, int]) -> None:
+    def read_int8(self, name: str, shape: tuple[int, int], rows: Any = None, columns: Any = None) -> None:
         """See Checkpoint."""
 
 

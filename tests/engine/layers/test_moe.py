@@ -55,7 +55,7 @@ class ModuleWeights:
         assert self._tensors[name].shape == shape
         return self._tensors[name]
 
-    def read_int8(self, name: str, shape: tuple[int, int]) -> None:
+    def read_int8(self, name: str, shape: tuple[int, int], rows: Any = None, columns: Any = None) -> None:
         """See Checkpoint."""
 
 
