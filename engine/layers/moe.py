@@ -5,7 +5,8 @@ No expert has a capacity and no token is dropped. The exchange decides which ran
 
 from torch import Tensor
 
-from headrace.engine.layers.exchange.base import Choice, Exchange
+from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.experts import Experts
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
-from headrace.engine.layers.exchange.base import NO_EXPERT, Choice, Mixture, own_experts
+from headrace.engine.layers.choice import NO_EXPERT, Choice
+from headrace.engine.layers.exchange.base import Mixture, own_experts
 from headrace.engine.layers.exchange.parcels import pack, unpack
 from headrace.engine.layers.exchange.replicated import shard_rows
 

@@ -1,20 +1,11 @@
 """Interface of expert exchanges, and the exchange of a rank that holds all experts."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-NO_EXPERT = -1  # in place of an expert that another rank computes, or of a padded row; never computed
-
-
-class Choice(NamedTuple):
-    """Experts of the rows of a forward pass."""
-
-    experts: Tensor
-    """int64 [tokens, k]: each row's experts differ from one another, except for NO_EXPERT."""
-    weights: Tensor
-    """float32 [tokens, k]: factors of the experts' results."""
+from headrace.engine.layers.choice import Choice
 
 
 class Mixture(Protocol):

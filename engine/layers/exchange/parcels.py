@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.exchange.base import NO_EXPERT, Choice
+from headrace.engine.layers.choice import NO_EXPERT, Choice
 
 WORD = 4  # bytes of an int32, in which parcels are exchanged
 

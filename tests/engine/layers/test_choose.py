@@ -6,9 +6,9 @@ import torch
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
+from headrace.engine.layers.choice import Choice
 from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.base import Choice
 from headrace.engine.layers.exchange.choose import Way, choose_way, exchange_bytes, make_exchange
 from headrace.engine.layers.exchange.replicated import Replicated
 from headrace.engine.layers.moe import MoeMlp
