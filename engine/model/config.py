@@ -1,8 +1,9 @@
 """Model specification: the architecture of a Llama-family decoder, read from a Hugging Face config.json.
 
 Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
-norms of the query and key heads, the rotary scaling. ModelSpec names those switches, so that the rest of the engine
-does not depend on the family (but for the order of weights in GGUF files).
+norms of the query and key heads, the rotary scaling. Qwen3-MoE and Mixtral have layers of experts besides
+(moe_spec.py). ModelSpec names those switches, so that the rest of the engine does not depend on the family (but for the
+order of weights in GGUF files).
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from typing import Any, Literal, cast
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config_fields import integer as _integer
+from headrace.engine.model.moe_spec import LayerKind, MoeSpec, read_moe
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 FAMILIES = {
@@ -18,6 +21,8 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096  # default of transformers for a Mistral config without sliding_window
@@ -79,6 +84,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The attention output projection has a bias."""
     qk_norm: bool = False
     """RMSNorm on each query and key head (Qwen3)."""
+    moe: MoeSpec | None = None
+    """Layers of experts; None for a dense model."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes that contradict each other."""
@@ -98,6 +105,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Whether each layer's MLP is dense or made of experts."""
+        dense: LayerKind = "dense"
+        return (dense,) * self.layers if self.moe is None else self.moe.layer_kinds
 
     @property
     def position_limit(self) -> int:
@@ -123,7 +136,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     heads = _integer(config, "num_attention_heads")
     hidden = _integer(config, "hidden_size")
     positions = _integer(config, "max_position_embeddings")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = family != "mixtral" and bool(config.get("attention_bias", False))
     return ModelSpec(
         family=family,
         vocab_size=_integer(config, "vocab_size"),
@@ -133,14 +146,15 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         heads=heads,
         kv_heads=_integer(config, "num_key_value_heads", heads),
         head_dim=_integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
         rope=_rope(config, positions),
         max_positions=positions,
         sliding_window=_window(config, family),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if family == "qwen2" else attention_bias,
-        output_bias=family in ("llama", "qwen3") and attention_bias,
-        qk_norm=family == "qwen3",
+        output_bias=family in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        moe=read_moe(config, family),
     )
 
 
@@ -169,6 +183,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 def _window(config: Mapping[str, Any], family: str) -> int | None:
     if family == "mistral":
         window = config.get("sliding_window", MISTRAL_WINDOW)
+    elif family == "mixtral":
+        window = config.get("sliding_window")
     elif family.startswith("qwen") and config.get("use_sliding_window"):
         window = config.get("sliding_window", 4096)
     else:
@@ -201,12 +217,3 @@ def _rope(config: Mapping[str, Any], positions: int) -> RopeSpec:
         mscale_all_dim=scaling.get("mscale_all_dim"),
         truncate=bool(scaling.get("truncate", True)),
     )
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"config.json must say {key} as a whole number, found {config.get(key)!r}")
-    return value

@@ -15,12 +15,18 @@ def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[in
     """
     if stages > spec.layers:
         raise ConfigError(f"{stages} stages cannot share {spec.layers} layers; write --pp {spec.layers} or less")
-    return split([layer_flops(spec)] * spec.layers, stages, head_flops(spec) * sampled_share)
+    costs = [layer_flops(spec, layer) for layer in range(spec.layers)]
+    return split(costs, stages, head_flops(spec) * sampled_share)
 
 
-def layer_flops(spec: ModelSpec) -> float:
-    """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded."""
+def layer_flops(spec: ModelSpec, layer: int = 0) -> float:
+    """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded.
+
+    layer: counted from the model's first. Of experts, those count that a token is sent to.
+    """
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+    if spec.moe is not None and spec.layer_kinds[layer] == "moe":
+        return 2.0 * (spec.hidden_size * attention + spec.moe.active_weights(spec.hidden_size))
     return 2.0 * spec.hidden_size * (attention + 3 * spec.intermediate_size)
 
 

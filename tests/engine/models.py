@@ -12,11 +12,13 @@ from transformers import (
     GgufConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from headrace.core.config import EngineConfig, ModelConfig
@@ -26,6 +28,7 @@ from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.decoder import ALONE
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
@@ -51,6 +54,13 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama-bias": LlamaConfig(**_SIZES, attention_bias=True),
@@ -60,7 +70,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**_SIZES, rope_parameters=_YARN),
     "qwen3": Qwen3Config(**_SIZES, head_dim=24),
+    "mixtral": MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE, norm_topk_prob=True),
+    "qwen3-moe-plain": Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE, norm_topk_prob=False),
 }
+ROUTER_SCALE = 2.0  # of routers' weights: with flat scores a wrong choice of experts would hardly show
 
 
 def transformers_tokenizer(model: str) -> Any:
@@ -94,6 +108,8 @@ def save_model(config: PreTrainedConfig, folder: Path, shard_size: str = "1GB") 
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            if name.endswith("mlp.gate.weight"):
+                parameter.mul_(ROUTER_SCALE)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return Saved(folder, model)
 
@@ -109,6 +125,7 @@ def make_runner(
     cpuinfo: str = "",
     quantize: Any = "none",
     tp: Collectives = ALONE,
+    exchange: Exchange | None = None,
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
@@ -118,6 +135,7 @@ def make_runner(
         max_model_len,
         layers,
         tp=tp,
+        exchange=exchange,
     )
     runner.pool.tensor.fill_(float("nan"))
     return runner

@@ -253,7 +253,7 @@ def staged(runners: list[ModelRunner]) -> Execute:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe"])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
