@@ -1,5 +1,6 @@
 """Decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,7 +12,10 @@ from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.exchange.base import Exchange, NoExchange
+from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.layers.layer import Layer, load_layer
+from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.layers.vocabulary import Best, Vocabulary
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
@@ -45,12 +49,14 @@ class Decoder:
         device: str,
         shard: Shard | None = None,
         tp: Collectives = ALONE,
+        exchange: Exchange | None = None,
         mla_form: MlaForm = "absorbed",
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
-        the shards of this stage. mla_form: see load_layer. Raises ConfigError for a missing or misshapen tensor.
+        the shards of this stage. exchange: how the ranks of the stage share experts; None for a rank that holds all.
+        mla_form: see load_layer. Raises ConfigError for a missing or misshapen tensor.
         """
         shard = shard or whole_model(spec)
         self._spec = spec
@@ -60,12 +66,17 @@ class Decoder:
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
+        self._exchange = exchange or NoExchange(spec.moe.experts if spec.moe else 0)
+
         def load(layer: int) -> Layer:
             reader = LayerReader(checkpoint, layer, precision, device, pack)
-            return load_layer(spec, reader, arithmetic, shard, tp, mla_form)
+            return load_layer(spec, reader, arithmetic, shard, tp, self._exchange, mla_form)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))
+        self._device = device
+        mixtures = [(number, layer.mlp) for number, layer in zip(layers, self._layers, strict=True)]
+        self._mixtures = {number: mlp for number, mlp in mixtures if isinstance(mlp, MoeMlp)}
         weights = load_head(
             spec,
             checkpoint,
@@ -79,6 +90,26 @@ class Decoder:
         self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
         cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
+
+    @property
+    def expert_rows(self) -> ExpertRows | None:
+        """Counters of the experts of this stage's layers; None where they have none."""
+        if not self._mixtures:
+            return None
+        counters = tuple(mixture.rows for mixture in self._mixtures.values())
+        return ExpertRows(tuple(self._mixtures), self._exchange.own.start, counters)
+
+    def begin(self, tokens: Sequence[int], padded: int) -> None:
+        """Begin a forward pass, see Exchange.begin()."""
+        self._exchange.begin(tokens, padded)
+
+    def take_part(self) -> Tensor:
+        """Enter the exchanges of a pass in which this replica has no tokens: its experts work for the others. Returns
+        hidden states of no tokens."""
+        nothing = torch.empty(0, self._spec.hidden_size, dtype=self._precision.compute, device=self._device)
+        for mixture in self._mixtures.values():
+            mixture.forward(nothing)
+        return nothing
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [tokens] → hidden states [tokens, hidden size]. First stage only."""

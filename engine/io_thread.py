@@ -55,6 +55,7 @@ from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.order_connection import OrderConnection
+from headrace.engine.telemetry.expert_meter import ExpertMeter
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.transfer.data.receiver import Receiver
@@ -149,10 +150,11 @@ class StageIoThread(threading.Thread):
         outbox: EventOutbox,
         clock: Clock,
         copies: Copies | None = None,
+        experts: ExpertMeter | None = None,
     ) -> None:
         """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. copies: None for a stage
-        without tiers. The thread takes over control, sender and receiver, and closes them at its end; the copier ends
-        with it."""
+        without tiers. experts: None for a stage without experts. The thread takes over control, sender and receiver,
+        and closes them at its end; the copier ends with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
@@ -160,6 +162,7 @@ class StageIoThread(threading.Thread):
         self._receiver = receiver
         self._meter = meter
         self._recorder = recorder
+        self._experts = experts
         self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
         self._copies = copies
@@ -242,7 +245,8 @@ class StageIoThread(threading.Thread):
                 self._copy(order)
             case Heartbeat():
                 self._check_stream(order)
-                self._report([StageHeartbeat(stage=self._stage, stats=self._statistics())])
+                experts = self._experts.load() if self._experts is not None else None
+                self._report([StageHeartbeat(stage=self._stage, stats=self._statistics(), experts=experts)])
             case StartRecording():
                 self._recorder.start(order.trace)
             case StopRecording():
@@ -292,4 +296,6 @@ class StageIoThread(threading.Thread):
     def _statistics(self) -> Stats:
         logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
         copied = [self._copies.copier.statistics()] if self._copies is not None else []
-        return join([logged, *copied, *(part.statistics() for part in (self._sender, self._receiver, self._meter))])
+        experts = [self._experts.statistics()] if self._experts is not None else []
+        parts = (part.statistics() for part in (self._sender, self._receiver, self._meter))
+        return join([logged, *copied, *experts, *parts])

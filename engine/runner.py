@@ -34,6 +34,9 @@ from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.exchange.replicated import Replicated
+from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
@@ -98,6 +101,11 @@ class Runner(Protocol):
         """Form of the hidden states that forward() takes and returns."""
         ...
 
+    @property
+    def expert_rows(self) -> ExpertRows | None:
+        """Counters of this rank's experts; None where its layers have none."""
+        ...
+
     def warm_up(self) -> None:
         """Run once before the first plan; pages of the pool are overwritten."""
         ...
@@ -143,20 +151,25 @@ class ModelRunner:
         max_model_len: int = 0,
         layer_range: range | None = None,
         allocate: Allocate | None = None,
+        exchange: Exchange | None = None,
+        exchange_bytes: int = 0,
         *,
         tp: Collectives = ALONE,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. tp: the shards of this stage. Raises ConfigError for a model, device, sizes,
-        compilation or number of shards that do not work here, LinkBroken when another shard is gone.
+        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None divides them among the
+        shards. exchange_bytes: kept free for it. tp: the shards of this stage. Raises ConfigError for a model, device,
+        sizes, compilation or number of shards that do not work here, LinkBroken when another shard is gone.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
         source = resolve_source(model.model)
         spec = load_spec(source)
         shard = split_model(spec, tp.size)[tp.rank]
+        if exchange is None and spec.moe is not None and tp.size > 1:
+            exchange = Replicated(spec.moe.experts, tp)
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)
         dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
@@ -175,6 +188,8 @@ class ModelRunner:
             native_units=native,
             int8=int8,
             shard=shard,
+            experts=len(exchange.own) if exchange is not None else None,
+            exchange_bytes=exchange_bytes,
         )
         compute = TORCH_DTYPES[dtype] if native else torch.float32
         check_equal_sums(tp, spec.hidden_size, compute, device)
@@ -193,8 +208,10 @@ class ModelRunner:
             device=device,
             shard=shard,
             tp=tp,
+            exchange=exchange,
             mla_form=resolve_form(engine.mla, device),
         )
+        self.expert_rows = self._decoder.expert_rows
         self._samples = shard.first
         self._gathers = tp.size > 1
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
@@ -236,10 +253,19 @@ class ModelRunner:
         """See Runner."""
         self._sampled.update(tokens)
 
-    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
-        """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
+    def forward(
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+    ) -> Tensor:
+        """See Runner. tokens, padded: of the pass, see Exchange.begin(); () where there is one replica. Without rows
+        only the exchanges of a pass are entered, for other replicas' tokens.
+
+        Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         with torch.inference_mode():
+            count = sum(row.count for row in rows)
+            self._decoder.begin(tokens or (count,), padded or count)
+            if not rows:
+                return self._decoder.take_part()
             positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             if hidden is None:

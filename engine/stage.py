@@ -31,6 +31,7 @@ from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.pipeline import PipelineLinks, join_group
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub_runner import StubRunner
+from headrace.engine.telemetry.expert_meter import ExpertMeter
 from headrace.engine.telemetry.meter import Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.engine.telemetry.speed import measure
@@ -69,6 +70,7 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     recorder = Recorder(config.stage, meter)
     sender, receiver = _data_sockets(config, runner, memory, recorder, context)
     copies = _start_copies(config, runner, context)
+    ready = _ready(config, runner, memory, sender.port, copies)  # measures, before rows per expert are counted
     io_thread = StageIoThread(
         control=connect_scheduler(
             context,
@@ -84,9 +86,10 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
         outbox=outbox,
         clock=clock,
         copies=copies,
+        experts=ExpertMeter(config.stage, runner.expert_rows),
     )
     freeze_loaded()
-    outbox.post(_ready(config, runner, memory, sender.port, copies))
+    outbox.post(ready)
     io_thread.start()
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.

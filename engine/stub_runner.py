@@ -27,6 +27,7 @@ from headrace.engine.device import available_memory, resolve_device, resolve_dty
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, PlanResult
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
@@ -65,6 +66,7 @@ class StubRunner:
         self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
+        self.expert_rows: ExpertRows | None = None
         self._first = layers.start == 0
         self._share = len(layers) / spec.layers
         self._positions = length

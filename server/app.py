@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI
 from headrace.core.types.tenants import tenant_keys
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
+from headrace.server.api.operations.debug_experts import expert_routes
 from headrace.server.api.operations.debug_trace import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
@@ -29,6 +30,7 @@ def create_app(service: Service) -> FastAPI:
         generate_routes(model, endpoint),
         _operation_routes(service),
         debug_routes(service.tracer, model, server.role),
+        expert_routes(service.stats),
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server),

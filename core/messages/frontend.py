@@ -5,6 +5,7 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.trace import SchedulerTrace
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -256,6 +257,8 @@ class StatsReply(SchedulerReply, frozen=True, kw_only=True):
 
     token: int
     stats: Stats
+    experts: tuple[ExpertLoad, ...] = ()
+    """Rows per expert, of every rank that has experts."""
 
 
 class Traced(SchedulerReply, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.request import FirstToken, TokenLogprob
@@ -212,6 +213,8 @@ class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
     """Answer to Heartbeat, with the stage's counters."""
 
     stats: Stats
+    experts: ExpertLoad | None = None
+    """Rows per expert; None for a stage without experts."""
 
 
 class RecordingStopped(StageEvent, frozen=True, kw_only=True):

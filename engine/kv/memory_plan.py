@@ -58,8 +58,11 @@ def stage_geometry(
     )
 
 
-def weight_count(spec: ModelSpec, layers: range | None = None, shard: Shard | None = None) -> int:
-    """Number of parameters on a stage with these layers, or on a shard of it; None takes all."""
+def weight_count(
+    spec: ModelSpec, layers: range | None = None, shard: Shard | None = None, experts: int | None = None
+) -> int:
+    """Number of parameters on a stage with these layers, or on a shard of it; None takes all. experts: how many of an
+    MoE layer's routed ones are held; None for all."""
     layers, shard = layers or range(spec.layers), shard or whole_model(spec)
     query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
@@ -69,14 +72,26 @@ def weight_count(spec: ModelSpec, layers: range | None = None, shard: Shard | No
         norms = 2 * spec.hidden_size + spec.mla.norms()
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
-    total = linear_count(spec, layers, shard) + len(layers) * (biases + norms)
+    total = linear_count(spec, layers, shard, experts) + len(layers) * (biases + norms)
+    if spec.moe is not None:
+        total += _moe_layers(spec, layers) * spec.moe.router_weights(spec.hidden_size)
     return total + tables * shard.vocabulary_block * spec.hidden_size + last * spec.hidden_size
 
 
-def linear_count(spec: ModelSpec, layers: range | None = None, shard: Shard | None = None) -> int:
-    """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
+def linear_count(
+    spec: ModelSpec, layers: range | None = None, shard: Shard | None = None, experts: int | None = None
+) -> int:
+    """Number of weights of the linear layers, apart from the output head and routers, in these layers; None takes all.
+    experts: as for weight_count()."""
     layers, shard = layers or range(spec.layers), shard or whole_model(spec)
-    return len(layers) * (attention_weights(spec, shard) + spec.hidden_size * 3 * len(shard.columns))
+    routed = _moe_layers(spec, layers)
+    dense = (len(layers) - routed) * 3 * spec.hidden_size * len(shard.columns)
+    moe = routed * spec.moe.stored_weights(spec.hidden_size, experts) if spec.moe is not None else 0
+    return len(layers) * attention_weights(spec, shard) + dense + moe
+
+
+def _moe_layers(spec: ModelSpec, layers: range) -> int:
+    return sum(spec.layer_kinds[layer] == "moe" for layer in layers)
 
 
 def _never_in_8_bits(spec: ModelSpec, layers: range | None, shard: Shard | None) -> int:
@@ -98,28 +113,35 @@ def plan_memory(
     native_units: bool = True,
     int8: bool = False,
     shard: Shard | None = None,
+    experts: int | None = None,
+    exchange_bytes: int = 0,
 ) -> MemoryPlan:
     """Decide in which dtype weights are held and how many KV pages to allocate.
 
     kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
     the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
     not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
-    8 bits. shard: the part of weights and KV heads that is held; None takes all. Raises ConfigError when the weights
-    and one request of max_model_len do not fit, or the configured pages do not.
+    8 bits. shard: the part of weights and KV heads that is held; None takes all. experts: how many of an MoE layer's
+    routed ones are held; None for all. exchange_bytes: kept free for the exchange of tokens between ranks that share
+    experts. Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do
+    not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers, shard)
-    count = weight_count(spec, layers, shard)
+    count = weight_count(spec, layers, shard, experts)
     kept = _never_in_8_bits(spec, layers, shard) if int8 else 0
-    in_8_bits = linear_count(spec, layers, shard) - kept if int8 else 0
+    in_8_bits = linear_count(spec, layers, shard, experts) - kept if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
     weights += 0 if native_units else kept * (4 - geometry.item_bytes)
-    room = available_bytes - weights
+    room = available_bytes - weights - exchange_bytes
     least = geometry.pages_for(length)
     if room < geometry.page_bytes:
-        raise ConfigError(f"the weights take {_mib(weights)} and {_mib(available_bytes)} are available")
+        taken = f"the weights take {_mib(weights)}"
+        if exchange_bytes:
+            taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
+        raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
     if kv_pages:
         reason = f"{kv_pages} pages were asked for"
         if kv_pages < least:
@@ -146,6 +168,7 @@ def plan_memory(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
             f"KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
+            f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
     )

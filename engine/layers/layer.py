@@ -8,8 +8,10 @@ from headrace.core.config import MlaForm
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.grouped_attention import GroupedAttention
 from headrace.engine.layers.latent_attention import LatentAttentionBlock
+from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard
@@ -31,18 +33,24 @@ def load_layer(
     arithmetic: Arithmetic,
     shard: Shard,
     tp: Collectives,
-    mla_form: MlaForm = "absorbed",
+    exchange: Exchange,
+    mla_form: MlaForm,
 ) -> Layer:
-    """Read a shard of a layer. tp: all its shards. mla_form: of attention to latents, not "auto". Raises ConfigError
-    for a missing or misshapen tensor."""
+    """Read a shard of a layer. tp: all its shards. exchange: for layers of experts. mla_form: of attention to latents,
+    not "auto". Raises ConfigError for a missing or misshapen tensor."""
     attention: AttentionBlock
     if spec.mla is not None:
         attention = LatentAttentionBlock(spec, spec.mla, read, arithmetic, mla_form, shard.heads, tp)
     else:
         attention = GroupedAttention(spec, read, arithmetic, shard, tp)
+    mlp: MlpBlock
+    if spec.moe is not None and spec.layer_kinds[read.layer] == "moe":
+        mlp = MoeMlp(spec.moe, spec.hidden_size, read, arithmetic, exchange)
+    else:
+        mlp = DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic, shard.columns, tp)
     return Layer(
         input_norm=read.vector({"input_layernorm": spec.hidden_size}),
         attention=attention,
         post_norm=read.vector({"post_attention_layernorm": spec.hidden_size}),
-        mlp=DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic, shard.columns, tp),
+        mlp=mlp,
     )

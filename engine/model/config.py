@@ -1,9 +1,9 @@
 """Model specification: the architecture of a decoder, read from a Hugging Face config.json.
 
 Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
-norms of the query and key heads, the rotary scaling. DeepSeek-V2 and -V3 have multi-head latent attention instead.
-ModelSpec names those switches, so that the rest of the engine does not depend on the family (but for the order of
-weights in GGUF files).
+norms of the query and key heads, the rotary scaling. DeepSeek-V2 and -V3 have multi-head latent attention instead
+(mla_spec.py); they, Qwen3-MoE and Mixtral have layers of experts (moe_spec.py). ModelSpec names those switches, so that
+the rest of the engine does not depend on the family (but for the order of weights in GGUF files).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,9 @@ from typing import Any, Literal, cast
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config_fields import integer as _integer
 from headrace.engine.model.mla_spec import MlaSpec, yarn_score_factor
+from headrace.engine.model.moe_spec import LayerKind, MoeSpec, read_moe
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 FAMILIES = {
@@ -20,6 +22,8 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
@@ -85,6 +89,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """RMSNorm on each query and key head (Qwen3)."""
     mla: MlaSpec | None = None
     """Multi-head latent attention; heads and kv_heads are then the same, head_dim is the width of a query head."""
+    moe: MoeSpec | None = None
+    """Layers of experts; None for a dense model."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes that contradict each other."""
@@ -104,6 +110,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Whether each layer's MLP is dense or made of experts."""
+        dense: LayerKind = "dense"
+        return (dense,) * self.layers if self.moe is None else self.moe.layer_kinds
 
     @property
     def position_limit(self) -> int:
@@ -134,9 +146,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     heads = _integer(config, "num_attention_heads")
     hidden = _integer(config, "hidden_size")
     positions = _integer(config, "max_position_embeddings")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = family != "mixtral" and bool(config.get("attention_bias", False))
     rope = _rope(config, positions)
-    _refuse_experts(config, family)
     mla = _mla(config, rope) if family.startswith("deepseek") else None
     return ModelSpec(
         family=family,
@@ -147,15 +158,16 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         heads=heads,
         kv_heads=heads if mla else _integer(config, "num_key_value_heads", heads),
         head_dim=mla.query_dim if mla else _integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
         rope=rope,
         max_positions=positions,
         sliding_window=_window(config, family),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if family == "qwen2" else attention_bias,
-        output_bias=(mla is not None or family in ("llama", "qwen3")) and attention_bias,
-        qk_norm=family == "qwen3",
+        output_bias=(mla is not None or family in ("llama", "qwen3", "qwen3_moe")) and attention_bias,
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         mla=mla,
+        moe=read_moe(config, family),
     )
 
 
@@ -181,20 +193,11 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
 
 
-def _refuse_experts(config: Mapping[str, Any], family: str) -> None:
-    """Refuse DeepSeek models that have layers with experts."""
-    layers = _integer(config, "num_hidden_layers")
-    dense = _integer(config, "first_k_dense_replace", 0) if family.startswith("deepseek") else layers
-    if dense < layers:
-        raise ConfigError(
-            f"layers {dense} to {layers - 1} have experts (first_k_dense_replace {dense}), which are not supported; "
-            f"supported are models whose {layers} layers are dense"
-        )
-
-
 def _window(config: Mapping[str, Any], family: str) -> int | None:
     if family == "mistral":
         window = config.get("sliding_window", MISTRAL_WINDOW)
+    elif family == "mixtral":
+        window = config.get("sliding_window")
     elif family.startswith("qwen") and config.get("use_sliding_window"):
         window = config.get("sliding_window", 4096)
     else:
@@ -242,12 +245,3 @@ def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
         query_rank=0 if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank"),
         score_factor=yarn_score_factor(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0,
     )
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"config.json must say {key} as a whole number, found {config.get(key)!r}")
-    return value

@@ -8,6 +8,7 @@ from torch import Tensor
 from headrace.core.config import Quantize
 from headrace.engine.model.checkpoint import Tensors
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import inverse_frequencies
 
 SAMPLED_ROWS = 8  # of each sampled matrix
@@ -25,6 +26,8 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
     if quantize != "none":
         digest.update(quantize.encode())
     digest.update(msgspec.msgpack.encode(_sizes(spec)))
+    if spec.moe is not None:
+        digest.update(msgspec.msgpack.encode(_moe_sizes(spec.moe)))
     frequencies, scale = inverse_frequencies(spec.rope, spec.rotary_dim)
     digest.update(_rounded(frequencies))
     digest.update(_rounded(torch.tensor([scale])))
@@ -42,10 +45,37 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
         prefix = f"model.layers.{layer}"
         tensors.append((f"{prefix}.input_layernorm.weight", (spec.hidden_size,)))
         tensors.append((f"{prefix}.self_attn.{query}.weight", (spec.heads * spec.head_dim, inputs)))
+    tensors += _routers(spec)
     for name, shape in tensors:
         rows = torch.linspace(0, shape[0] - 1, min(SAMPLED_ROWS, shape[0])).long().tolist()
         digest.update(_rounded(checkpoint.read(name, shape, rows if len(shape) > 1 else None)))
     return digest.hexdigest()
+
+
+def _routers(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the routers of the first and the last MoE layer."""
+    layers = [layer for layer, kind in enumerate(spec.layer_kinds) if kind == "moe"]
+    if spec.moe is None or not layers:
+        return []
+    shape = (spec.moe.experts, spec.hidden_size)
+    return [(f"model.layers.{layer}.{spec.moe.module}.gate.weight", shape) for layer in (layers[0], layers[-1])]
+
+
+def _moe_sizes(moe: MoeSpec) -> list[int | str]:
+    return [
+        moe.experts,
+        moe.top_k,
+        moe.intermediate_size,
+        "".join(kind[0] for kind in moe.layer_kinds),
+        moe.shared_size,
+        moe.scores,
+        int(moe.choice_bias),
+        moe.groups,
+        moe.top_groups,
+        moe.group_score,
+        int(moe.normalized),
+        f"{moe.scaling:.4g}",
+    ]
 
 
 def _sizes(spec: ModelSpec) -> list[int | str]:

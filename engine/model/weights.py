@@ -62,6 +62,7 @@ class LayerReader:
     ) -> None:
         """layer: counted from the model's first. pack: Arithmetic.pack."""
         self._checkpoint = checkpoint
+        self.layer = layer
         self._prefix = f"model.layers.{layer}"
         self._precision = precision
         self._device = device
@@ -73,6 +74,18 @@ class LayerReader:
         tensor."""
         wanted = [_Part(self._name(name, kind), (size,), rows.get(name)) for name, size in parts.items()]
         return self._fused(self._precision.compute, wanted)
+
+    def unquantized(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """A matrix in the dtype of computation whatever the quantisation, not packed. Raises ConfigError for a missing
+        or misshapen tensor."""
+        rounded = self._checkpoint.read(f"{self._prefix}.{name}.weight", shape).to(self._precision.model)
+        return rounded.to(device=self._device, dtype=self._precision.compute, copy=True)
+
+    def float32(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor in float32, not rounded to the model's dtype. Raises ConfigError for a missing or misshapen
+        tensor."""
+        stored = self._checkpoint.read(f"{self._prefix}.{name}.{kind}", shape)
+        return stored.to(device=self._device, dtype=torch.float32, copy=True)
 
     def matrix(
         self, parts: Mapping[str, int], width: int, *, rows: Mapping[str, range] = ALL, columns: range | None = None

@@ -16,12 +16,19 @@ def stage_layers(spec: ModelSpec, stages: int, sampled_share: float) -> tuple[in
     """
     if stages > spec.layers:
         raise ConfigError(f"{stages} stages cannot share {spec.layers} layers; write --pp {spec.layers} or less")
-    return split([layer_flops(spec)] * spec.layers, stages, head_flops(spec) * sampled_share)
+    costs = [layer_flops(spec, layer) for layer in range(spec.layers)]
+    return split(costs, stages, head_flops(spec) * sampled_share)
 
 
-def layer_flops(spec: ModelSpec) -> float:
-    """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded."""
-    return 2.0 * (attention_weights(spec, whole_model(spec)) + spec.hidden_size * 3 * spec.intermediate_size)
+def layer_flops(spec: ModelSpec, layer: int = 0) -> float:
+    """FLOPs (multiplications and additions) of one layer's weight matrices per token; attention scores excluded.
+
+    layer: counted from the model's first. Of experts, those count that a token is sent to.
+    """
+    attention = attention_weights(spec, whole_model(spec))
+    if spec.moe is not None and spec.layer_kinds[layer] == "moe":
+        return 2.0 * (attention + spec.moe.active_weights(spec.hidden_size))
+    return 2.0 * (attention + 3 * spec.hidden_size * spec.intermediate_size)
 
 
 def head_flops(spec: ModelSpec) -> float:

@@ -36,6 +36,7 @@ from headrace.core.messages.frontend import (
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.server.frontend.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class SchedulerClient:
         self.engine: EngineState | None = None  # as last reported; None before the first report
         self.server_info: ServerInfo | None = None
         self.stats = Stats()
+        self.experts: tuple[ExpertLoad, ...] = ()  # as of the last snapshot
 
     def start(self) -> None:
         """Begin to receive and to probe."""
@@ -275,6 +277,7 @@ class SchedulerClient:
             case StatsReply():
                 self._heard = self._clock.now()
                 self.stats = message.stats
+                self.experts = message.experts
                 if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
                     answer.set_result(message.stats)
             case EngineState():

@@ -1,6 +1,9 @@
 """One snapshot of all metrics of a server."""
 
+from collections.abc import Iterator, Sequence
+
 from headrace.core.stats import Sample, Stats
+from headrace.core.types.expert_load import ExpertLoad, imbalance, total_rows
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.telemetry.prometheus import FrontMetrics
@@ -20,5 +23,18 @@ class StatsCollector:
         """Current metrics; of a scheduler that is slow to answer, those of its last answer."""
         scheduler = await self._client.query_stats(STATS_TIMEOUT_S) if self._client.problem() is None else Stats()
         ready = Sample("ready", float(self._readiness.not_ready() is None))
-        own = Stats((ready, Sample("open_requests", self._client.open_calls)))
+        own = Stats((ready, Sample("open_requests", self._client.open_calls), *_imbalances(self._client.experts)))
         return [scheduler, self._metrics.statistics(), own]
+
+    async def expert_loads(self) -> tuple[ExpertLoad, ...]:
+        """Rows per expert, of every rank that has experts; those of the scheduler's last answer if it is slow."""
+        if self._client.problem() is None:
+            await self._client.query_stats(STATS_TIMEOUT_S)
+        return self._client.experts
+
+
+def _imbalances(loads: Sequence[ExpertLoad]) -> Iterator[Sample]:
+    """The load ratio of each stage that has experts, over all its ranks."""
+    for stage in sorted({load.stage for load in loads}):
+        layers = total_rows(load for load in loads if load.stage == stage)
+        yield Sample("expert_imbalance", imbalance(layers.values()), (str(stage),))

@@ -25,6 +25,7 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameS
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.server.launch.stage_connections import Router
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
@@ -38,6 +39,14 @@ class StatsSource(Protocol):
 
     def statistics(self) -> Stats:
         """A snapshot of its counters."""
+        ...
+
+
+class ExpertSource(Protocol):
+    """A part of the scheduler process that knows the load of experts."""
+
+    def expert_loads(self) -> tuple[ExpertLoad, ...]:
+        """Rows per expert, of every rank that has experts."""
         ...
 
 
@@ -57,11 +66,13 @@ class FrontChannel:
         control_port: int,
         on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]],
         stats_sources: Sequence[StatsSource],
+        experts: ExpertSource | None = None,
     ) -> None:
         self._frames = frames
         self._info = ServerInfo(instance=instance, control_port=control_port)
         self._on_stage_down = on_stage_down
         self._stats_sources = stats_sources
+        self._experts = experts
         self._flush_at: float | None = None
         self._in: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
@@ -95,7 +106,8 @@ class FrontChannel:
         """Send a reply."""
         if isinstance(command, StatsReply):
             stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
-            command = msgspec.structs.replace(command, stats=stats)
+            experts = self._experts.expert_loads() if self._experts is not None else ()
+            command = msgspec.structs.replace(command, stats=stats, experts=experts)
         self._send(command)
         self._schedule_flush(now)
         return self._on_stage_down(command) if isinstance(command, StageDown) else ()
@@ -161,6 +173,7 @@ class StageChannel:
         self._ready: dict[int, StageReady] = {}
         self._last_heard: dict[int, float] = {}  # by rank, of stages that are ready
         self._stats: dict[int, Stats] = {}
+        self._experts: dict[int, ExpertLoad] = {}
         self._flush_at: float | None = None
         self._next_heartbeat: float | None = 0.0 if join_endpoint is not None else None
         self._in: Codec[AnyStageEvent] = Codec(AnyStageEvent)
@@ -236,6 +249,10 @@ class StageChannel:
         joins = [Stats(samples=self._join_endpoint.statistics())] if self._join_endpoint is not None else []
         return join([*own, *joins, *self._stats.values()])
 
+    def expert_loads(self) -> tuple[ExpertLoad, ...]:
+        """Rows per expert as of the latest heartbeats, of every rank that has experts."""
+        return tuple(self._experts.values())
+
     def stage_down(self, down: StageDown) -> Sequence[ChannelEvent]:
         """A stage has failed: external stages of the group are told to exit, since no supervisor here kills them."""
         if self._join_endpoint is None:
@@ -258,6 +275,7 @@ class StageChannel:
         self._ready.clear()
         self._last_heard.clear()
         self._stats.clear()
+        self._experts.clear()
 
     def _record(self, event: AnyStageEvent, now: float) -> None:
         if isinstance(event, StageReady):
@@ -270,6 +288,8 @@ class StageChannel:
                 self._next_heartbeat = now + self._heartbeat_s
         if isinstance(event, StageHeartbeat):
             self._stats[event.stage] = event.stats
+            if event.experts is not None:
+                self._experts[event.stage] = event.experts
 
     def _send(self, stage: int, frame: bytes, command: AnyOrder | None) -> Sequence[AnyStageEvent]:
         if stage not in self._last_heard:

@@ -82,6 +82,7 @@ def run(config: SchedulerProcessConfig) -> None:
         control_port=control_server.port if control_server else 0,
         on_stage_down=stages.stage_down,
         stats_sources=[source for source in (stages, control_server, control_client, publisher) if source is not None],
+        experts=stages,
     )
 
     def introduce(event: Event) -> None:

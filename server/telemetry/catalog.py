@@ -104,6 +104,18 @@ STAGES: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("stage_idle_seconds_total", "counter", "Time that a stage had no plan to execute.", ("stage",)),
     MetricSpec(
+        "stage_expert_rows_total",
+        "counter",
+        "Rows that the experts of a stage have computed: one for each token and expert chosen for it.",
+        ("stage",),
+    ),
+    MetricSpec(
+        "expert_imbalance",
+        "gauge",
+        "Rows of a layer's busiest expert over the mean of its experts, averaged over the layers of a stage.",
+        ("stage",),
+    ),
+    MetricSpec(
         "stage_tier_bytes_total",
         "counter",
         "Bytes of KV pages that a stage has copied to (store) or from (load) its host or disk tier.",

@@ -14,11 +14,13 @@ from transformers import (
     GgufConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from headrace.core.config import EngineConfig, ModelConfig
@@ -28,6 +30,7 @@ from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.decoder import ALONE
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
@@ -56,11 +59,24 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 _MLA: dict[str, Any] = {
     **_SIZES,
     "num_key_value_heads": 6,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -71,15 +87,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**_SIZES, rope_parameters=_YARN),
     "qwen3": Qwen3Config(**_SIZES, head_dim=24),
-    "deepseek-v2": DeepseekV2Config(**_MLA, q_lora_rank=20, rms_norm_eps=1e-5),
+    "deepseek-v2": DeepseekV2Config(**_MLA, q_lora_rank=20, rms_norm_eps=1e-5, topk_method="group_limited_greedy"),
     "deepseek-v2-lite": DeepseekV2Config(
-        **_MLA, q_lora_rank=None, attention_bias=True, rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5}
+        **_MLA,
+        topk_method="greedy",
+        q_lora_rank=None,
+        attention_bias=True,
+        rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
     ),
     "deepseek-v3": DeepseekV3Config(
-        **_MLA, q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+        **_MLA, norm_topk_prob=True, q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
     ),
+    "mixtral": MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE, norm_topk_prob=True),
+    "qwen3-moe-plain": Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE, norm_topk_prob=False),
 }
 LATENTS = tuple(name for name in CONFIGS if name.startswith("deepseek"))
+ROUTER_SCALE = 2.0  # of routers' weights: with flat scores a wrong choice of experts would hardly show
 
 
 def transformers_tokenizer(model: str) -> Any:
@@ -113,6 +137,8 @@ def save_model(config: PreTrainedConfig, folder: Path, shard_size: str = "1GB") 
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            if name.endswith("mlp.gate.weight"):
+                parameter.mul_(ROUTER_SCALE)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return Saved(folder, model)
 
@@ -129,6 +155,7 @@ def make_runner(
     quantize: Any = "none",
     tp: Collectives = ALONE,
     mla: Any = "auto",
+    exchange: Exchange | None = None,
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
@@ -140,6 +167,7 @@ def make_runner(
         max_model_len,
         layers,
         tp=tp,
+        exchange=exchange,
     )
     runner.pool.tensor.fill_(float("nan"))
     return runner

@@ -258,6 +258,7 @@ def staged(runners: list[ModelRunner]) -> Execute:
     [
         ("llama", "auto"),
         ("qwen3", "auto"),
+        ("qwen3-moe", "auto"),
         ("deepseek-v2", "auto"),
         ("deepseek-v3", "auto"),
         ("deepseek-v3", "expanded"),

@@ -12,6 +12,8 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.memory_plan import weight_count
+from headrace.engine.layers.exchange.base import own_experts
+from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
 from headrace.engine.model.int8 import Int8Weight
@@ -72,7 +74,8 @@ def test_weights_of_shards_are_counted_exactly(reshaped: Models, name: str) -> N
         held = {id(tensor): tensor.numel() for tensor in _tensors(decoder)}
         return sum(held.values())
 
-    counted = [weight_count(spec, None, shard) for shard in split_model(spec, 2)]
+    own = [len(own_experts(spec.moe.experts, 2, rank)) if spec.moe else None for rank in range(2)]
+    counted = [weight_count(spec, None, shard, held) for shard, held in zip(split_model(spec, 2), own, strict=True)]
     assert run_ranks(2, work) == counted
 
 
@@ -80,7 +83,11 @@ def _tensors(decoder: Any) -> Iterator[Tensor]:
     yield decoder._norm
     yield from (decoder._vocabulary._embedding, decoder._vocabulary._head)
     for layer in decoder._layers:
-        for part in (*layer, *vars(layer.attention).values(), *vars(layer.mlp).values()):
+        parts = [*layer, *vars(layer.attention).values(), *vars(layer.mlp).values()]
+        if isinstance(layer.mlp, MoeMlp):
+            experts = layer.mlp._experts
+            parts += [layer.mlp._router._weight, *experts._gate_up, *experts._down]
+        for part in parts:
             if isinstance(part, Tensor):
                 yield part
 

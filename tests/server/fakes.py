@@ -34,6 +34,7 @@ from headrace.core.messages.frontend import (
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
@@ -88,6 +89,7 @@ class FakeLink:
         self.info: ServerInfo | None = server_info(control_port=5555)
         self.state: EngineState | None = EngineState(ready=True)
         self.stats = Stats()
+        self.experts: tuple[ExpertLoad, ...] = ()
         self.sent: list[AnyFrontendRequest] = []
         self.closed = False
         self.failed = False
@@ -108,7 +110,7 @@ class FakeLink:
         self._new_message = asyncio.Event()
         match message:
             case QueryStats() if self.answers_probes:
-                self.say(StatsReply(token=message.token, stats=self.stats))
+                self.say(StatsReply(token=message.token, stats=self.stats, experts=self.experts))
             case Submit():
                 self._open.add(message.rid)
                 for output in self.script(self, message):

@@ -18,7 +18,8 @@ MIB = 1 << 20
 def test_weights_are_counted_exactly(name: str, tmp_path: Path) -> None:
     saved: Saved = save_model(CONFIGS[name], tmp_path)
     spec = spec_from_config(saved.model.config.to_dict())
-    assert weight_count(spec) == saved.model.num_parameters()
+    biases = [values for name, values in saved.model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert weight_count(spec) == saved.model.num_parameters() + sum(values.numel() for values in biases)
     parts = weight_count(spec, range(1)) + weight_count(spec, range(1, 3))
     repeated = spec.vocab_size * spec.hidden_size if spec.tied else 0  # a tied head is held at both ends
     assert parts == weight_count(spec) + repeated

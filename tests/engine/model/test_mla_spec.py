@@ -94,7 +94,6 @@ def test_scores_are_scaled_by_yarn_only() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"first_k_dense_replace": 1}, "layers 1 to 26 have experts"),
         ({"rope_interleave": False}, "rope_interleave false is not supported"),
         ({"kv_lora_rank": None}, "kv_lora_rank as a whole number"),
         ({"kv_lora_rank": 0}, "kv_lora_rank 0; it must be at least 1"),

@@ -5,15 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 import zmq
 
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Heartbeat, ReleaseRequest, stage_identity
-from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageReady
+from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
+from headrace.core.stats import Stats
+from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
@@ -168,3 +171,22 @@ def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
         log.add(ORDERS.encode(order))
         for socket in stages:
             assert received(socket) == [order, Heartbeat(seq=0, orders=log.count, digest=log.digest)]
+
+
+def test_the_load_of_experts_is_that_of_the_latest_heartbeats_of_the_group(ends: Ends) -> None:
+    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    stages = [ends.stage(stage, 0) for stage in (0, 1)]
+    load = ExpertLoad(stage=1, layers=(3,), first=0, rows=bytes(16))
+    for stage, socket in enumerate(stages):
+        send(socket, ready(stage, 0))
+    receive(channel, 0.0, 2)
+    assert channel.expert_loads() == ()
+    send(stages[0], StageHeartbeat(stage=0, stats=Stats()))
+    for rows in (bytes(16), bytes([1, *[0] * 15])):
+        send(stages[1], StageHeartbeat(stage=1, stats=Stats(), experts=msgspec.structs.replace(load, rows=rows)))
+    send(stages[1], PlanDone(stage=1, seq=1, duration_s=1.0))
+    receive(channel, 1.0, 1)
+    assert [each.matrix() for each in channel.expert_loads()] == [[[1, 0]]]
+    send(ends.stage(0, 1), ready(0, 1))
+    receive(channel, 2.0, 1)
+    assert channel.expert_loads() == (), "the counters of a new group begin anew"

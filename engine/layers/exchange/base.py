@@ -1,0 +1,68 @@
+"""Interface of expert exchanges, and the exchange of a rank that holds all experts."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace.engine.layers.choice import Choice
+
+
+class Mixture(Protocol):
+    """The parts of a mixture-of-experts layer on one rank."""
+
+    def route(self, x: Tensor) -> Choice:
+        """Choose the experts of rows [tokens, hidden size]."""
+        ...
+
+    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+        """Weighted sums of the results of this rank's experts: float32 [tokens, hidden size]."""
+        ...
+
+    def add_shared(self, x: Tensor, sums: Tensor) -> None:
+        """Add the results of the shared experts to float32 sums [tokens, hidden size], in place."""
+        ...
+
+
+class Exchange(Protocol):
+    """How the ranks of a stage share the experts of its layers; one for all layers, used by one thread."""
+
+    @property
+    def own(self) -> range:
+        """The experts of a layer that this rank holds."""
+        ...
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """Begin a forward pass. tokens: of every replica; padded: the count that exchange buffers are filled up to,
+        where they are. All ranks of the stage have to be given the same numbers."""
+        ...
+
+    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """Sums over all experts for this replica's rows x [tokens, hidden size]: float32 [tokens, hidden size].
+
+        A replica without tokens takes part too: its experts work for the others. Raises LinkBroken when another rank is
+        gone.
+        """
+        ...
+
+
+def own_experts(experts: int, ranks: int, rank: int) -> range:
+    """The experts of a rank, of so many in a layer: consecutive ones, equally many but for one."""
+    return range(rank * experts // ranks, (rank + 1) * experts // ranks)
+
+
+class NoExchange:
+    """Exchange of a rank that holds all experts."""
+
+    def __init__(self, experts: int) -> None:
+        """experts: of a layer."""
+        self.own = range(experts)
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """See Exchange."""
+
+    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+        """See Exchange."""
+        sums = mixture.compute(x, mixture.route(x))
+        mixture.add_shared(x, sums)
+        return sums

@@ -1,0 +1,169 @@
+"""Mixture-of-experts (MoE) layers of a model, read from a Hugging Face config.json.
+
+The routers of Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 differ in how scores are made, which experts may be
+chosen, and how the chosen ones are weighted. MoeSpec names those switches, so that routing and expert layers do not
+depend on the family.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.config_fields import integer
+
+LayerKind = Literal["dense", "moe"]
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+DEEPSEEK_METHODS = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}
+DEEPSEEK_SCORES: dict[str, Literal["softmax", "sigmoid"]] = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid"}
+
+
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts and router of a model's MoE layers; all of them are alike."""
+
+    experts: int
+    """Routed experts of a layer."""
+    top_k: int
+    """Experts chosen for each token."""
+    intermediate_size: int
+    """Width of each routed expert."""
+    layer_kinds: tuple[LayerKind, ...]
+    """Of every layer of the model. Dense layers have an MLP of ModelSpec.intermediate_size."""
+    shared_size: int = 0
+    """Width of the shared experts, joined to one MLP that every token goes through; 0 without."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits, in float32."""
+    float32_logits: bool = False
+    """Router logits are a product in float32; else in the dtype of computation."""
+    choice_bias: bool = False
+    """A bias (e_score_correction_bias) is added to scores for the choice of experts, not for their weights."""
+    groups: int = 1
+    """Consecutive groups of experts; only experts of the best top_groups groups are chosen."""
+    top_groups: int = 1
+    group_score: Literal["maximum", "two best"] = "maximum"
+    """What groups are chosen by: their best score, or the sum of their two best."""
+    normalized: bool = False
+    """The weights of a token's experts are divided by their sum."""
+    scaling: float = 1.0
+    """Factor on the weights."""
+    rounded_weights: bool = False
+    """Weights are rounded to the dtype of the logits."""
+    module: Literal["mlp", "block_sparse_moe"] = "mlp"
+    """Name of the module in a checkpoint, below its layer."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sizes that contradict each other."""
+        for name, size in (
+            ("experts", self.experts),
+            ("experts per token", self.top_k),
+            ("expert width", self.intermediate_size),
+            ("expert groups", self.groups),
+            ("expert groups per token", self.top_groups),
+        ):
+            if size < 1:
+                raise ConfigError(f"the model says {name} {size}; it must be at least 1")
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise ConfigError(f"{self.top_groups} of {self.groups} groups cannot be chosen of {self.experts} experts")
+        in_group = self.experts // self.groups
+        if self.group_score == "two best" and in_group < 2:
+            raise ConfigError(f"{self.groups} groups of {self.experts} experts have no two best each")
+        if self.top_k > self.top_groups * in_group:
+            raise ConfigError(f"{self.top_k} experts per token cannot be chosen of {self.top_groups * in_group}")
+
+    @property
+    def projections(self) -> tuple[str, str, str]:
+        """Names of an expert's gate, up and down projection in a checkpoint."""
+        return ("w1", "w3", "w2") if self.module == "block_sparse_moe" else ("gate_proj", "up_proj", "down_proj")
+
+    def stored_weights(self, hidden: int, experts: int | None = None) -> int:
+        """Weights of the linear layers of an MoE layer, apart from the router. hidden: hidden size. experts: how many
+        routed ones are held; None for all."""
+        held = self.experts if experts is None else experts
+        return 3 * hidden * (held * self.intermediate_size + self.shared_size)
+
+    def active_weights(self, hidden: int) -> int:
+        """Weights that one token is multiplied with in an MoE layer, router included."""
+        return hidden * (3 * (self.top_k * self.intermediate_size + self.shared_size) + self.experts)
+
+    def router_weights(self, hidden: int) -> int:
+        """Weights of a layer's router."""
+        return self.experts * (hidden + self.choice_bias)
+
+
+def read_moe(config: Mapping[str, Any], family: str) -> MoeSpec | None:
+    """MoeSpec of a parsed config.json (of transformers 4 or 5); None for a dense model.
+
+    family: model_type. Raises ConfigError for routing that the engine cannot do.
+    """
+    layers = integer(config, "num_hidden_layers")
+    match family:
+        case "qwen3_moe":
+            return _qwen3(config, layers)
+        case "mixtral":
+            return MoeSpec(
+                experts=integer(config, "num_local_experts", 8),
+                top_k=integer(config, "num_experts_per_tok", 2),
+                intermediate_size=integer(config, "intermediate_size"),
+                layer_kinds=tuple(_kind(True) for _ in range(layers)),
+                normalized=True,
+                module="block_sparse_moe",
+            )
+        case "deepseek_v2" | "deepseek_v3" if config.get("n_routed_experts") is not None:
+            return _deepseek(config, family, layers)
+    return None
+
+
+def _qwen3(config: Mapping[str, Any], layers: int) -> MoeSpec:
+    dense = config.get("mlp_only_layers") or ()
+    step = integer(config, "decoder_sparse_step", 1)
+    if step < 1:
+        raise ConfigError(f"config.json says decoder_sparse_step {step}; it must be at least 1")
+    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # transformers 4, and 5
+    return MoeSpec(
+        experts=integer(config, key),
+        top_k=integer(config, "num_experts_per_tok", 8),
+        intermediate_size=integer(config, "moe_intermediate_size"),
+        layer_kinds=tuple(_kind(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)),
+        normalized=bool(config.get("norm_topk_prob", False)),
+        rounded_weights=True,
+    )
+
+
+def _deepseek(config: Mapping[str, Any], family: str, layers: int) -> MoeSpec:
+    methods = DEEPSEEK_METHODS[family]
+    method = config.get("topk_method") or methods[0]
+    if method not in methods:
+        raise ConfigError(f"topk_method {method!r} is not supported; supported for {family} is {' or '.join(methods)}")
+    scores = DEEPSEEK_SCORES[family]
+    if (found := config.get("scoring_func") or scores) != scores:
+        raise ConfigError(f"scoring_func {found!r} is not supported; supported for {family} is {scores!r}")
+    newer = family == "deepseek_v3"
+    normalized = bool(config.get("norm_topk_prob", newer))
+    if normalized and not newer:
+        raise ConfigError("norm_topk_prob true is not supported for deepseek_v2: implementations of it disagree")
+    step = integer(config, "moe_layer_freq", 1)
+    if step < 1:
+        raise ConfigError(f"config.json says moe_layer_freq {step}; it must be at least 1")
+    first = integer(config, "first_k_dense_replace", 3 if newer else 0)
+    grouped = method != "greedy"
+    width = integer(config, "moe_intermediate_size", 2048 if newer else 1407)
+    return MoeSpec(
+        experts=integer(config, "n_routed_experts"),
+        top_k=integer(config, "num_experts_per_tok", 8 if newer else None),
+        intermediate_size=width,
+        layer_kinds=tuple(_kind(layer >= first and layer % step == 0) for layer in range(layers)),
+        shared_size=width * (config.get("n_shared_experts") or 0),
+        scores=scores,
+        float32_logits=True,
+        choice_bias=newer,
+        groups=integer(config, "n_group", 8 if newer else 1) if grouped else 1,
+        top_groups=integer(config, "topk_group", 4 if newer else 1) if grouped else 1,
+        group_score="two best" if newer else "maximum",
+        normalized=normalized,
+        scaling=float(config.get("routed_scaling_factor", 2.5 if newer else 1.0)),
+    )
+
+
+def _kind(routed: bool) -> LayerKind:
+    return "moe" if routed else "dense"

@@ -1,0 +1,40 @@
+"""GET /debug/experts: rows that each expert of each layer has computed. Needs a key if one is set."""
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from headrace.core.types.expert_load import total_rows
+from headrace.server.api.response.streaming import JsonAnswer
+from headrace.server.frontend.stats_collector import StatsCollector
+
+
+class LayerRows(msgspec.Struct, frozen=True):
+    """Rows computed by the experts of one layer, over all ranks, since the stages were last started."""
+
+    layer: int
+    """Counted from 0."""
+    rows: list[int]
+    """By expert."""
+
+
+class ExpertRowsReply(msgspec.Struct, frozen=True):
+    """Body of the response."""
+
+    layers: list[LayerRows]
+    """Layers that have experts; empty for a dense model."""
+
+
+def expert_routes(stats: StatsCollector) -> APIRouter:
+    """Route that shows whether tokens are spread evenly over experts."""
+    router = APIRouter()
+
+    @router.get("/debug/experts")
+    async def experts() -> Response:
+        async def work() -> ExpertRowsReply:
+            totals = total_rows(await stats.expert_loads())
+            return ExpertRowsReply([LayerRows(layer, rows) for layer, rows in totals.items()])
+
+        return JsonAnswer(work)
+
+    return router

@@ -1,0 +1,111 @@
+"""Which way of exchange is taken, and the memory that is kept free for it."""
+
+import pytest
+import torch
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.collectives.alone import Alone
+from headrace.engine.kv.memory_plan import plan_memory, weight_count
+from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.exchange.all_gather import AllGather
+from headrace.engine.layers.exchange.all_to_all import AllToAll
+from headrace.engine.layers.exchange.choose import Way, choose_way, exchange_bytes, make_exchange
+from headrace.engine.layers.exchange.replicated import Replicated
+from headrace.engine.layers.moe import MoeMlp
+from headrace.engine.model.config import spec_from_config
+from tests.engine.collectives.threads import ThreadCollectives
+from tests.engine.layers.mixtures import HIDDEN, SPECS, Groups, make_mixture, random_rows, run_stage
+from tests.engine.model.test_moe_spec import QWEN3
+
+MIXTRAL = SPECS["mixtral"]  # five experts, two of them for each token
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "device", "expected"),
+    [
+        (1, 1, "cpu", "replicated"),
+        (1, 4, "cpu", "replicated"),
+        (2, 1, "cpu", "allgather"),
+        (3, 1, "cpu", "alltoall"),
+        (2, 2, "cpu", "alltoall"),
+        (2, 2, "cuda", "allgather"),
+    ],
+)
+def test_the_way_follows_from_ranks_and_device(dp: int, tp: int, device: str, expected: str) -> None:
+    assert choose_way("auto", MIXTRAL, dp=dp, tp=tp, device=device) == expected
+    assert choose_way("alltoall", MIXTRAL, dp=dp, tp=tp, device=device) == "alltoall"
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="5 experts cannot be divided among 6 ranks; write --expert-parallel with 5"):
+        choose_way("auto", MIXTRAL, dp=3, tp=2, device="cpu")
+
+
+def test_ways_are_made_of_groups() -> None:
+    alone = Alone()
+    ways: dict[Way, type] = {"replicated": Replicated, "allgather": AllGather, "alltoall": AllToAll}
+    for way, kind in ways.items():
+        exchange = make_exchange(way, MIXTRAL, alone, alone, alone)
+        assert isinstance(exchange, kind)
+        assert exchange.own == range(5)
+
+
+class AllToFirst:
+    """A mixture whose router sends every token to the experts of the first rank."""
+
+    def __init__(self, mixture: MoeMlp) -> None:
+        self._mixture = mixture
+
+    def route(self, x: torch.Tensor) -> Choice:
+        """See Mixture."""
+        return Choice(torch.tensor([[0, 1]]).expand(len(x), 2), torch.ones(len(x), 2))
+
+    def compute(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """See Mixture."""
+        return self._mixture.compute(x, choice)
+
+    def add_shared(self, x: torch.Tensor, sums: torch.Tensor) -> None:
+        """See Mixture."""
+
+
+@pytest.mark.parametrize("way", ["allgather", "alltoall"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (1, 2)])
+def test_memory_is_kept_for_the_worst_routing(way: Way, dp: int, tp: int) -> None:
+    """All tokens of all replicas at one rank: what it receives and computes fits into what was kept free, and takes
+    a good part of it."""
+    tokens = 40
+    kept = exchange_bytes(way, MIXTRAL, HIDDEN, 4, tokens, dp=dp, tp=tp) - exchange_bytes(
+        "replicated", MIXTRAL, HIDDEN, 4, 0, dp=dp, tp=tp
+    )
+
+    def work(replica: int, shard: int, groups: Groups) -> int:
+        exchange = make_exchange(way, MIXTRAL, *groups)
+        exchange.begin([tokens] * dp, tokens)
+        seen: list[int] = []
+        mixture = make_mixture(MIXTRAL, exchange)
+        compute = mixture.compute
+
+        def noted(x: torch.Tensor, choice: Choice) -> torch.Tensor:
+            sums = compute(x, choice)
+            parcels = len(x) * (HIDDEN * 4 + 2 * 2 * 4)
+            seen.append(parcels + sums.numel() * sums.element_size())
+            return sums
+
+        mixture.compute = noted  # type: ignore[method-assign]
+        exchange.run(random_rows(tokens), AllToFirst(mixture))
+        assert isinstance(groups[2], ThreadCollectives)
+        return max(seen)
+
+    taken = max(run_stage(dp, tp, work))
+    assert kept / 4 < taken < kept
+
+
+def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
+    spec = spec_from_config(QWEN3)
+    whole = plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64)
+    part = plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64, experts=2, exchange_bytes=1 << 20)
+    assert whole.weight_bytes - part.weight_bytes == 4 * (weight_count(spec) - weight_count(spec, experts=2))
+    assert "exchange 1.0 MiB" in part.explanation
+    assert "exchange" not in whole.explanation
+    with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB, and 16.0 MiB are"):
+        plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64, exchange_bytes=1 << 24)
