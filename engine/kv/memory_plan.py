@@ -5,6 +5,7 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import Geometry
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import Shard, whole_model
 
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
@@ -38,35 +39,40 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.page_bytes * self.host_pages
 
 
-def stage_geometry(spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None) -> Geometry:
-    """Shape of the KV pool for these layers; None takes all."""
+def stage_geometry(
+    spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None, shard: Shard | None = None
+) -> Geometry:
+    """Shape of the KV pool for these layers and a shard's KV heads; None takes all."""
     layers = layers or range(spec.layers)
+    kv_heads = (shard or whole_model(spec)).kv_heads
     return Geometry(
         dtype=dtype,
         layers=len(layers),
-        kv_heads=spec.kv_heads,
+        kv_heads=len(kv_heads),
         head_dim=spec.head_dim,
         page_size=page_size,
         layer_start=layers.start,
+        head_start=kv_heads.start,
     )
 
 
-def weight_count(spec: ModelSpec, layers: range | None = None) -> int:
-    """Number of parameters on a stage with these layers; None takes all."""
-    layers = layers or range(spec.layers)
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
+def weight_count(spec: ModelSpec, layers: range | None = None, shard: Shard | None = None) -> int:
+    """Number of parameters on a stage with these layers, or on a shard of it; None takes all."""
+    layers, shard = layers or range(spec.layers), shard or whole_model(spec)
+    query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
+    biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))
-    total = linear_count(spec, layers) + len(layers) * (biases + norms)
-    return total + tables * spec.vocab_size * spec.hidden_size + last * spec.hidden_size
+    total = linear_count(spec, layers, shard) + len(layers) * (biases + norms)
+    return total + tables * shard.vocabulary_block * spec.hidden_size + last * spec.hidden_size
 
 
-def linear_count(spec: ModelSpec, layers: range | None = None) -> int:
+def linear_count(spec: ModelSpec, layers: range | None = None, shard: Shard | None = None) -> int:
     """Number of weights of the linear layers, apart from the output head, in these layers; None takes all."""
-    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
-    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    shard = shard or whole_model(spec)
+    attention = 2 * (len(shard.heads) + len(shard.kv_heads)) * spec.head_dim
+    return len(layers or range(spec.layers)) * spec.hidden_size * (attention + 3 * len(shard.columns))
 
 
 def plan_memory(
@@ -80,19 +86,20 @@ def plan_memory(
     layers: range | None = None,
     native_units: bool = True,
     int8: bool = False,
+    shard: Shard | None = None,
 ) -> MemoryPlan:
     """Decide in which dtype weights are held and how many KV pages to allocate.
 
     kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
     the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
     not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
-    8 bits. Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do
-    not.
+    8 bits. shard: the part of weights and KV heads that is held; None takes all. Raises ConfigError when the weights
+    and one request of max_model_len do not fit, or the configured pages do not.
     """
     length = spec.resolve_length(max_model_len)
-    geometry = stage_geometry(spec, dtype, page_size, layers)
-    count = weight_count(spec, layers)
-    in_8_bits = linear_count(spec, layers) if int8 else 0
+    geometry = stage_geometry(spec, dtype, page_size, layers, shard)
+    count = weight_count(spec, layers, shard)
+    in_8_bits = linear_count(spec, layers, shard) if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     weight_dtype = "float32" if wide else dtype
     weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits

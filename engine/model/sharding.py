@@ -1,0 +1,121 @@
+"""Tensor-parallel split of a dense model: which heads, MLP columns and vocabulary rows each shard holds.
+
+    SmolLM2 (9 query heads, 3 KV heads, MLP 1536 wide) on two shards:
+
+               KV heads   query heads   MLP columns
+    shard 0      0          0 to 2        864           less attention, more MLP: both take equal time
+    shard 1      1, 2       3 to 8        672
+
+Query heads stay with the KV head that they share. With more shards than KV heads, several shards hold a copy of the
+same KV head and divide its query heads. Pure arithmetic.
+"""
+
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import ceil_div
+from headrace.engine.model.config import ModelSpec
+
+COLUMN_UNITS = (32, 16, 8, 4, 2, 1)  # MLP columns that stay together: 32 fill the widest panels of the CPU kernels
+UNITS_PER_SHARD = 4  # at least, for units of more than one column; fewer would divide the work unevenly
+MOST_SHARDS = 64  # looked at for what to write instead of a degree that does not work
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """What one tensor-parallel shard holds of a model. All ranges are counted in the whole model."""
+
+    index: int
+    """The shard's number, from 0."""
+    heads: range
+    """Query heads."""
+    kv_heads: range
+    """KV heads that these query heads attend to, and that the shard's KV pool has."""
+    offered: range
+    """KV heads that this shard sends to peers: kv_heads, or none where a shard before it holds the same."""
+    columns: range
+    """Columns of the MLP's inner width."""
+    vocabulary: range
+    """Rows of the embedding and of the output head. Shorter, or empty, on the last shards."""
+    vocabulary_block: int
+    """Rows of the longest such range, equal on all shards."""
+
+    @property
+    def first(self) -> bool:
+        """This is shard 0, which adds biases that may be added once only, and samples."""
+        return self.index == 0
+
+
+def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
+    """The parts of all shards, in order.
+
+    Raises ConfigError for a number of shards that the model's heads or MLP cannot be split over.
+    """
+    _check(spec, tp)
+    group = spec.heads // spec.kv_heads
+    if tp <= spec.kv_heads:
+        kv_heads = [range(each * spec.kv_heads // tp, (each + 1) * spec.kv_heads // tp) for each in range(tp)]
+        heads = [range(held.start * group, held.stop * group) for held in kv_heads]
+    else:
+        copies, part = tp // spec.kv_heads, spec.heads // tp
+        kv_heads = [range(each // copies, each // copies + 1) for each in range(tp)]
+        heads = [range(each * part, (each + 1) * part) for each in range(tp)]
+    columns = _columns(spec, [2 * (len(q) + len(kv)) * spec.head_dim for q, kv in zip(heads, kv_heads, strict=True)])
+    block = ceil_div(spec.vocab_size, tp)
+    ends = [min(each * block, spec.vocab_size) for each in range(tp + 1)]
+    return tuple(
+        Shard(
+            index=each,
+            heads=heads[each],
+            kv_heads=kv_heads[each],
+            offered=range(0) if each and kv_heads[each] == kv_heads[each - 1] else kv_heads[each],
+            columns=columns[each],
+            vocabulary=range(ends[each], ends[each + 1]),
+            vocabulary_block=block,
+        )
+        for each in range(tp)
+    )
+
+
+def whole_model(spec: ModelSpec) -> Shard:
+    """All of a model, as its only shard."""
+    return split_model(spec, 1)[0]
+
+
+def _check(spec: ModelSpec, tp: int) -> None:
+    if tp < 1:
+        raise ConfigError(f"--tp is {tp}; it must be at least 1")
+    if not _divides_heads(spec, tp):
+        fewer = max(each for each in range(1, tp) if _divides_heads(spec, each))
+        more = next((each for each in range(tp + 1, MOST_SHARDS + 1) if _divides_heads(spec, each)), 0)
+        choice = f"{fewer} or {more}" if more else f"{fewer} or less"
+        raise ConfigError(
+            f"{spec.heads} query heads and {spec.kv_heads} KV heads cannot be split over --tp {tp}; write --tp {choice}"
+        )
+    if tp > spec.intermediate_size:
+        raise ConfigError(
+            f"an MLP {spec.intermediate_size} columns wide cannot be split over --tp {tp}; "
+            f"write --tp {spec.intermediate_size} or less"
+        )
+
+
+def _divides_heads(spec: ModelSpec, tp: int) -> bool:
+    """Whether every shard gets whole query heads, of one KV head if there are more shards than KV heads."""
+    copies = tp // spec.kv_heads
+    return tp <= spec.kv_heads or (tp % spec.kv_heads == 0 and (spec.heads // spec.kv_heads) % copies == 0)
+
+
+def _columns(spec: ModelSpec, attention: list[int]) -> list[range]:
+    """MLP columns of each shard, so that the matrices of attention and MLP take equal time on all shards.
+
+    attention: rows of each shard's attention matrices, each as long as the model is wide; a column of the MLP has three
+    of them. Unit by unit goes to the shard with the least so far, which minimises the cost of the slowest shard.
+    """
+    width = spec.intermediate_size
+    unit = next((unit for unit in COLUMN_UNITS if width // unit >= UNITS_PER_SHARD * len(attention)), 1)
+    units = [1] * len(attention)
+    for _ in range(ceil_div(width, unit) - len(units)):
+        units[min(range(len(units)), key=lambda each: attention[each] + 3 * unit * units[each])] += 1
+    ends = [min(unit * end, width) for end in accumulate(units)]
+    return [range(*ends_of) for ends_of in pairwise((0, *ends))]
