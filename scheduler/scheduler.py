@@ -202,7 +202,7 @@ class Scheduler:
             case SendFailed():
                 self._handoff.send_failed(event, now)
             case PeerLost():
-                reason = f"stage {event.stage}: {event.reason}"
+                reason = f"{self._state.config.layout.name(event.stage)}: {event.reason}"
                 self._state.out.add(EndPeer(session=event.session, reason=reason))
             case ReceivePrepared():
                 self._fetch.receive_prepared(event)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
+from headrace.core.types.layout import Layout
 
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]
@@ -23,6 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     """Of the model."""
     stages: Annotated[int, Flag("pp", STAGES, "pipeline-parallel stages, one process each", low=1)] = 1
+    tp: Annotated[int, Flag("tp", STAGES, "tensor-parallel shards of each stage, one process each", low=1, high=64)] = 1
     pipeline_depth: Annotated[
         int,
         Flag(
@@ -184,3 +186,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compute prompts before their peer has reserved pages, within the share of --hold-percent",
         ),
     ] = False
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks of the server."""
+        return Layout(pp=self.stages, tp=self.tp)

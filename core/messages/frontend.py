@@ -152,7 +152,9 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages: int
     """Pages of the smallest KV pool."""
     data_endpoints: tuple[str, ...]
-    """tcp://HOST:PORT of the data socket of each stage, in stage order."""
+    """tcp://HOST:PORT of the data socket of each rank that offers KV, in rank order."""
+    data_ranks: tuple[int, ...] = ()
+    """Their ranks."""
 
 
 class ServerInfo(SchedulerReply, frozen=True, kw_only=True):

@@ -192,4 +192,4 @@ class KvHandoff:
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.engine.stages)
+        outgoing.add_chunk(end, state.engine.offering)

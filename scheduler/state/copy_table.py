@@ -33,7 +33,7 @@ class CopyTable:
     """The copy operations under way, by the number of their orders."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._stages = range(config.stages)
+        self._stages = config.layout.ranks
         self._orders: dict[int, tuple[PendingCopy, int]] = {}  # with the index of the order's first page
         self._page_s: dict[Tier, float] = {}
         self._daily_bytes = config.disk_write_gib_per_day * GIB

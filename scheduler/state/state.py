@@ -41,7 +41,7 @@ class State:
         self.config = config
         self.out = Effects()
         self.deadlines = Deadlines()
-        self.metrics = Measurements(config.stages)
+        self.metrics = Measurements(len(config.layout.ranks))
         self.engine = EngineStatus(config)
         self.costs = CostModel(config.stages, config.chunk_tokens)
         """Predicts what computing takes."""

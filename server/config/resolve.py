@@ -7,11 +7,14 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.layout import Layout
 from headrace.engine.device import available_memory, computes_in, resolve_device, resolve_dtype
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier, plan_memory
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import ranges, stage_layers
+from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
 from headrace.server.config.load import copy_shared
 
@@ -21,7 +24,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
     config: Config
     memory: tuple[MemoryPlan, ...]
-    """Memory plan of each stage; empty with external stages."""
+    """Memory plan of each rank; empty with external stages."""
+    parts: tuple[str, ...]
+    """What each rank holds of the model, in words; empty for a single rank."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -34,6 +39,8 @@ def resolve(config: Config) -> Resolved:
     dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
+    layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
+    check_offers(layout, shards, receives=config.server.role == "decode")
     plan = partial(
         plan_memory,
         spec,
@@ -44,25 +51,59 @@ def resolve(config: Config) -> Resolved:
         int8=config.model.quantize == "int8",
     )
     available = available_memory(device)
-    # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
+    # Local ranks share the machine's memory, so the plan of the whole model decides how many pages fit.
     whole = plan(config.engine.kv_pages, available)
     room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu")
     whole = add_host_tier(whole, config.engine.host_pages, room)
     memory: tuple[MemoryPlan, ...] = (whole,)
-    if len(layers) > 1:
-        parts = (plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
+    if len(layout.ranks) > 1:
+        held = [ranges(layers)[layout.place(rank).stage] for rank in layout.ranks]
+        parts = (
+            plan(whole.kv_pages, available, layers=part, shard=shards[layout.place(rank).shard])
+            for rank, part in zip(layout.ranks, held, strict=True)
+        )
         memory = tuple(add_host_tier(part, whole.host_pages, room) for part in parts)
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
-    return Resolved(_completed(config, spec, model, engine), memory)
+    return Resolved(_completed(config, spec, model, engine), memory, _parts(layout, layers, shards))
 
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     """Resolve what depends on the model only; each external stage sizes its pool on its own machine."""
     model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
-    return Resolved(_completed(config, spec, model, engine), ())
+    layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
+    check_offers(layout, shards, receives=config.server.role == "decode")
+    return Resolved(_completed(config, spec, model, engine), (), _parts(layout, engine.pp_layers, shards))
+
+
+def _parts(layout: Layout, layers: tuple[int, ...], shards: tuple[Shard, ...]) -> tuple[str, ...]:
+    """What each rank holds of the model; nothing for a single one."""
+    if len(layout.ranks) == 1:
+        return ()
+    return tuple(
+        _part(ranges(layers)[place.stage], shards[place.shard] if layout.tp > 1 else None)
+        for place in map(layout.place, layout.ranks)
+    )
+
+
+def _part(layers: range, shard: Shard | None) -> str:
+    """Layers, and the heads and columns of a shard of them."""
+    text = f"layers {_span(layers)}"
+    if shard is None:
+        return text
+    copied = "" if shard.offered else ", copies"
+    return (
+        f"{text}, query heads {_span(shard.heads)}, KV heads {_span(shard.kv_heads)}{copied}, "
+        f"MLP columns {_span(shard.columns)}, vocabulary {_span(shard.vocabulary)}"
+    )
+
+
+def _span(of: range) -> str:
+    if len(of) == 0:
+        return "none"
+    return f"{of.start} to {of.stop - 1}" if len(of) > 1 else str(of.start)
 
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:

@@ -25,6 +25,7 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameS
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
+from headrace.core.types.layout import Layout
 from headrace.server.launch.stage_connections import Router
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
@@ -68,11 +69,13 @@ class FrontChannel:
         self._send(self._info)
 
     def stages_ready(self, stages: Sequence[StageReady]) -> None:
-        """Tell the front end what the stages of a group reported; stages: all of them, in stage order."""
+        """Tell the front end what the stages of a group reported; stages: all of them, in rank order."""
+        offering = [stage for stage in stages if stage.offers is not None]
         pools = StagePools(
             fingerprint=stages[0].fingerprint,
             kv_pages=min(stage.kv_pages for stage in stages),
-            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in stages),
+            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in offering),
+            data_ranks=tuple(stage.stage for stage in offering),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))
 
@@ -136,7 +139,7 @@ class StageChannel:
 
     Args:
         router: connections by routing id.
-        stages: number of pipeline stages.
+        layout: of the ranks.
         heartbeat_s, silence_s: interval of heartbeats, and silence after which a stage has failed, in seconds.
         join_endpoint: admits external stages; None for stages that this server starts.
     """
@@ -144,14 +147,14 @@ class StageChannel:
     def __init__(
         self,
         router: Router,
-        stages: int,
+        layout: Layout,
         *,
         heartbeat_s: float,
         silence_s: float,
         join_endpoint: JoinEndpoint | None = None,
     ) -> None:
         self._router = router
-        self._stages = stages
+        self._layout = layout
         self._join_endpoint = join_endpoint
         self._epoch = 0
         self._group_begun = False
@@ -195,7 +198,7 @@ class StageChannel:
             return ()
         frame = self._out.encode(command)
         self._log.add(frame)
-        failures = [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
+        failures = [failure for stage in self._layout.ranks for failure in self._send(stage, frame, command)]
         self._schedule_flush(now)
         return failures
 
@@ -215,7 +218,7 @@ class StageChannel:
         frame = self._out.encode(Heartbeat(seq=0, orders=self._log.count, digest=self._log.digest))
         for stage, heard in list(self._last_heard.items()):
             if now - heard > self._silence_s:
-                events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
+                events.append(self._lost(stage, f"{self._layout.name(stage)} has been silent for {now - heard:.1f} s"))
             else:
                 events.extend(self._send(stage, frame, None))
         self._next_heartbeat = now + self._heartbeat_s if self._last_heard or self._join_endpoint is not None else None
@@ -228,7 +231,11 @@ class StageChannel:
 
     def all_ready(self) -> tuple[StageReady, ...]:
         """Every stage's StageReady, in order of their ranks; empty until all stages are ready."""
-        return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
+        return (
+            tuple(self._ready[stage] for stage in sorted(self._ready))
+            if len(self._ready) == len(self._layout.ranks)
+            else ()
+        )
 
     def statistics(self) -> Stats:
         """The stages' counters as of their latest heartbeats, the orders sent to each, and the connections."""
@@ -241,7 +248,7 @@ class StageChannel:
         if self._join_endpoint is None:
             return ()
         self._begin_group(self._epoch)
-        return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
+        return self._join_endpoint.end_group(f"{self._layout.name(down.stage)} failed: {down.message}")
 
     def close(self) -> None:
         """Close all connections."""
@@ -281,7 +288,7 @@ class StageChannel:
             # supervisor here.
             if isinstance(command, ShutdownStage) or self._join_endpoint is None:
                 return ()
-            return (self._lost(stage, f"stage {stage} does not take orders: {error}"),)
+            return (self._lost(stage, f"{self._layout.name(stage)} does not take orders: {error}"),)
         return ()
 
     def _identity(self, stage: int) -> bytes:

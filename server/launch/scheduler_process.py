@@ -138,7 +138,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
         join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
     return StageChannel(
         router,
-        config.scheduler.stages,
+        config.scheduler.layout,
         heartbeat_s=silence_s / 3,
         silence_s=silence_s,
         join_endpoint=join_endpoint,
@@ -147,12 +147,14 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
     """What the control endpoint offers to decode peers."""
+    offered = [(stage, geometry) for stage in stages if (geometry := stage.offers) is not None]
+    hosts = (stage.data_host for stage, _ in offered)
     return BackendOffer(
         instance=instance,
         fingerprint=stages[0].fingerprint,
-        geometries=tuple(stage.geometry for stage in stages),
-        data_ports=tuple(stage.data_port for stage in stages),
-        data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
+        geometries=tuple(geometry for _, geometry in offered),
+        data_ports=tuple(stage.data_port for stage, _ in offered),
+        data_hosts=tuple("" if host == config.transfer.host else host for host in hosts),
         max_model_len=config.scheduler.max_model_len,
         backends=_backends(config, stages),
         shared_memory=frozenset(stage.host for stage in stages),

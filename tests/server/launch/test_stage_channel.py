@@ -15,6 +15,7 @@ from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.layout import Layout
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
@@ -87,7 +88,7 @@ def ready(stage: int, epoch: int) -> StageReady:
 
 
 def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -107,7 +108,7 @@ def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
 
 
 def test_a_silent_stage_fails(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(stages):
         send(socket, ready(stage, 0))
@@ -120,7 +121,7 @@ def test_a_silent_stage_fails(ends: Ends) -> None:
 
 def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(ends: Ends) -> None:
     """The machine was suspended, or the scheduler process stopped."""
-    channel = StageChannel(ends.router, 1, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=1), heartbeat_s=1, silence_s=3)
     socket = ends.stage(0, 0)
     send(socket, ready(0, 0))
     receive(channel, 0.0, 1)
@@ -131,7 +132,7 @@ def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(end
 
 def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> None:
     """Orders decided before BeginEpoch were meant for the previous group and are discarded."""
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -152,7 +153,7 @@ def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> No
 
 
 def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     send(stages[0], ready(0, 0))
     receive(channel, 0.0, 1)

@@ -19,11 +19,12 @@ from headrace.core.messages.membership import (
 )
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
+from headrace.core.types.layout import Layout
 from headrace.server.stage_group.registry import StageRegistry
 
 TEMPLATE = StageConfig(
-    stage=0,
-    stages=2,
+    rank=0,
+    layout=Layout(pp=2),
     endpoint="",
     model=ModelConfig(model="m"),
     engine=EngineConfig(pp_layers=(3, 5)),
