@@ -72,7 +72,7 @@ def test_all_ranks_are_admitted_when_the_last_one_joins_with_their_configuration
     first, second = (replies[route] for route in (b"a", b"b"))
     assert isinstance(first, JoinAccepted)
     assert isinstance(second, JoinAccepted)
-    assert (first.config.stage, second.config.stage) == (0, 1)
+    assert (first.config.rank, second.config.rank) == (0, 1)
     assert (
         (first.config.epoch, first.config.session) == (second.config.epoch, second.config.session) == (1, "session-1")
     )
@@ -224,7 +224,7 @@ class RandomJoins(RuleBasedStateMachine):
         if isinstance(reply, GroupEnded):
             del self.processes[name]
         elif isinstance(reply, JoinAccepted):
-            assert reply.config.stage == process.rank
+            assert reply.config.rank == process.rank
             self.sessions[name].add(reply.config.session)
             self.processes[name] = replace(process, session=reply.config.session)
 
