@@ -3,19 +3,23 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
+from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.layer import Layer, load_layer
+from headrace.engine.layers.vocabulary import Best, Vocabulary
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.rope import rotary_tables
+from headrace.engine.model.sharding import Shard, whole_model
 from headrace.engine.model.weights import LayerReader, load_head
 
+ALONE = Alone()
 LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
 
 
@@ -24,7 +28,8 @@ class Decoder:
     writes.
 
     Hidden states are in precision.compute, between stages too, so that the number of stages changes no bit. RMSNorm
-    (arXiv 1910.07467) and the rotary embedding are computed in float32.
+    (arXiv 1910.07467) and the rotary embedding are computed in float32. A shard has its part of every layer; hidden
+    states are whole on all shards, with equal bits.
     """
 
     def __init__(
@@ -37,12 +42,15 @@ class Decoder:
         precision: Precision,
         arithmetic: Arithmetic,
         device: str,
+        shard: Shard | None = None,
+        tp: Collectives = ALONE,
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
-        positions: length of the rotary tables, the longest sequence. Raises ConfigError for a missing or misshapen
-        tensor.
+        positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
+        the shards of this stage. Raises ConfigError for a missing or misshapen tensor.
         """
+        shard = shard or whole_model(spec)
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
@@ -51,24 +59,27 @@ class Decoder:
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
         def load(layer: int) -> Layer:
-            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic)
+            return load_layer(spec, LayerReader(checkpoint, layer, precision, device, pack), arithmetic, shard, tp)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))
-        self._head = load_head(
+        weights = load_head(
             spec,
             checkpoint,
+            shard,
             first=layers.start == 0,
             last=layers.stop == spec.layers,
             precision=precision,
             device=device,
         )
+        self._norm = weights.norm
+        self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
         cos, sin = rotary_tables(spec.rope, spec.head_dim, positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [tokens] → hidden states [tokens, hidden size]. First stage only."""
-        return F.embedding(ids, self._head.embedding).to(self._precision.compute)
+        return self._vocabulary.embed(ids, self._precision.compute)
 
     def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
         """Run this stage's layers over hidden states [tokens, hidden size] at positions int64 [tokens].
@@ -86,6 +97,14 @@ class Decoder:
         return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]. Last stage only."""
-        normed = self._arithmetic.add_norm(hidden, None, self._head.norm, self._spec.norm_eps)
-        return self._arithmetic.logits(normed, self._head.head)
+        """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]; no rows on shards other than the
+        first. Last stage only."""
+        return self._vocabulary.logits(self._normed(hidden))
+
+    def best(self, hidden: Tensor) -> Best:
+        """The largest logits of final hidden states [rows, hidden size], with less exchange among shards. Last stage
+        only."""
+        return self._vocabulary.best(self._normed(hidden))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return self._arithmetic.add_norm(hidden, None, self._norm, self._spec.norm_eps)

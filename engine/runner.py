@@ -17,7 +17,9 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
-from headrace.engine.decoder import Decoder
+from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.startup import check_equal_sums, least
+from headrace.engine.decoder import ALONE, Decoder
 from headrace.engine.device import (
     available_memory,
     computes_in,
@@ -35,10 +37,11 @@ from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
+from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import Kernels, load_kernels
-from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
-from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow
+from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
+from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
 
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
 WARM_UP_TOKENS = 32
@@ -54,7 +57,7 @@ class HiddenSpec(NamedTuple):
 
 
 class PlanResult(NamedTuple):
-    """The result of a plan on the last stage."""
+    """The result of a plan on the last stage; empty on its shards other than the first."""
 
     samples: list[SampledToken]
     """In the order of the rows that sample; none for nonfinite rows."""
@@ -99,7 +102,8 @@ class Runner(Protocol):
         ...
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take (request, token) pairs sampled on the last stage, for rows without tokens."""
+        """Take (request, token) pairs sampled elsewhere, on the last stage or its first shard, for rows without
+        tokens."""
         ...
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
@@ -113,7 +117,8 @@ class Runner(Protocol):
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """Sample tokens and compute prompt logprobs for the rows that ask for them, in row order.
 
-        hidden: states [tokens, hidden size] after the last layer.
+        hidden: states [tokens, hidden size] after the last layer. All shards of the last stage call it; the first one
+        samples.
         """
         ...
 
@@ -123,7 +128,12 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs the layers of one stage. Used by one thread; other threads may read and write pages of the pool."""
+    """Runs the layers of one stage, or one shard of them. Used by one thread; other threads may read and write pages of
+    the pool.
+
+    All shards of a stage make the same calls in the same order. forward() and sample() raise LinkBroken when another
+    shard is gone.
+    """
 
     def __init__(
         self,
@@ -132,16 +142,20 @@ class ModelRunner:
         max_model_len: int = 0,
         layer_range: range | None = None,
         allocate: Allocate | None = None,
+        *,
+        tp: Collectives = ALONE,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. Raises ConfigError for a model, device, sizes or compilation that do not work here.
+        all. allocate: see KVPool. tp: the shards of this stage. Raises ConfigError for a model, device, sizes,
+        compilation or number of shards that do not work here, LinkBroken when another shard is gone.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
         source = resolve_source(model.model)
         spec = load_spec(source)
+        shard = split_model(spec, tp.size)[tp.rank]
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)
         dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
@@ -159,12 +173,15 @@ class ModelRunner:
             layers=layers,
             native_units=native,
             int8=int8,
+            shard=shard,
         )
+        compute = TORCH_DTYPES[dtype] if native else torch.float32
+        check_equal_sums(tp, spec.hidden_size, compute, device)
+        kv_pages = least(tp, plan.kv_pages, device)  # the same pages on all shards, whose heads may differ in number
         checkpoint = open_checkpoint(source, spec)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
-        model_dtype, held = TORCH_DTYPES[dtype], TORCH_DTYPES[plan.weight_dtype]
-        precision = Precision(model_dtype, held, compute=model_dtype if native else torch.float32, int8=int8)
+        precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[plan.weight_dtype], compute, int8)
         self._decoder = Decoder(
             spec,
             checkpoint,
@@ -173,12 +190,16 @@ class ModelRunner:
             precision=precision,
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
+            shard=shard,
+            tp=tp,
         )
+        self._samples = shard.first
+        self._gathers = tp.size > 1
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
-        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
-        self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
+        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
+        self.pool = KVPool(self.geometry, kv_pages, device, allocate)
         self._attention = choose_attention(self.pool, native_units=native, kernels=kernels)
         self._sampler = Sampler(random.SystemRandom())
         self._sampled: dict[int, int] = {}  # request → its last sampled token
@@ -224,7 +245,7 @@ class ModelRunner:
             return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
-        """See Runner.
+        """See Runner. Empty on shards other than the first, which take part in the gathers of logits.
 
         A row is nonfinite by the logits of its last position, or by its hidden state if it is not sampled. That
         position attends to all positions before it, so a NaN anywhere in their KV, on any stage, shows there.
@@ -262,16 +283,25 @@ class ModelRunner:
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         if not asked:
             return [], []
-        logits = self._decoder.logits(hidden[[end - 1 for _, end, _ in asked]])
-        tokens = self._sampler.sample(
-            logits, [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
-        )
-        requests = [row.request for row, _, _ in asked]
-        logprobs = _wanted_logprobs(logits, tokens, [params.logprobs for _, _, params in asked])
-        samples, nonfinite = _split_samples(requests, tokens, logprobs)
+        wanted = [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
+        tokens, logprobs = self._draw(hidden[[end - 1 for _, end, _ in asked]], wanted)
+        if not self._samples:
+            return [], []
+        samples, nonfinite = _split_samples([row.request for row, _, _ in asked], tokens, logprobs)
         self._sampled.update((sampled.request, sampled.token) for sampled in samples)
         self._sampled.update(dict.fromkeys(nonfinite, PLACEHOLDER))
         return samples, nonfinite
+
+    def _draw(self, hidden: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
+        """A token per row, NO_TOKEN if its logits are not finite, and the logprobs it asks for; none on shards other
+        than the first. hidden: states of the rows [rows, hidden size]."""
+        if self._gathers and not needs_logits(rows):
+            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows)
+        logits = self._decoder.logits(hidden)
+        if not self._samples:
+            return [], []
+        tokens = self._sampler.sample(logits, rows)
+        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
         """Requests of rows that are not sampled and whose hidden states are not finite.
@@ -280,7 +310,7 @@ class ModelRunner:
         sampled.
         """
         chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
-        if not chunks or hidden.device.type != "cpu":
+        if not chunks or not self._samples or hidden.device.type != "cpu":
             return []
         finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
         return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
@@ -293,6 +323,10 @@ class ModelRunner:
             targets = packed.unpack(row.tokens)[1:].tolist()
             targets += [] if row.next_token is None else [row.next_token]
             rows_of = hidden[end - row.count : end - row.count + len(targets)]
+            if not self._samples:
+                if targets:
+                    self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
+                continue
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
             results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
         return results
@@ -312,18 +346,3 @@ def _split_samples(
     entries = list(zip(requests, tokens, logprobs, strict=True))
     samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
     return samples, [request for request, token, _ in entries if token == NO_TOKEN]
-
-
-def _wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
-    """Logprobs of the rows that want them and have a token, None for the others.
-
-    logits: [rows, vocabulary]. wanted: number of alternatives per row, None for no logprobs.
-    """
-    chosen = [index for index, count in enumerate(wanted) if count is not None and tokens[index] != NO_TOKEN]
-    results: list[TokenLogprob | None] = [None] * len(tokens)
-    if chosen:
-        counts = [wanted[index] or 0 for index in chosen]
-        entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
-        for index, entry in zip(chosen, entries, strict=True):
-            results[index] = entry
-    return results

@@ -19,7 +19,8 @@ class AttentionBlock(Protocol):
 
     def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
         """layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. Returns
-        what is added to the residual stream, [tokens, hidden size]."""
+        what is added to the residual stream, [tokens, hidden size]: on every shard the sum over all. Raises LinkBroken
+        when another shard is gone."""
         ...
 
 
@@ -28,5 +29,5 @@ class MlpBlock(Protocol):
 
     def forward(self, normed: Tensor) -> Tensor:
         """normed: [tokens, hidden size], after the layer's second norm. Returns what is added to the residual stream,
-        [tokens, hidden size]."""
+        [tokens, hidden size]: on every shard the sum over all. Raises LinkBroken when another shard is gone."""
         ...

@@ -2,19 +2,30 @@
 
 from torch import Tensor
 
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.weights import LayerReader
 
 
 class DenseMlp:
-    """MLP block that every token goes through whole."""
+    """MLP block that every token goes through whole.
 
-    def __init__(self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic) -> None:
-        """Read the weights. inner: width of the MLP. Raises ConfigError for a missing or misshapen tensor."""
+    A shard has some columns of the inner width: rows of gate and up, columns of down; the outputs of all shards are
+    summed.
+    """
+
+    def __init__(
+        self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic, columns: range, tp: Collectives
+    ) -> None:
+        """Read the weights. inner: width of the whole MLP. columns: of it, this shard's. tp: the shards of this layer.
+        Raises ConfigError for a missing or misshapen tensor."""
         self._arithmetic = arithmetic
-        self._gate_up = read.matrix({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)  # [2 * inner, hidden]
-        self._down = read.matrix({"mlp.down_proj": hidden}, inner)  # [hidden, inner]
+        self._tp = tp
+        rows = {"mlp.gate_proj": columns, "mlp.up_proj": columns}
+        self._gate_up = read.matrix(dict.fromkeys(rows, inner), hidden, rows=rows)  # [2 * columns, hidden]
+        self._down = read.matrix({"mlp.down_proj": hidden}, inner, columns=columns)  # [hidden, columns]
 
     def forward(self, normed: Tensor) -> Tensor:
         """See MlpBlock."""
-        return self._arithmetic.linear(self._arithmetic.gated_linear(normed, self._gate_up), self._down)
+        inner = self._arithmetic.gated_linear(normed, self._gate_up)
+        return self._tp.all_reduce(self._arithmetic.linear(inner, self._down)).wait()

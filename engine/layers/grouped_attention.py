@@ -3,41 +3,60 @@
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.base import Rotary
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import Shard
 from headrace.engine.model.weights import LayerReader
 
 
 class GroupedAttention:
-    """Attention block whose query heads share KV heads in groups; optional biases and norms of query and key heads."""
+    """Attention block whose query heads share KV heads in groups; optional biases and norms of query and key heads.
 
-    def __init__(self, spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic) -> None:
-        """Read the weights. Raises ConfigError for a missing or misshapen tensor."""
+    A shard has the rows of its heads of the query, key and value projections, and their columns of the output
+    projection; the outputs of all shards are summed.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, read: LayerReader, arithmetic: Arithmetic, shard: Shard, tp: Collectives
+    ) -> None:
+        """Read the weights. tp: the shards of this layer. Raises ConfigError for a missing or misshapen tensor."""
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         projections = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        self._spec = spec
+        of_query, of_kv = _rows(shard.heads, spec.head_dim), _rows(shard.kv_heads, spec.head_dim)
+        rows = {"self_attn.q_proj": of_query, "self_attn.k_proj": of_kv, "self_attn.v_proj": of_kv}
+        output = {"self_attn.o_proj": spec.hidden_size}
+        self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
+        self._head_dim, self._eps = spec.head_dim, spec.norm_eps
         self._arithmetic = arithmetic
-        self._qkv = read.matrix(projections, spec.hidden_size)  # [(heads + 2 * kv_heads) * head_dim, hidden]
-        self._qkv_bias = read.vector(projections, "bias") if spec.qkv_bias else None
+        self._tp = tp
+        self._qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
+        self._qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
         self._q_norm = read.vector({"self_attn.q_norm": spec.head_dim}) if spec.qk_norm else None
         self._k_norm = read.vector({"self_attn.k_norm": spec.head_dim}) if spec.qk_norm else None
-        self._output = read.matrix({"self_attn.o_proj": spec.hidden_size}, query)  # [hidden, heads * head_dim]
-        self._output_bias = read.vector({"self_attn.o_proj": spec.hidden_size}, "bias") if spec.output_bias else None
+        self._output = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
+        self._output_bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
 
     def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
         """See AttentionBlock."""
-        spec = self._spec
+        query_heads, kv_heads = self._heads, self._kv_heads
         heads = self._arithmetic.linear(normed, self._qkv, self._qkv_bias).view(
-            -1, spec.heads + 2 * spec.kv_heads, spec.head_dim
+            -1, query_heads + 2 * kv_heads, self._head_dim
         )
-        query, keys = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
+        query, keys = heads[:, :query_heads], heads[:, query_heads : query_heads + kv_heads]
         if self._q_norm is not None and self._k_norm is not None:
             query.copy_(self._norm(query.flatten(0, 1), self._q_norm).view_as(query))
             keys.copy_(self._norm(keys.flatten(0, 1), self._k_norm).view_as(keys))
-        self._arithmetic.rotate(heads[:, : spec.heads + spec.kv_heads], rotary.cos, rotary.sin)
-        attended = attention.attend(layer, query, heads[:, spec.heads :])
-        return self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)
+        self._arithmetic.rotate(heads[:, : query_heads + kv_heads], rotary.cos, rotary.sin)
+        attended = attention.attend(layer, query, heads[:, query_heads:])
+        return self._tp.all_reduce(self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)).wait()
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return self._arithmetic.add_norm(rows, None, weight, self._spec.norm_eps)
+        # Rows of a single head are still a view of all heads, which the kernels do not take.
+        return self._arithmetic.add_norm(rows.contiguous(), None, weight, self._eps)
+
+
+def _rows(heads: range, head_dim: int) -> range:
+    """Rows of these heads in a projection, which has head_dim for each."""
+    return range(heads.start * head_dim, heads.stop * head_dim)

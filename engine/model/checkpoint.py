@@ -38,6 +38,10 @@ _GGUF_LAYER = {
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
+Rows = list[int] | range
+"""Rows of a tensor: single ones, or a range, of which no more is read from the file."""
+
+
 class Tensors(Protocol):
     """Weights by Hugging Face name."""
 
@@ -52,8 +56,15 @@ class Tensors(Protocol):
 class Checkpoint(Tensors, Protocol):
     """Weights of a file, read on demand; safe for several threads."""
 
-    def read_int8(self, name: str, shape: tuple[int, int]) -> Int8Weight | None:
-        """A matrix as it is stored, in 8 bits; None if it is stored otherwise. Raises what read() raises."""
+    def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
+        """See Tensors. shape: of the whole tensor. columns: only these of a matrix's second axis."""
+        ...
+
+    def read_int8(
+        self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
+    ) -> Int8Weight | None:
+        """A matrix as it is stored, in 8 bits; None if it is stored otherwise, or if columns begin or end within a
+        block. Arguments and errors as of read()."""
         ...
 
 
@@ -83,20 +94,27 @@ class SafetensorsCheckpoint:
             raise ConfigError(f"model folder {folder} has no .safetensors file")
         self._file_of = {name: file for file in names for name in self._open(file).keys()}  # noqa: SIM118
 
-    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""
         if name not in self._file_of:
             raise _missing(name, shape, self._folder)
         file = self._open(self._file_of[name])
         if name not in file.keys():  # noqa: SIM118
             raise _missing(name, shape, self._folder / self._file_of[name])
-        found = tuple(file.get_slice(name).get_shape())
+        stored = file.get_slice(name)
+        found = tuple(stored.get_shape())
         if found != shape:
             raise _misshapen(name, shape, found)
-        tensor: Tensor = file.get_tensor(name)
-        return tensor if rows is None else tensor[rows]
+        if columns is None and not isinstance(rows, range):
+            whole: Tensor = file.get_tensor(name)
+            return whole if rows is None else whole[rows]
+        within = _slice(rows) if rows is None or isinstance(rows, range) else slice(None)
+        part: Tensor = stored[within] if columns is None else stored[within, _slice(columns)]
+        return part[rows] if isinstance(rows, list) else part
 
-    def read_int8(self, name: str, shape: tuple[int, int]) -> None:
+    def read_int8(
+        self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
+    ) -> None:
         """None: checkpoints in 8 bits are not read."""
 
     def _open(self, name: str) -> Any:
@@ -117,21 +135,22 @@ class GgufCheckpoint:
         self._file = GgufFile(path)
         self._spec = spec
 
-    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""
-        gguf_name = self._checked_name(name, shape)
-        order = self._row_order(name, shape[0])
-        if rows is not None:
-            order = np.array(rows) if order is None else order[rows]
-        return torch.from_numpy(self._file.read(gguf_name, order))
+        return torch.from_numpy(
+            self._file.read(self._checked_name(name, shape), self._row_order(name, shape[0], rows), columns)
+        )
 
-    def read_int8(self, name: str, shape: tuple[int, int]) -> Int8Weight | None:
+    def read_int8(
+        self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
+    ) -> Int8Weight | None:
         """See Checkpoint."""
-        found = self._file.read_q8(self._checked_name(name, shape), self._row_order(name, shape[0]))
+        order = self._row_order(name, shape[0], rows)
+        found = self._file.read_q8(self._checked_name(name, shape), order, columns)
         if found is None:
             return None
         values, scales = map(torch.from_numpy, found)
-        return Int8Weight(values, scales, shape[1])
+        return Int8Weight(values, scales, values.shape[1])
 
     def _checked_name(self, name: str, shape: tuple[int, ...]) -> str:
         gguf_name = gguf_tensor_name(name)
@@ -142,11 +161,18 @@ class GgufCheckpoint:
             raise _misshapen(f"{name} ({gguf_name})", shape, found)
         return gguf_name
 
-    def _row_order(self, name: str, rows: int) -> NDArray[np.intp] | None:
-        """Row order that undoes llama.cpp's permutation of query and key weights; None for other tensors.
+    def _row_order(self, name: str, count: int, rows: Rows | None) -> NDArray[np.intp] | None:
+        """Where the wanted rows of a tensor are in the file; None for all of them, in order.
 
-        llama.cpp stores the rows of each head of Llama models for pairwise rotation: (half, 2) instead of (2, half).
+        llama.cpp stores the rows of each query and key head of Llama models for pairwise rotation: (half, 2) instead of
+        (2, half).
         """
+        order = self._permutation(name, count)
+        if rows is None:
+            return order
+        return np.array(rows, dtype=np.intp) if order is None else order[rows]
+
+    def _permutation(self, name: str, rows: int) -> NDArray[np.intp] | None:
         heads = {"q_proj": self._spec.heads, "k_proj": self._spec.kv_heads}.get(name.split(".")[-2])
         if self._spec.family != "llama" or heads is None:
             return None
@@ -159,6 +185,10 @@ def gguf_tensor_name(name: str) -> str:
     if match is None or match[2] not in _GGUF_LAYER:
         return _GGUF_TOP.get(name, name)
     return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _slice(part: range | None) -> slice:
+    return slice(None) if part is None else slice(part.start, part.stop)
 
 
 def _missing(name: str, shape: tuple[int, ...], where: Path) -> ConfigError:

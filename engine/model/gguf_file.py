@@ -63,12 +63,21 @@ class GgufFile:
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
-    def read(self, name: str, rows: NDArray[np.intp] | None = None) -> NDArray[np.float32]:
-        """A tensor dequantised to a new float32 array in torch order; with rows, only these rows of its first axis.
+    def read(
+        self, name: str, rows: NDArray[np.intp] | None = None, columns: range | None = None
+    ) -> NDArray[np.float32]:
+        """A tensor dequantised to a new float32 array in torch order. rows: only these of its first axis. columns: only
+        these of a matrix's second axis.
 
         Raises KeyError for an unknown name.
         """
         info, raw = self.tensors[name], self._raw(name)
+        if columns is not None:
+            block, block_bytes = map(int, GGML_QUANT_SIZES[info.kind])
+            first = columns.start // block
+            blocks = raw[:, first * block_bytes : ceil_div(columns.stop, block) * block_bytes]
+            values = _floats(blocks if rows is None else blocks[rows], info.kind)
+            return values[:, columns.start - first * block : columns.stop - first * block]
         if rows is None:
             return _floats(raw, info.kind).reshape(info.shape)
         if len(info.shape) == 1:
@@ -76,16 +85,19 @@ class GgufFile:
         return _floats(raw[rows], info.kind).reshape(len(rows), *info.shape[1:])
 
     def read_q8(
-        self, name: str, rows: NDArray[np.intp] | None = None
+        self, name: str, rows: NDArray[np.intp] | None = None, columns: range | None = None
     ) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
         """The values [rows, columns] and scales [rows, columns / 32] of a matrix of kind Q8_0; None for other kinds.
 
-        rows: only these. Raises KeyError for an unknown name.
+        rows, columns: only these; None also for columns that begin or end within a block. Raises KeyError for an
+        unknown name.
         """
         info, raw = self.tensors[name], self._raw(name)
-        if info.kind != GGMLQuantizationType.Q8_0:
+        first, stop = (0, info.shape[-1]) if columns is None else (columns.start, columns.stop)
+        if info.kind != GGMLQuantizationType.Q8_0 or first % Q8_BLOCK or stop % Q8_BLOCK:
             return None
-        blocks = (raw if rows is None else raw[rows]).reshape(-1, info.shape[-1] // Q8_BLOCK, Q8_BLOCK + 2)
+        within = (raw if rows is None else raw[rows]).reshape(-1, info.shape[-1] // Q8_BLOCK, Q8_BLOCK + 2)
+        blocks = within[:, first // Q8_BLOCK : stop // Q8_BLOCK]
         scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0].astype(np.float32)
         return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(blocks), -1), scales
 

@@ -1,6 +1,7 @@
 """Reads the weights of a stage: those of a layer, joined while loading, and those outside the layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -11,18 +12,45 @@ from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import join, quantize
+from headrace.engine.model.sharding import Shard
+
+ALL: Mapping[str, range] = MappingProxyType({})  # rows: of no tensor a part only
 
 
 class HeadWeights(NamedTuple):
     """Weights outside the layers; empty tensors on stages that do not use them."""
 
-    embedding: Tensor  # [vocabulary, hidden]
+    embedding: Tensor  # [vocabulary block, hidden]
     norm: Tensor  # [hidden], of the final RMSNorm
-    head: Tensor  # [vocabulary, hidden]
+    head: Tensor  # [vocabulary block, hidden]
+
+
+class _Part(NamedTuple):
+    """What is read of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    wanted: range | None  # of its rows; None: all
+
+    @property
+    def rows(self) -> range | None:
+        """The wanted rows, None for all of them."""
+        return None if self.wanted == range(self.shape[0]) else self.wanted
+
+    @property
+    def height(self) -> int:
+        """How many rows are wanted."""
+        return self.shape[0] if self.wanted is None else len(self.wanted)
 
 
 class LayerReader:
-    """Reads tensors of one layer; tensors that are read together are joined along their first axis."""
+    """Reads tensors of one layer; tensors that are read together are joined along their first axis.
+
+    A shard reads parts of them: `rows` and `columns` say which. In 8 bits, rows of a matrix are the same numbers as in
+    the whole one. Columns are too where they begin and end between blocks of int8.BLOCK (of 32 for GGUF's Q8_0);
+    elsewhere the part is quantised in blocks from its own first column on, so that the scales, and with them the
+    model's outputs, differ slightly from those of the unsharded model in 8 bits.
+    """
 
     def __init__(
         self,
@@ -39,57 +67,72 @@ class LayerReader:
         self._device = device
         self._pack = pack
 
-    def vector(self, parts: dict[str, int], kind: str = "weight") -> Tensor:
-        """Norms or biases [out], in the dtype of computation. parts: sizes by name. Raises ConfigError for a missing or
-        misshapen tensor."""
-        return self._fused(self._precision.compute, parts, kind)
-
-    def matrix(self, parts: dict[str, int], columns: int) -> Weight:
-        """Weights [out, columns], packed. parts: rows by name. Raises ConfigError for a missing or misshapen
+    def vector(self, parts: Mapping[str, int], kind: str = "weight", *, rows: Mapping[str, range] = ALL) -> Tensor:
+        """Norms or biases [out], in the dtype of computation. parts: sizes of the whole tensors by name. rows: by name,
+        what to read of them; names that are absent are read whole. Raises ConfigError for a missing or misshapen
         tensor."""
-        return self._pack(self._matrix(parts, columns))
+        wanted = [_Part(self._name(name, kind), (size,), rows.get(name)) for name, size in parts.items()]
+        return self._fused(self._precision.compute, wanted)
 
-    def _matrix(self, parts: dict[str, int], columns: int) -> Weight:
-        if not self._precision.int8:
-            return self._fused(self._precision.held, parts, "weight", columns)
-        shapes = {self._name(name, "weight"): (rows, columns) for name, rows in parts.items()}
-        stored = [self._checkpoint.read_int8(name, shape) for name, shape in shapes.items()]
+    def matrix(
+        self, parts: Mapping[str, int], width: int, *, rows: Mapping[str, range] = ALL, columns: range | None = None
+    ) -> Weight:
+        """Weights [out, in], packed. parts: rows of the whole tensors by name. width: their columns. rows: by name,
+        what to read of them; names that are absent are read whole. columns: only these. Raises ConfigError for a
+        missing or misshapen tensor."""
+        if columns == range(width):
+            columns = None
+        wanted = [_Part(self._name(name, "weight"), (count, width), rows.get(name)) for name, count in parts.items()]
+        return self._pack(
+            self._in_8_bits(wanted, columns)
+            if self._precision.int8
+            else self._fused(self._precision.held, wanted, columns)
+        )
+
+    def _in_8_bits(self, parts: list[_Part], columns: range | None) -> Weight:
+        read = self._checkpoint
+        stored = [read.read_int8(part.name, (part.shape[0], part.shape[1]), part.rows, columns) for part in parts]
         found = [part for part in stored if part is not None]
         if len(found) == len(parts):
             return join(found)
-        return join([quantize(self._checkpoint.read(name, shape)) for name, shape in shapes.items()])
+        return join([quantize(read.read(part.name, part.shape, part.rows, columns)) for part in parts])
 
-    def _fused(self, dtype: torch.dtype, parts: dict[str, int], kind: str, *columns: int) -> Tensor:
-        whole = torch.empty((sum(parts.values()), *columns), dtype=dtype, device=self._device)
+    def _fused(self, dtype: torch.dtype, parts: list[_Part], columns: range | None = None) -> Tensor:
+        width = parts[0].shape[1:] if columns is None else (len(columns),)
+        whole = torch.empty((sum(part.height for part in parts), *width), dtype=dtype, device=self._device)
         start = 0
-        for name, rows in parts.items():
-            whole[start : start + rows] = self._read(name, kind, (rows, *columns)).to(self._precision.model)
-            start += rows
+        for part in parts:
+            read = self._checkpoint.read(part.name, part.shape, part.rows, columns)
+            whole[start : start + part.height] = read.to(self._precision.model)
+            start += part.height
         return whole
-
-    def _read(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-        return self._checkpoint.read(self._name(name, kind), shape)
 
     def _name(self, name: str, kind: str) -> str:
         return f"{self._prefix}.{name}.{kind}"
 
 
 def load_head(
-    spec: ModelSpec, checkpoint: Checkpoint, *, first: bool, last: bool, precision: Precision, device: str
+    spec: ModelSpec, checkpoint: Checkpoint, shard: Shard, *, first: bool, last: bool, precision: Precision, device: str
 ) -> HeadWeights:
     """Read the embedding for the first stage, norm and head for the last; a tied head is the embedding itself.
 
-    Raises ConfigError for a missing or misshapen tensor.
+    Of embedding and head the shard's rows, filled up with zeros to a block. Raises ConfigError for a missing or
+    misshapen tensor.
     """
     nothing = torch.empty(0, dtype=precision.held, device=device)
-    table = (spec.vocab_size, spec.hidden_size)
 
-    def read(name: str, shape: tuple[int, ...], dtype: torch.dtype = precision.held) -> Tensor:
-        rounded = checkpoint.read(name, shape).to(precision.model)
-        return rounded.to(device=device, dtype=dtype, copy=True)  # a copy, so that the file can be unmapped
+    def table(name: str) -> Tensor:
+        rows, shape = shard.vocabulary, (spec.vocab_size, spec.hidden_size)
+        block = torch.empty((shard.vocabulary_block, spec.hidden_size), dtype=precision.held, device=device)
+        if rows:
+            part = None if len(rows) == spec.vocab_size else rows
+            block[: len(rows)] = checkpoint.read(name, shape, part).to(precision.model)
+        block[len(rows) :].zero_()
+        return block
 
-    embedding = read("model.embed_tokens.weight", table) if first or (last and spec.tied) else nothing
+    embedding = table("model.embed_tokens.weight") if first or (last and spec.tied) else nothing
     if not last:
         return HeadWeights(embedding, nothing, nothing)
-    head = embedding if spec.tied else read("lm_head.weight", table)
-    return HeadWeights(embedding, read("model.norm.weight", (spec.hidden_size,), precision.compute), head)
+    head = embedding if spec.tied else table("lm_head.weight")
+    norm = checkpoint.read("model.norm.weight", (spec.hidden_size,)).to(precision.model)
+    return HeadWeights(embedding, norm.to(device=device, dtype=precision.compute, copy=True), head)

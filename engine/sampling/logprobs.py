@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.request import TokenLogprob
+from headrace.engine.sampling.sampler import NO_TOKEN
 
 SLICE = 64  # prompt positions whose logits are in memory at the same time
 LOWEST = torch.finfo(torch.float32).min  # replaces -inf, which JSON and peers cannot represent
@@ -28,6 +29,21 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], alternatives: Sequence
         TokenLogprob(token, logprob, tuple(row_ids[:count]), tuple(row_values[:count]))
         for token, logprob, row_ids, row_values, count in zip(tokens, chosen, ids, values, alternatives, strict=True)
     ]
+
+
+def wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
+    """Logprobs of the rows that want them and have a token, None for the others.
+
+    logits: [rows, vocabulary]. wanted: number of alternatives per row, None for no logprobs.
+    """
+    chosen = [index for index, count in enumerate(wanted) if count is not None and tokens[index] != NO_TOKEN]
+    results: list[TokenLogprob | None] = [None] * len(tokens)
+    if chosen:
+        counts = [wanted[index] or 0 for index in chosen]
+        entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
+        for index, entry in zip(chosen, entries, strict=True):
+            results[index] = entry
+    return results
 
 
 def prompt_logprobs(

@@ -63,6 +63,20 @@ class Sampler:
         return seeded_uniform(row.params.seed, row.position)
 
 
+def needs_logits(rows: Sequence[SampleRow]) -> bool:
+    """Whether any row needs more than its largest logit: it is drawn, has logprobs, or its stop tokens may not come
+    yet."""
+    return any(
+        row.params.temperature >= GREEDY_BELOW or row.params.logprobs is not None or _stops_early(row) for row in rows
+    )
+
+
+def greedy_tokens(logits: Tensor, tokens: Tensor) -> list[int]:
+    """What Sampler.sample() returns for rows that do not need their logits. logits, tokens: the largest logit of each
+    row [rows], and its token."""
+    return torch.where(logits.isfinite(), tokens, NO_TOKEN).tolist()
+
+
 def seeded_uniform(seed: int, position: int) -> float:
     """A uniform number in [0, 1) of 53 bits, a hash of seed (modulo 2^64) and position."""
     key = struct.pack("<QQ", seed % (1 << 64), position)
@@ -71,9 +85,7 @@ def seeded_uniform(seed: int, position: int) -> float:
 
 def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits [rows, vocabulary] without the stop tokens of rows below their min_tokens."""
-    early = [
-        index for index, row in enumerate(rows) if row.params.stop_token_ids and row.generated < row.params.min_tokens
-    ]
+    early = [index for index, row in enumerate(rows) if _stops_early(row)]
     if not early:
         return logits
     logits = logits.clone()
@@ -81,6 +93,11 @@ def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         stops = [token for token in rows[index].params.stop_token_ids if 0 <= token < logits.shape[-1]]
         logits[index, stops] = -torch.inf
     return logits
+
+
+def _stops_early(row: SampleRow) -> bool:
+    """Whether a stop token now would come before the row's min_tokens."""
+    return bool(row.params.stop_token_ids) and row.generated < row.params.min_tokens
 
 
 def _is_filtered(params: SamplingParams) -> bool:

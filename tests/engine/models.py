@@ -24,6 +24,8 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
 from headrace.core.types.request import SamplingParams
+from headrace.engine.collectives.base import Collectives
+from headrace.engine.decoder import ALONE
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
@@ -106,6 +108,7 @@ def make_runner(
     max_model_len: int = 256,
     cpuinfo: str = "",
     quantize: Any = "none",
+    tp: Collectives = ALONE,
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
@@ -114,6 +117,7 @@ def make_runner(
         EngineConfig(page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ)),
         max_model_len,
         layers,
+        tp=tp,
     )
     runner.pool.tensor.fill_(float("nan"))
     return runner

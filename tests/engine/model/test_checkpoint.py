@@ -198,3 +198,34 @@ def test_gguf_models_the_engine_cannot_run(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_spec(resolve_source(str(write_gguf(tmp_path / "a.gguf", architecture, **keys))))
+
+
+@pytest.mark.parametrize("rows", [None, range(48), range(8, 24), range(47, 48), [3, 1, 40]])
+@pytest.mark.parametrize("columns", [None, range(80), range(32, 64), range(5, 47)])
+def test_parts_of_a_matrix(saved: Models, rows: list[int] | range | None, columns: range | None) -> None:
+    source = resolve_source(str(saved("llama").folder))
+    checkpoint = open_checkpoint(source, load_spec(source))
+    name, shape = "model.layers.1.mlp.down_proj.weight", (48, 80)
+    expected = checkpoint.read(name, shape)
+    expected = expected if rows is None else expected[list(rows)]
+    expected = expected if columns is None else expected[:, list(columns)]
+    assert torch.equal(checkpoint.read(name, shape, rows, columns), expected)
+
+
+def test_parts_of_a_vector(saved: Models) -> None:
+    source = resolve_source(str(saved("llama").folder))
+    checkpoint = open_checkpoint(source, load_spec(source))
+    whole = checkpoint.read("model.norm.weight", (48,))
+    assert torch.equal(checkpoint.read("model.norm.weight", (48,), range(5, 9)), whole[5:9])
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.gate_proj"])
+@pytest.mark.parametrize("columns", [None, range(32, 64), range(300, 576)])
+def test_parts_of_a_gguf_matrix(name: str, columns: range | None) -> None:
+    """Of one whose rows the file has in another order, too; columns may begin within a block."""
+    source = resolve_source("smollm2")
+    checkpoint = open_checkpoint(source, load_spec(source))
+    full, shape = f"model.layers.2.{name}.weight", ((576 if name == "self_attn.q_proj" else 1536), 576)
+    whole = checkpoint.read(full, shape)
+    expected = whole[192:512] if columns is None else whole[192:512, columns.start : columns.stop]
+    assert torch.equal(checkpoint.read(full, shape, range(192, 512), columns), expected)

@@ -56,10 +56,10 @@ def test_kernels_and_torch_compute_the_same_model(
 ) -> None:
     folder, tokens = saved("llama").folder, random_tokens(90)
     native = make_runner(folder, quantize="int8")
-    assert isinstance(native._decoder._layers[0].qkv, PackedInt8)
+    assert isinstance(native._decoder._layers[0].attention._qkv, PackedInt8)
     monkeypatch.setattr(headrace.engine.runner, "load_kernels", lambda **_: None)
     plain = make_runner(folder, quantize="int8")
-    assert type(plain._decoder._layers[0].qkv) is Int8Weight
+    assert type(plain._decoder._layers[0].attention._qkv) is Int8Weight
     # Sums in another order round a few activations to a neighbouring number.
     assert divergence(logprobs_of(native, tokens), logprobs_of(plain, tokens)) < 1e-3
 
@@ -101,6 +101,23 @@ def test_the_blocks_of_a_q8_file_are_used_as_they_are(q8_file: Path) -> None:
     assert checkpoint.read_int8("model.layers.3.self_attn.q_proj.weight", (576, 576)) is None
 
 
+def test_parts_of_a_q8_file_are_used_as_they_are(q8_file: Path) -> None:
+    """Rows of any number; columns in whole blocks, since others would need other scales."""
+    source = resolve_source(str(q8_file))
+    checkpoint = open_checkpoint(source, load_spec(source))
+    name, shape = "model.layers.1.self_attn.q_proj.weight", (576, 576)
+    whole = checkpoint.read_int8(name, shape)
+    part = checkpoint.read_int8(name, shape, range(192, 576), range(64, 160))
+    assert whole is not None
+    assert part is not None
+    assert part.inputs == 96
+    assert torch.equal(part.values, whole.values[192:, 64:160])
+    assert torch.equal(part.scales, whole.scales[192:, 2:5])
+    assert checkpoint.read_int8(name, shape, None, range(60, 160)) is None
+    cut = checkpoint.read(name, shape, range(192, 576), range(60, 160))
+    assert torch.equal(cut, checkpoint.read(name, shape)[192:, 60:160])
+
+
 def test_a_q8_file_computes_what_its_weights_say(q8_file: Path) -> None:
     """Beside the same weights in float32. Layer 3 mixes kinds, so it is quantised again."""
     tokens = [(7 * index) % 4000 + 20 for index in range(120)]
@@ -109,12 +126,8 @@ def test_a_q8_file_computes_what_its_weights_say(q8_file: Path) -> None:
         runner = make_runner(str(q8_file), quantize=quantize)
         sampled = run_chunks(runner, Prompt(1, tokens, PAGES, 16).chunks(64))
         if quantize == "int8":
-            layers = runner._decoder._layers
-            assert [isinstance(layer.qkv, PackedInt8) and layer.qkv.record.block for layer in layers[2:5]] == [
-                32,
-                64,
-                32,
-            ]
+            weights = [layer.attention._qkv for layer in runner._decoder._layers[2:5]]
+            assert [isinstance(weight, PackedInt8) and weight.record.block for weight in weights] == [32, 64, 32]
         hidden = runner.forward([Prompt(2, tokens, PAGES, 16).row(0, len(tokens))])
         return sampled.token, torch.log_softmax(runner._decoder.logits(hidden[-1:])[0], 0)
 
