@@ -123,9 +123,10 @@ class KvHandoff:
         """
         state, outgoing = self._state, request.outgoing
         peer = state.peers.get(outgoing.session) if outgoing is not None else None
-        if outgoing is None or peer is None or peer.ending or not request.awaiting_stages:
+        sending = request.awaiting_stages.intersection(state.engine.offering)
+        if outgoing is None or peer is None or peer.ending or not sending:
             return False
-        until = self._ack_deadline(outgoing, request.awaiting_stages, request.since)
+        until = self._ack_deadline(outgoing, sending, request.since)
         if until <= now:
             self._end_peer(outgoing)
             until = now + state.config.stage_timeout_s
