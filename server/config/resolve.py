@@ -7,16 +7,16 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.layout import Layout
-from headrace.engine.device import available_memory, computes_in, resolve_device, resolve_dtype
-from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier, plan_memory
+from headrace.engine.device import computes_in, resolve_device, resolve_dtype
+from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.sharding import Shard, split_model
+from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.parallel.layer_split import ranges, stage_layers
+from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
 from headrace.server.config.load import copy_shared
+from headrace.server.config.rank_memory import plan_ranks, rank_parts
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -50,23 +50,14 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
-    available = available_memory(device)
-    # Local ranks share the machine's memory, so the plan of the whole model decides how many pages fit.
-    whole = plan(config.engine.kv_pages, available)
-    room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu")
-    whole = add_host_tier(whole, config.engine.host_pages, room)
-    memory: tuple[MemoryPlan, ...] = (whole,)
-    if len(layout.ranks) > 1:
-        held = [ranges(layers)[layout.place(rank).stage] for rank in layout.ranks]
-        parts = (
-            plan(whole.kv_pages, available, layers=part, shard=shards[layout.place(rank).shard])
-            for rank, part in zip(layout.ranks, held, strict=True)
-        )
-        memory = tuple(add_host_tier(part, whole.host_pages, room) for part in parts)
+    memory = plan_ranks(
+        plan, layout, layers, shards,
+        device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
+    )  # fmt: skip
     threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(layout.ranks))
-    engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
+    engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
-    return Resolved(_completed(config, spec, model, engine), memory, _parts(layout, layers, shards))
+    return Resolved(_completed(config, spec, model, engine), memory, rank_parts(layout, layers, shards))
 
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
@@ -75,35 +66,7 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
-    return Resolved(_completed(config, spec, model, engine), (), _parts(layout, engine.pp_layers, shards))
-
-
-def _parts(layout: Layout, layers: tuple[int, ...], shards: tuple[Shard, ...]) -> tuple[str, ...]:
-    """What each rank holds of the model; nothing for a single one."""
-    if len(layout.ranks) == 1:
-        return ()
-    return tuple(
-        _part(ranges(layers)[place.stage], shards[place.shard] if layout.tp > 1 else None)
-        for place in map(layout.place, layout.ranks)
-    )
-
-
-def _part(layers: range, shard: Shard | None) -> str:
-    """Layers, and the heads and columns of a shard of them."""
-    text = f"layers {_span(layers)}"
-    if shard is None:
-        return text
-    copied = "" if shard.offered else ", copies"
-    return (
-        f"{text}, query heads {_span(shard.heads)}, KV heads {_span(shard.kv_heads)}{copied}, "
-        f"MLP columns {_span(shard.columns)}, vocabulary {_span(shard.vocabulary)}"
-    )
-
-
-def _span(of: range) -> str:
-    if len(of) == 0:
-        return "none"
-    return f"{of.start} to {of.stop - 1}" if len(of) > 1 else str(of.start)
+    return Resolved(_completed(config, spec, model, engine), (), rank_parts(layout, engine.pp_layers, shards))
 
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:

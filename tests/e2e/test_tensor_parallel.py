@@ -1,6 +1,8 @@
 """Tensor-parallel shards as processes: the same tokens, peers of other degrees, ranks that die or stop."""
 
+import re
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+from headrace.core.runtime.process import module_command
+from headrace.server.launch.free_port import free_port
+from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 from tests.e2e.models import NAME, sharded_stub
 
 MODEL = sharded_stub(us_per_token=20)  # 8 query heads, 2 KV heads: with 4 shards, two have each KV head
@@ -88,3 +92,26 @@ def test_death_and_silence_of_a_rank(struck: tuple[int, int]) -> None:
         SLOW.check(server, (100,), 2)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()
+
+
+@pytest.mark.full
+def test_ranks_that_torchrun_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get rank, world size and local rank from it; the server names the ranks that are missing."""
+    monkeypatch.setenv("HEADRACE_STAGE_KEY", "a key of this test")
+    external = ("--tp", "2", "--stages", "external", "--peer-timeout", "2")
+    launcher = None
+    server = Server("--role", "colocated", *MODEL.flags, *FLAGS, *external)
+    try:
+        wait_until(lambda: "waiting for ranks 0 and 1 of 2 to join at" in server.log, 60, f"it waits\n{server.log}")
+        found = re.search(r"to join at (tcp://\S+:\d+)", server.log)
+        assert found is not None
+        torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+        stage = ("-m", "headrace.server.cli", "stage", "--scheduler", found[1])
+        launcher = subprocess.Popen(module_command(*torchrun, *stage))
+        with running(server):
+            MODEL.check(server, LENGTHS, TOKENS)
+        assert launcher.wait(30) == 0
+    finally:
+        if launcher is not None and launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait()

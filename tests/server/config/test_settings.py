@@ -93,6 +93,7 @@ FLAGS = """\
 --tenant-key TEXT =
 --tenant-lag-s SECONDS [0..] = 5.0
 --threads N [0..] = 0
+--tp N [1..64] = 1
 --transfer-backends NAME,NAME,... = shm,zmq
 --transfer-host TEXT = 127.0.0.1
 --transfer-timeout SECONDS [0.001..] = 10.0

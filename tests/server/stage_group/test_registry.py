@@ -238,3 +238,19 @@ class RandomJoins(RuleBasedStateMachine):
 
 RandomJoins.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestRandomJoins = RandomJoins.TestCase
+
+
+def test_with_tensor_parallelism_the_world_has_a_rank_for_each_shard() -> None:
+    registry = make_registry(replace(TEMPLATE, layout=Layout(pp=2, tp=2)))
+    [(_, refused)] = registry.join(b"x", join(0, world_size=2))
+    assert isinstance(refused, JoinRefused)
+    assert "world size is 2 and the server was started with --pp 2, --dp 1, --tp 2: 4 ranks" in refused.message
+    for rank in (0, 1, 2):
+        registry.join(b"%d" % rank, join(rank, world_size=4))
+    assert registry.status() == "waiting for rank 3 of 4 to join at tcp://here:1"
+    replies = dict(registry.join(b"3", join(3, world_size=4)))
+    accepted = replies[b"2"]
+    assert isinstance(accepted, JoinAccepted)
+    assert (accepted.config.rank, accepted.config.layout) == (2, Layout(pp=2, tp=2))
+    assert accepted.config.name == "rank 2 (stage 1, replica 0, shard 0)"
+    assert registry.status() == "all 4 ranks have joined and are loading"
