@@ -177,6 +177,7 @@ class KvHandoff:
         state.out.add(
             SendChunk(
                 seq=state.out.next_seq(),
+                replica=state.of(request).address,
                 request=request.serial,
                 after=after,
                 session=outgoing.session,
@@ -192,4 +193,4 @@ class KvHandoff:
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.engine.stages)
+        outgoing.add_chunk(end, state.of(request).ranks)

@@ -8,7 +8,9 @@ class EngineStatus:
     """Whether the stages are up, and what they said of their model."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.stages = range(config.stages)
+        self.stages = config.layout.ranks
+        """All ranks: what is said of a stage elsewhere holds for each of them."""
+
         self.ready = False
         """Every stage has loaded and warmed up, and none has failed since."""
 
