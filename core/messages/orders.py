@@ -54,8 +54,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=T
 
     seq: int
     """Rises from order to order, by one over all of them; 0 where an order is used outside the stream."""
-    replica: int | None = None
-    """Data-parallel replica whose ranks get the order; None: all ranks, also where there is one replica."""
 
 
 class BeginEpoch(Order, frozen=True, kw_only=True):
@@ -261,6 +259,14 @@ AnyOrder = (
     | StopRecording
     | ShutdownStage
 )
+
+
+class ReplicaOrder(Order, frozen=True, kw_only=True):
+    """An order to the ranks of one of several data-parallel replicas, inside the scheduler process: they are sent what
+    it contains. All other orders go to all ranks."""
+
+    replica: int
+    order: AnyOrder
 
 
 def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:

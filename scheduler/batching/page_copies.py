@@ -40,9 +40,7 @@ class PageCopies:
         begun = self._replica.cache.copies_begun()
         for tier in TIERS:
             if slots := tiers.slots(tier).dropped():
-                state.out.add(
-                    DropPages(seq=state.out.next_seq(), replica=self._replica.address, tier=tier, slots=pack(slots))
-                )
+                self._replica.order(DropPages(seq=state.out.next_seq(), tier=tier, slots=pack(slots)))
                 self._count("dropped", tier, len(slots))
         for copy in begun:
             if not len(self._replica.copies):
@@ -132,13 +130,12 @@ class PageCopies:
             nodes = store.nodes[first : first + ORDER_PAGES]
             order = StorePages(
                 seq=out.next_seq(),
-                replica=self._replica.address,
                 tier=store.tier,
                 sources=pack(node.page for node in nodes),
                 slots=pack(store.slots[first : first + ORDER_PAGES]),
                 headers=_headers(nodes) if store.tier == "disk" else (),
             )
-            out.add(order)
+            self._replica.order(order)
             self._replica.copies.add(pending, order.seq, first)
 
     def _order_load(self, pending: PendingCopy, load: PageLoad) -> None:
@@ -151,12 +148,11 @@ class PageCopies:
             nodes = load.nodes[first:end]
             order = LoadPages(
                 seq=out.next_seq(),
-                replica=self._replica.address,
                 tier=tier,
                 slots=pack(node.copies.slots[tier] for node in nodes if node.copies is not None),
                 pages=pack(node.page for node in nodes),
             )
-            out.add(order)
+            self._replica.order(order)
             self._replica.copies.add(pending, order.seq, first)
             first = end
 

@@ -66,7 +66,7 @@ class Planner:
         """Order the forward pass with these rows, under the number seq."""
         state, replica, metrics = self._state, self._replica, self._state.metrics
         plan = batch.build(seq)
-        state.out.add(Forward(seq=seq, replica=replica.address, rows=tuple(batch.rows), agreement=agreement))
+        replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement))
         if not replica.plans:
             state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
             replica.bubbles.begin(now)

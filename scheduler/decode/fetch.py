@@ -80,10 +80,9 @@ class RemoteFetch:
         state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
         state.metrics.counters.add("cached_tokens_total", request.cached_tokens)
         state.enter(request, Phase.FETCHING, now)
-        state.out.add(
+        replica.order(
             PrepareReceive(
                 seq=state.out.next_seq(),
-                replica=replica.address,
                 request=request.serial,
                 session=incoming.session,
                 ticket=incoming.ticket,

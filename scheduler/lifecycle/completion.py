@@ -106,9 +106,7 @@ class Completion:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
         if request.known_to_stages:
-            state.out.add(
-                ReleaseRequest(seq=state.out.next_seq(), replica=state.of(request).address, request=request.serial)
-            )
+            state.of(request).order(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
             request.known_to_stages = False
 
     def end_all(self, error: ErrorInfo, now: float) -> None:
@@ -175,7 +173,7 @@ class Completion:
             return
         order = CancelSend if sending else CancelReceive
         replica = state.of(request)
-        state.out.add(order(seq=state.out.next_seq(), replica=replica.address, request=request.serial))
+        replica.order(order(seq=state.out.next_seq(), request=request.serial))
         request.awaiting_stages = set(replica.ranks)
         # A cancelled send stops once its peer has read what is under way, or is gone. All else is up to the stages.
         peer_reads = sending and outgoing is not None and outgoing.session in state.peers

@@ -174,10 +174,10 @@ class KvHandoff:
         assert request.lease is not None, "a request that was computed has pages"
         assert request.row is not None, "a row is given out when a peer has reserved"
         start, size = outgoing.sent, state.config.page_size
-        state.out.add(
+        replica = state.of(request)
+        replica.order(
             SendChunk(
                 seq=state.out.next_seq(),
-                replica=state.of(request).address,
                 request=request.serial,
                 after=after,
                 session=outgoing.session,
@@ -193,4 +193,4 @@ class KvHandoff:
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.of(request).ranks)
+        outgoing.add_chunk(end, replica.ranks)

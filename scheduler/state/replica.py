@@ -6,6 +6,7 @@ State ── requests, tickets, peers, metadata rows      of the server
 """
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.orders import AnyOrder, ReplicaOrder
 from headrace.scheduler.costs.backlog import rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.kv.cache_events import CacheEventLog
@@ -14,6 +15,7 @@ from headrace.scheduler.policies.policy import make_policy
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.bubbles import Bubbles
 from headrace.scheduler.state.copy_table import CopyTable
+from headrace.scheduler.state.events import Effects
 from headrace.scheduler.state.held_pages import HeldPages
 from headrace.scheduler.state.measurements import Measurements
 from headrace.scheduler.state.plan_table import PlanTable
@@ -27,14 +29,18 @@ class Replica:
     """What belongs to one KV pool. Raises ConfigError for an unknown policy."""
 
     def __init__(
-        self, config: SchedulerConfig, index: int, metrics: Measurements, awaiting_row: dict[int, Request]
+        self,
+        config: SchedulerConfig,
+        index: int,
+        out: Effects,
+        metrics: Measurements,
+        awaiting_row: dict[int, Request],
     ) -> None:
-        """awaiting_row: requests of all replicas that need a metadata row, see Queues."""
+        """out: takes its orders. awaiting_row: requests of all replicas that need a metadata row, see Queues."""
         layout = config.layout
         self.index = index
-        self.address = index if config.dp > 1 else None
-        """Order.replica of orders to its ranks."""
-
+        self._out = out
+        self._alone = config.dp == 1
         self.ranks = layout.replica_ranks(index)
         """Of all its stages, in ascending order."""
 
@@ -66,6 +72,10 @@ class Replica:
         self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
         self.held = HeldPages(self.cache, config.hold_percent)
         self.bubbles = Bubbles(self.ranks, metrics.counters)
+
+    def order(self, order: AnyOrder) -> None:
+        """Order something of its ranks."""
+        self._out.add(order if self._alone else ReplicaOrder(seq=order.seq, replica=self.index, order=order))
 
     @property
     def running(self) -> int:

@@ -44,7 +44,9 @@ class State:
         self.awaiting_row: dict[int, Request] = {}
         """Requests that need a metadata row since a peer has reserved, in the order of the reservations."""
 
-        self.replicas = tuple(Replica(config, index, self.metrics, self.awaiting_row) for index in range(config.dp))
+        self.replicas = tuple(
+            Replica(config, index, self.out, self.metrics, self.awaiting_row) for index in range(config.dp)
+        )
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()
         self.prefills = PrefillTable()
