@@ -65,7 +65,7 @@ class SimulatedLink:
         """Begin a session; both sides learn of it."""
         self._sessions += 1
         session = self.session = f"session-{self._sessions}"
-        self._pools[session] = self._decode.pipeline
+        self._pools[session] = self._decode.replicas[0].pipeline
         prefill, decode = self._prefill.config, self._decode.config
         self._send(
             self._to_prefill,
@@ -155,7 +155,7 @@ class SimulatedLink:
             return
         chunk.receivers = self._decode.config.stages
         for index in range(chunk.receivers):
-            channel = self._data.setdefault((chunk.stage, index), Channel(self._world, 0.003))
+            channel = self._data.setdefault((chunk.rank, index), Channel(self._world, 0.003))
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
 
     def _write(self, chunk: SimulatedChunk) -> None:
@@ -166,13 +166,15 @@ class SimulatedLink:
             if send.session in stage.revoked:
                 continue
             stage.write(send, chunk.values)
-            problem = self._decode.guard.written(send) if pipeline is self._decode.pipeline else None
+            problem = (
+                self._decode.replicas[0].guard.written(send) if pipeline is self._decode.replicas[0].pipeline else None
+            )
             if problem is not None:
                 self._decode.violation(problem)
 
     def _deliver(self, chunk: SimulatedChunk, index: int) -> None:
         if chunk.order.session == self.session:
-            self._decode.pipeline.stages[index].receive(chunk)
+            self._decode.replicas[0].pipeline.stages[index].receive(chunk)
 
     def _send(self, channel: Channel, server: SimulatedServer, event: Event) -> None:
         session = self.session

@@ -73,6 +73,12 @@ class Scenario:
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
+    dp: int = 1
+    """Data-parallel replicas of the server that computes prompts."""
+
+    lockstep: bool = False
+    """They share an exchange."""
+
     policy: Policy | None = None
     """None takes each of them in turn, by seed. The requests are the same whatever it is."""
 
@@ -165,6 +171,8 @@ class Simulation:
         if self._scenario.tiers:
             host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
             config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
+        if name != "decode":
+            config = msgspec.structs.replace(config, dp=self._scenario.dp, lockstep=self._scenario.lockstep)
         return SimulatedServer(
             self._world,
             name,
@@ -198,6 +206,7 @@ class Simulation:
             priority=number % 5 % 3,
             tenant=("", "", "other")[number % 3],
             slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
+            replica=number // 7 % self._scenario.dp if not pair and number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
         if pair and rng.random() < self._scenario.hold:
