@@ -65,17 +65,18 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     clock = SystemClock()
-    meter = Meter(config.stage, clock)
-    recorder = Recorder(config.stage, meter)
+    meter = Meter(config.rank, clock)
+    recorder = Recorder(config.rank, meter)
     sender, receiver = _data_sockets(config, runner, memory, recorder, context)
     copies = _start_copies(config, runner, context)
     io_thread = StageIoThread(
         control=connect_scheduler(
             context,
             config.endpoint,
-            stage_identity(config.stage, config.epoch, config.session),
+            stage_identity(config.rank, config.epoch, config.session),
         ),
-        stage=config.stage,
+        stage=config.rank,
+        replica=config.replica,
         sender=sender,
         receiver=receiver,
         meter=meter,
@@ -91,8 +92,8 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.
     shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
-    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
-    status = _compute(loop, config.stage, outbox, shutdown_wait_s)
+    loop = StageLoop(config.rank, runner, links, meter, inbox, outbox)
+    status = _compute(loop, config, outbox, shutdown_wait_s)
     io_thread.join(timeout=5)
     outbox.close_writer()
     if copies is not None:
@@ -107,7 +108,7 @@ def _data_sockets(
     """The sender and the receiver of this stage's KV."""
     sender = Sender(
         config.transfer,
-        stage=config.stage,
+        stage=config.rank,
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
@@ -116,7 +117,7 @@ def _data_sockets(
     )
     receiver = Receiver(
         config.transfer,
-        stage=config.stage,
+        stage=config.rank,
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
@@ -139,7 +140,7 @@ def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copi
 def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int, copies: Copies | None) -> StageReady:
     slots = copies.copier.slots if copies is not None else {}
     return StageReady(
-        stage=config.stage,
+        stage=config.rank,
         geometry=runner.geometry,
         fingerprint=runner.fingerprint,
         data_host=config.transfer.host,
@@ -174,7 +175,7 @@ def _measured_cost(config: StageConfig, runner: Runner) -> tuple[float, float, f
     return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, shutdown_wait_s: float) -> int:
+def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown_wait_s: float) -> int:
     """Run the loop to its end; report StageFailed if that is no ShutdownStage. Returns the exit status.
 
     shutdown_wait_s: after a broken link, seconds for ShutdownStage to arrive before the failure is reported.
@@ -185,11 +186,11 @@ def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, shutdown_wait_s: 
     except LinkBroken as error:
         if loop.shutdown_within(shutdown_wait_s):  # the supervisor knows which stage failed first
             return 0
-        log.error("stage %d: the link to another stage is broken: %s", stage, error)
-        outbox.post(StageFailed(stage=stage, message=f"the link to another stage is broken: {error}"))
+        log.error("%s: the link to another stage is broken: %s", config.name, error)
+        outbox.post(StageFailed(stage=config.rank, message=f"the link to another stage is broken: {error}"))
     except Exception as error:
-        log.exception("stage %d cannot go on", stage)
-        outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
+        log.exception("%s cannot go on", config.name)
+        outbox.post(StageFailed(stage=config.rank, message=f"{type(error).__name__}: {error}"))
     outbox.post(ShutdownStage(seq=0))
     return 1
 
@@ -200,9 +201,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
-    logging.basicConfig(
-        level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s stage {config.stage}: %(message)s"
-    )
+    logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {config.name}: %(message)s")
     try:
         return run(config)
     except LinkBroken as error:

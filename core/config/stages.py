@@ -8,6 +8,7 @@ from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
 from headrace.core.config.model import EngineConfig, ModelConfig
 from headrace.core.config.server import Role
 from headrace.core.config.transfer import TransferConfig
+from headrace.core.types.layout import Layout
 
 STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 
@@ -36,7 +37,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a stage process is told when it starts."""
 
     stage: int
-    """Pipeline rank, from 0."""
+    """Pipeline position, from 0."""
     endpoint: str
     """The scheduler's order socket."""
     model: ModelConfig
@@ -45,6 +46,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     stages: int = 1
     """Pipeline stages in the group."""
+    replica: int = 0
+    """Data-parallel replica, from 0."""
+    replicas: int = 1
+    """Data-parallel replicas of the server."""
     epoch: int = 0
     """Counts the starts of the group, so that messages of an earlier group are not taken for those of this one."""
     session: str = ""
@@ -59,3 +64,18 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chunk length around which the stage's speed is measured before it is ready; 0: not at all."""
     role: Role = "colocated"
     """Of the server."""
+
+    @property
+    def layout(self) -> Layout:
+        """All ranks of the server."""
+        return Layout(pp=self.stages, dp=self.replicas)
+
+    @property
+    def rank(self) -> int:
+        """The number of the process among all ranks: what its messages call its stage."""
+        return self.layout.rank(self.stage, self.replica)
+
+    @property
+    def name(self) -> str:
+        """The process in words, for messages."""
+        return self.layout.name(self.rank)

@@ -213,13 +213,17 @@ class DropPages(Order, frozen=True, kw_only=True):
 
 
 class Heartbeat(Order, frozen=True, kw_only=True):
-    """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own count or digest of
-    orders differs fails."""
+    """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own counts or digests
+    differ fails."""
 
     orders: int
-    """Orders sent so far."""
+    """Orders sent so far to the stage's replica."""
     digest: bytes
     """Digest over them, see core/runtime/order_log.py."""
+    passes: int = 0
+    """Passes of lockstep replicas so far; 0 where replicas share nothing."""
+    pass_digest: bytes = b""
+    """Digest over their numbers and agreements (pass_frame), the same for all replicas; b"" where there were none."""
 
 
 class StartRecording(Order, frozen=True, kw_only=True):
@@ -267,6 +271,11 @@ class ReplicaOrder(Order, frozen=True, kw_only=True):
 
     replica: int
     order: AnyOrder
+
+
+def pass_frame(order: Forward) -> bytes:
+    """What all replicas have in common of a pass, encoded: its number and the agreement."""
+    return msgspec.msgpack.encode((order.seq, order.agreement))
 
 
 def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:

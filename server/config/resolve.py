@@ -21,7 +21,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
     config: Config
     memory: tuple[MemoryPlan, ...]
-    """Memory plan of each stage; empty with external stages."""
+    """Memory plan of each stage of a replica; empty with external stages."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -43,16 +43,17 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
-    available = available_memory(device)
+    replicas = config.scheduler.dp
+    available = available_memory(device) // (replicas if device == "cpu" else 1)
     # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
     whole = plan(config.engine.kv_pages, available)
-    room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu")
+    room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu") // replicas
     whole = add_host_tier(whole, config.engine.host_pages, room)
     memory: tuple[MemoryPlan, ...] = (whole,)
     if len(layers) > 1:
         parts = (plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
         memory = tuple(add_host_tier(part, whole.host_pages, room) for part in parts)
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(config.scheduler.layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
     return Resolved(_completed(config, spec, model, engine), memory)

@@ -138,10 +138,11 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
         join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
     return StageChannel(
         router,
-        config.scheduler.stages,
+        len(config.scheduler.layout.ranks),
         heartbeat_s=silence_s / 3,
         silence_s=silence_s,
         join_endpoint=join_endpoint,
+        layout=config.scheduler.layout,
     )
 
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,35 +160,40 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
 
 
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
-    """The stage processes of one start of the group, with a rendezvous port of their own."""
-    stages = config.scheduler.stages
-    rendezvous = f"{LOOPBACK}:{free_port()}"
-    group = {"WORLD_SIZE": str(stages)}
-    if sys.platform == "linux":
-        group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
-    caches = {}
+    """The stage processes of one start of the group, in the order of their ranks. Replicas share no collectives, so
+    that the stages of each have a group and a rendezvous port of their own."""
+    layout = config.scheduler.layout
+    rendezvous = [f"{LOOPBACK}:{free_port()}" for _ in range(layout.dp)]
+    return [_child(config, stage_endpoint, rendezvous, rank, epoch) for rank in layout.ranks]
+
+
+def _child(config: Config, endpoint: str, rendezvous: Sequence[str], rank: int, epoch: int) -> Child:
+    stages, place = config.scheduler.stages, config.scheduler.layout.place(rank)
+    environment = {}
     if config.server.cache_dir:
-        caches["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
-    return [
-        Child(
-            "headrace.engine.stage",
-            _stage(config, stage_endpoint, rendezvous, stage, epoch),
-            threads=config.engine.threads,
-            environment={**caches, **group, "RANK": str(stage)} if stages > 1 else caches,
-        )
-        for stage in range(stages)
-    ]
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
+    if stages > 1:
+        environment |= {"WORLD_SIZE": str(stages), "RANK": str(place.stage)}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
+    return Child(
+        "headrace.engine.stage",
+        _stage(config, endpoint, rendezvous[place.replica], rank, epoch),
+        threads=config.engine.threads,
+        environment=environment,
+    )
 
 
-def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
-    transfer, model = config.transfer, config.model
+def _stage(config: Config, endpoint: str, rendezvous: str, rank: int, epoch: int) -> StageConfig:
+    transfer, model, place = config.transfer, config.model, config.scheduler.layout.place(rank)
     if transfer.data_port:
-        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + stage)
-    if model.device == "cuda" and config.scheduler.stages > 1:
-        model = msgspec.structs.replace(model, device=f"cuda:{stage}")
+        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + rank)
+    if model.device == "cuda" and len(config.scheduler.layout.ranks) > 1:
+        model = msgspec.structs.replace(model, device=f"cuda:{rank}")
     return msgspec.structs.replace(
         _template(config),
-        stage=stage,
+        stage=place.stage,
+        replica=place.replica,
         epoch=epoch,
         rendezvous=rendezvous,
         endpoint=endpoint,
@@ -202,6 +207,7 @@ def _template(config: Config) -> StageConfig:
     return StageConfig(
         stage=0,
         stages=config.scheduler.stages,
+        replicas=config.scheduler.dp,
         endpoint="",
         model=config.model,
         engine=config.engine,
