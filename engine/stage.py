@@ -118,6 +118,7 @@ def _data_sockets(
     receiver = Receiver(
         config.transfer,
         stage=config.rank,
+        peer_stage=config.stage,
         geometry=runner.geometry,
         store=runner.pool,
         context=context,

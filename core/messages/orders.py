@@ -146,6 +146,8 @@ class OpenSession(Order, frozen=True, kw_only=True):
     """How KV comes."""
     server_key: str = ""
     """CURVE public key of the prefill server; "" for connections in the clear."""
+    stage_replicas: tuple[int, ...] = ()
+    """Data-parallel replica of each of its stages; empty: there is one."""
 
 
 class CloseSession(Order, frozen=True, kw_only=True):

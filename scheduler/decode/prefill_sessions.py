@@ -84,6 +84,7 @@ class PrefillSessions:
                 session=hello.session,
                 endpoints=hello.endpoints,
                 geometries=hello.geometries,
+                stage_replicas=hello.stage_replicas,
                 window_bytes=hello.window_bytes,
                 server_key=hello.server_key,
                 backend=hello.backend,

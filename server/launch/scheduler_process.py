@@ -148,6 +148,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
     """What the control endpoint offers to decode peers."""
+    layout = config.scheduler.layout
     return BackendOffer(
         instance=instance,
         fingerprint=stages[0].fingerprint,
@@ -158,6 +159,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         backends=_backends(config, stages),
         shared_memory=frozenset(stage.host for stage in stages),
         nixl=frozenset(stage.nixl for stage in stages),
+        replicas=tuple(layout.place(stage.stage).replica for stage in stages) if layout.dp > 1 else (),
     )
 
 
