@@ -34,7 +34,7 @@ class Admission:
             return
         index, cached = self._bind(submit)
         replica = self._state.replicas[index]
-        error = self._misfit(submit, replica) or self._overload.full(submit) or self._no_prefill(submit)
+        error = self._misfit(submit, replica) or self._overload.full(submit) or self._no_prefill(submit, index)
         error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
@@ -95,8 +95,8 @@ class Admission:
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
             server = state.prefills.attach(request, route)
-            if route.posting == "done" and server.session:
-                state.out.add(AskRenew(session=server.session, ticket=route.ticket))
+            if route.posting == "done" and (session := server.session(replica.index)):
+                state.out.add(AskRenew(session=session, ticket=route.ticket))
         return request
 
     def _held_for_later(self, submit: Submit) -> bool:
@@ -180,11 +180,11 @@ class Admission:
         reason = self._state.tickets.pop_abandoned(route.ticket, now) if isinstance(route, SendTo) else None
         return None if reason is None else ErrorInfo(code=CANCELLED, message=reason, status=499)
 
-    def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
+    def _no_prefill(self, submit: Submit, replica: int) -> ErrorInfo | None:
         if not isinstance(submit.route, FetchFrom):
             return None
         name = submit.route.prefill
-        if self._state.prefills.session(name) is not None:
+        if self._state.prefills.session(name, replica) is not None:
             return None
         return no_prefill(name, "unknown" if self._state.prefills.get(name) is None else "down")
 

@@ -134,6 +134,9 @@ class PrefillDown(PeerEvent, frozen=True, kw_only=True):
     unfit: bool = False
     """The two servers do not fit each other, so that trying again does not help."""
 
+    replica: int = 0
+    """Data-parallel replica of ours that the connection is of."""
+
 
 class TicketFailed(PeerEvent, frozen=True, kw_only=True):
     """Control client: the prefill server failed a ticket; no more bytes come for it."""

@@ -54,7 +54,7 @@ class RemoteFetch:
         """Lease pages and have the stages prepare for them. False when there are no pages, or no metadata row, now."""
         state, route, replica = self._state, request.route, self._state.of(request)
         assert isinstance(route, FetchFrom), "only such requests are fetched"
-        hello = state.prefills[route.prefill].hello
+        hello = state.prefills[route.prefill].hellos.get(replica.index)
         assert hello is not None, "requests fail when their prefill server goes down"
         if not state.metadata_rows.free:
             return False

@@ -197,7 +197,7 @@ class Completion:
 
 def release_ticket(state: State, prefill: str, ticket: str, reason: str) -> None:
     """Tell a prefill server, if it is up, that a ticket that was not reserved will not be."""
-    session = state.prefills.session(prefill)
+    session = state.prefills.any_session(prefill)
     if session is not None:
         state.out.add(AskCancel(session=session, ticket=ticket, generation=0, reason=reason))
 

@@ -41,6 +41,6 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("plans_in_flight", state.plans_in_flight)
     yield Sample("reservations_waiting", len(state.tickets.early_reservations))
     yield Sample("peers", len(state.peers))
-    yield Sample("prefill_servers", sum(server.session is not None for server in state.prefills))
+    yield Sample("prefill_servers", sum(len(server.hellos) == len(replicas) for server in state.prefills))
     yield Sample("integrity_errors", integrity_errors)
     yield Sample("metadata_rows_in_use", state.metadata_rows.total - state.metadata_rows.free)
