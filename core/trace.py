@@ -103,13 +103,13 @@ class LoadSample(msgspec.Struct, frozen=True):
     """Prompt tokens that no plan has yet."""
 
 
-class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The recording of the scheduler."""
 
     started: float
     ended: float
     stages: int
-    """Pipeline stages; each sends a StageTrace."""
+    """Ranks; each sends a StageTrace."""
     names: tuple[RequestName, ...]
     spans: tuple[PhaseTrace, ...]
     phases: tuple[str, ...]
@@ -117,6 +117,8 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[LoadSample, ...]
     dropped: int
     """Entries beyond the buffer's limit."""
+    replicas: int = 1
+    """Data-parallel replicas: the rank before a rank in its pipeline is as many numbers below."""
 
 
 class Buffer(Generic[T]):

@@ -40,8 +40,9 @@ class TraceLog:
             self._last = counts
             self._loads.add(LoadSample(now, *counts))
 
-    def close(self, now: float, requests: Iterable[tuple[Request, str]], stages: int) -> SchedulerTrace:
-        """The recording. requests: all known ones, with their peers' names; stages: how many will report."""
+    def close(self, now: float, requests: Iterable[tuple[Request, str]], stages: int, replicas: int) -> SchedulerTrace:
+        """The recording. requests: all known ones, with their peers' names; stages: how many ranks
+        will report, of so many replicas."""
         for request, peer in requests:
             self._name(request, peer)
             if not request.ended:
@@ -52,6 +53,7 @@ class TraceLog:
             started=self._started,
             ended=now,
             stages=stages,
+            replicas=replicas,
             names=tuple(self._names.values()),
             spans=spans,
             phases=tuple(phase.value for phase in QUEUES),

@@ -38,14 +38,14 @@ def trace_json(recording: Recording, wall_offset_s: float, about: Arguments) -> 
     timeline = Timeline()
     _draw_scheduler(timeline, scheduler)
     names = {name.serial: name for name in scheduler.names}
-    before: _Stage | None = None
+    drawn: dict[int, _Stage] = {}
     for stage, spans in stages.items():
         began = scheduler.started - _shift(spans.wall_offset_s - wall_offset_s)
-        drawn = _Stage(timeline, stage, names, began, last=stage == scheduler.stages - 1)
-        drawn.draw(spans)
-        if before is not None and before.stage == stage - 1:
-            _draw_arrows(timeline, before, drawn)
-        before = drawn
+        last = stage >= scheduler.stages - scheduler.replicas
+        drawn[stage] = _Stage(timeline, stage, names, began, last=last)
+        drawn[stage].draw(spans)
+        if (before := drawn.get(stage - scheduler.replicas)) is not None:
+            _draw_arrows(timeline, before, drawn[stage])
     return timeline.encode({**about, **_notes(scheduler, stages, wall_offset_s)})
 
 
