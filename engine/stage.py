@@ -81,6 +81,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
             stage_identity(config.rank, config.epoch, config.session),
         ),
         stage=config.rank,
+        replica=config.replica,
         sender=sender,
         receiver=receiver,
         meter=meter,
@@ -124,6 +125,7 @@ def _data_sockets(
     receiver = Receiver(
         config.transfer,
         stage=config.rank,
+        peer_stage=config.layout.replica_ranks(config.replica).index(config.rank),
         geometry=runner.geometry,
         store=runner.pool,
         context=context,

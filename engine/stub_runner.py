@@ -24,6 +24,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
@@ -112,6 +113,11 @@ class StubRunner:
     def release(self, request: int) -> None:
         """See Runner."""
         self._sampled.pop(request, None)
+
+    def join(self, agreement: Agreement) -> None:
+        """See Runner. Takes the time of the replica that has most tokens, which this one waits for."""
+        model, started = self._model, time.perf_counter()
+        self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
@@ -232,13 +238,18 @@ class StubRunner:
         return torch.from_numpy(pages).to(self.hidden_spec.device)
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
-        """Sleep until the configured time since started has passed. Oversleeping is subtracted from the next sleep."""
+        """Sleep until the configured time since started has passed."""
         jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
         tokens = sum(row.count for row in rows)
         squared = sum(row.count * (2 * row.start + row.count) for row in rows)
         model = self._model
         due_us = tokens * model.us_per_token + squared * model.ps_per_token_squared * 1e-6 + model.us_per_plan
-        due_s = due_us * 1e-6 * self._share * jitter
+        self._sleep(started, due_us * jitter)
+
+    def _sleep(self, started: float, due_us: float) -> None:
+        """Sleep until this stage's share of so much time has passed since started. Oversleeping is subtracted from the
+        next sleep."""
+        due_s = due_us * 1e-6 * self._share
         until = started + due_s - self._overslept_s
         if (left := until - time.perf_counter()) > 0:
             time.sleep(left)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
+from headrace.core.types.coordinate import Rules
 from headrace.core.types.layout import Layout
 
 Chunking = Literal["fixed", "dynamic"]
@@ -24,6 +25,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     """Of the model."""
     stages: Annotated[int, Flag("pp", STAGES, "pipeline-parallel stages, one process each", low=1)] = 1
+    dp: Annotated[
+        int,
+        Flag("dp", STAGES, "data-parallel replicas, each with stages and KV pools of its own", low=1),
+    ] = 1
+    lockstep: bool = False
+    """The replicas share collectives (expert parallelism), so that each takes part in every forward pass."""
+    rules: Rules = Rules()
+    """What lockstep replicas agree on follows from these."""
     tp: Annotated[int, Flag("tp", STAGES, "tensor-parallel shards of each stage, one process each", low=1, high=64)] = 1
     pipeline_depth: Annotated[
         int,
@@ -190,4 +199,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> Layout:
         """The ranks of the server."""
-        return Layout(pp=self.stages, tp=self.tp)
+        return Layout(pp=self.stages, dp=self.dp, tp=self.tp)

@@ -65,3 +65,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """This rank in messages."""
         return self.layout.name(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica of this rank."""
+        return self.layout.place(self.rank).replica

@@ -36,6 +36,9 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     priority: int = 0
     """Class of the request: a lower one goes before all higher ones."""
 
+    replica: int | None = None
+    """The data-parallel replica that is to compute it; None: the one with the least load."""
+
     tenant: str = ""
     """Name of the API key that it came with; "": the cache salt stands for the tenant."""
 

@@ -12,6 +12,7 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 PREFILL_PER_DECODE_ROW = 8  # tokens of a plan for each of its decode rows, below which it says little of prefill
@@ -67,42 +68,45 @@ class StageGroup:
             self.announce(event.message)
 
     def plan_done(self, event: PlanDone, now: float) -> None:
-        """A rank has computed a plan; with the one that samples, it is done."""
-        state, metrics = self._state, self._state.metrics
-        if event.stage != state.config.layout.sampler():
-            metrics.bubbles.computed(event.stage, event.duration_s, now)
-            plan = state.plans.get(event.seq)
-            if plan is not None:  # else the message of the one that samples has overtaken it
-                state.plans.reported(plan, event.stage, now)
-                self._learn(plan, event, now)
+        """A rank has computed a plan; with the one that samples, it is done for its replica."""
+        state, metrics, replica = self._state, self._state.metrics, self._state.with_rank(event.stage)
+        if event.stage != replica.sampler:
+            replica.bubbles.computed(event.stage, event.duration_s, now)
+            plan = replica.plans.get(event.seq)
+            if plan is not None:  # else the last stage's message has overtaken it
+                replica.plans.reported(plan, event.stage, now)
+                self._learn(replica, plan, event, now)
             return
-        plan = state.plans.pop(event.seq, now)
+        plan = replica.plans.pop(event.seq, now)
         if plan is None:
             state.drop("unknown_plan")
             return
-        metrics.bubbles.computed(event.stage, event.duration_s, now)
+        replica.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
-        if state.plans:
-            state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
+        if replica.plans:
+            state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
         else:
-            state.deadlines.clear(Timer.PLAN, 0)
-            metrics.bubbles.end(now)
+            state.deadlines.clear(Timer.PLAN, replica.index)
+            replica.bubbles.end(now)
+        if not plan.rows:
+            return  # it was idle in this pass
         metrics.rate.observe(plan.tokens, event.duration_s)
-        self._learn(plan, event, now)
+        self._learn(replica, plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
 
-    def _learn(self, plan: Plan, event: PlanDone, now: float) -> None:
+    def _learn(self, replica: Replica, plan: Plan, event: PlanDone, now: float) -> None:
         """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of."""
         place = self._state.config.layout.place(event.stage)
         if place.shard == 0 and plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
-            self._state.costs.observe(place.stage, plan.load, event.duration_s, now)
+            replica.costs.observe(place.stage, plan.load, event.duration_s, now)
 
-    def plan_timed_out(self, now: float) -> None:
-        """No plan was done in time: the first stage that has not computed the oldest one has failed."""
-        plan = self._state.plans.oldest
+    def plan_timed_out(self, index: int, now: float) -> None:
+        """A replica has done no plan in time: its first rank that has not computed the oldest one has failed."""
+        replica = self._state.replicas[index]
+        plan = replica.plans.oldest
         if plan is not None:
-            silent = next((stage for stage in self._state.engine.stages if stage not in plan.reported), 0)
+            silent = next((rank for rank in replica.ranks if rank not in plan.reported), replica.first_stage)
             name = self._state.config.layout.name(silent)
             text = f"{name} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
             self.stage_failed(silent, text, now)
@@ -136,12 +140,14 @@ class StageGroup:
                 state.out.add(EndPeer(session=peer.hello.session, reason=error.message))
         state.engine.stop()
         self._up.clear()
-        state.metrics.bubbles.reset()
-        state.deadlines.clear(Timer.PLAN, 0)
+        for replica in state.replicas:
+            replica.bubbles.reset()
+            state.deadlines.clear(Timer.PLAN, replica.index)
         self._completion.end_all(error, now)
-        state.deadlines.clear(Timer.COPY, 0)
-        state.copies.clear()
-        state.cache.reset(state.cache.total)
+        for replica in state.replicas:
+            state.deadlines.clear(Timer.COPY, replica.index)
+            replica.copies.clear()
+            replica.cache.reset(replica.cache.total)
 
     def announce(self, reason: str) -> None:
         """Tell the front end whether this server would serve, if that has changed."""
@@ -151,17 +157,18 @@ class StageGroup:
             self._state.out.add(engine)
 
     def _start(self) -> None:
-        """Every stage is up: the pool is as large as that of the smallest stage, or as configured."""
+        """Every stage is up: pools are as large as that of the smallest stage, or as configured."""
         state, stages = self._state, list(self._up.values())
         sizes = [stage.kv_pages for stage in stages]
-        state.cache.reset(
-            min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
-            host_pages=min(stage.host_pages for stage in stages),
-            disk_pages=min(stage.disk_pages for stage in stages),
-        )
+        for replica in state.replicas:
+            replica.cache.reset(
+                min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
+                host_pages=min(stage.host_pages for stage in stages),
+                disk_pages=min(stage.disk_pages for stage in stages),
+            )
+            layout = state.config.layout
+            replica.costs.start([self._up[layout.rank(stage, replica.index)].cost for stage in range(layout.pp)])
         costs = [stage.cost for stage in stages if stage.cost is not None]
-        layout = state.config.layout
-        state.costs.start([self._up[layout.rank(stage)].cost for stage in range(layout.pp)])
         state.engine.start(
             vocab_size=state.config.vocab_size or min(stage.vocab_size for stage in stages),
             costs=tuple(costs) if state.config.chunking == "dynamic" else (),

@@ -175,7 +175,8 @@ class KvHandoff:
         assert request.lease is not None, "a request that was computed has pages"
         assert request.row is not None, "a row is given out when a peer has reserved"
         start, size = outgoing.sent, state.config.page_size
-        state.out.add(
+        replica = state.of(request)
+        replica.order(
             SendChunk(
                 seq=state.out.next_seq(),
                 request=request.serial,
@@ -193,4 +194,4 @@ class KvHandoff:
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.engine.offering)
+        outgoing.add_chunk(end, [rank for rank in replica.ranks if rank in state.engine.offering])

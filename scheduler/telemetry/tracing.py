@@ -50,5 +50,4 @@ class Tracing:
         """Record the counts, if an event has changed them."""
         state = self._state
         if state.metrics.trace is not None:
-            queues = state.queues
-            state.metrics.trace.load(now, len(state.plans), tuple(queues.requests.values()), queues.unplanned)
+            state.metrics.trace.load(now, state.plans_in_flight, tuple(state.phases.values()), state.unplanned)

@@ -9,6 +9,8 @@ from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.tenants import priority_ranges, tenant_keys
 
+MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol)
+
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first combination that cannot work."""
@@ -17,6 +19,7 @@ def check(config: Config) -> None:
     _check_ports(config)
     _check_engine(config)
     _check_stages(config)
+    _check_replicas(config)
     _check_external_stages(config)
     _check_kv_events(config)
     _check_nixl(config)
@@ -86,6 +89,19 @@ def _check_binds(config: Config) -> None:
             f"--kv-events-host {events.host} is reachable from other machines, and every client that connects reads "
             f"the token ids of all prompts: {otherwise}"
         )
+
+
+def _check_replicas(config: Config) -> None:
+    scheduler = config.scheduler
+    if scheduler.dp == 1:
+        return
+    if config.group.start == "external":
+        raise ConfigError(
+            f"--dp {scheduler.dp} is for local stages; write --stages local, or a server for each replica"
+        )
+    if (ranks := len(scheduler.layout.ranks)) > MAX_RANKS:
+        most = max(1, MAX_RANKS // scheduler.stages)
+        raise ConfigError(f"--pp {scheduler.stages} --dp {scheduler.dp} are {ranks} stages; write --dp {most} or less")
 
 
 def _check_ports(config: Config) -> None:

@@ -44,12 +44,12 @@ def plan_ranks(
     else:
         # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. KV heads that
         # several shards hold are in it once, and take their memory as often as they are held.
-        available = available_memory(device)
+        available = available_memory(device) // (layout.dp if device == "cpu" else 1)
         heads = sum(len(shard.kv_heads) for shard in shards)
         whole = plan(kv_pages, available * len({head for shard in shards for head in shard.kv_heads}) // heads)
         pages, rooms = whole.kv_pages, [available] * len(held)
         used = whole.weight_bytes + whole.kv_bytes
-        host_room = available - used if device == "cpu" else available_memory("cpu")
+        host_room = (available - used) * layout.dp if device == "cpu" else available_memory("cpu")
         if len(held) == 1:
             return (add_host_tier(whole, host_pages, host_room),)
     plans = [plan(pages, room, layers=part, shard=shard) for (part, shard), room in zip(held, rooms, strict=True)]

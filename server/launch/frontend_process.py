@@ -83,7 +83,10 @@ class FrontEnd:
         if config.kv_events.port:
             lines.append(f"  events {publisher_endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
         tokens = stages.kv_pages * config.engine.page_size
-        lines.append(f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+        each = f" in each of {config.scheduler.dp} replicas" if config.scheduler.dp > 1 else ""
+        lines.append(
+            f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens){each}"
+        )
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
         lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
         print("\n".join(lines), flush=True)

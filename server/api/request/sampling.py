@@ -61,6 +61,7 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
         "priority": int(_within("priority", body.priority, 0, -(1 << 31), (1 << 31) - 1)),
         "slo_ttft_s": None if body.slo_ttft_ms is None else objective_s(body.slo_ttft_ms, "slo_ttft_ms"),
         "deadline_s": body.deadline_s,
+        "replica": body.data_parallel_rank,
         "cache_salt": prefix_salt(body.cache_salt, body.extra_key),
     }
 

@@ -8,14 +8,25 @@ from tempfile import TemporaryDirectory
 import pytest
 import zmq
 
-from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Heartbeat, ReleaseRequest, stage_identity
+from headrace.core.messages.orders import (
+    AnyOrder,
+    BeginEpoch,
+    DropPeer,
+    Forward,
+    Heartbeat,
+    ReleaseRequest,
+    ReplicaOrder,
+    stage_identity,
+)
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.layout import Layout
+from headrace.engine.order_check import OrderCheck
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
@@ -169,3 +180,41 @@ def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
         log.add(ORDERS.encode(order))
         for socket in stages:
             assert received(socket) == [order, Heartbeat(seq=0, orders=log.count, digest=log.digest)]
+
+
+def test_orders_reach_the_ranks_of_their_replica(ends: Ends) -> None:
+    """S6: two replicas of two stages; each rank's heartbeat has the count and digest of what it got."""
+    layout = Layout(pp=2, dp=2)
+    channel = StageChannel(ends.router, layout, heartbeat_s=1, silence_s=3)
+    ranks = [ends.stage(rank, 0) for rank in layout.ranks]
+    for rank, connection in enumerate(ranks):
+        send(connection, ready(rank, 0))
+    receive(channel, 0.0, 4)
+    agreement = Agreement((0, 0))
+    orders = [
+        BeginEpoch(seq=1, epoch=0),
+        ReplicaOrder(seq=2, replica=1, order=ReleaseRequest(seq=2, request=7)),
+        ReplicaOrder(seq=3, replica=0, order=Forward(seq=3, rows=(), agreement=agreement)),
+        ReplicaOrder(seq=3, replica=1, order=Forward(seq=3, rows=(), agreement=agreement)),
+        DropPeer(seq=4, session="s"),
+    ]
+    for order in orders:
+        assert channel.apply(order, 0.0) == []
+    channel.tick(1.5)
+    for rank, connection in enumerate(ranks):
+        replica = layout.place(rank).replica
+        expected = [
+            order.order if isinstance(order, ReplicaOrder) else order
+            for order in orders
+            if not isinstance(order, ReplicaOrder) or order.replica == replica
+        ]
+        *got, heartbeat = received(connection)
+        assert got == expected
+        assert isinstance(heartbeat, Heartbeat)
+        check = OrderCheck(replica)
+        for order in expected:
+            check.add(ORDERS.encode(order), order)
+        check.check(heartbeat)
+        assert heartbeat.passes == 1
+    [total] = [sample.value for sample in channel.statistics().samples if sample.name == "orders_total"]
+    assert total == len(orders)
