@@ -19,6 +19,7 @@ MODEL = sharded_stub(us_per_token=20)  # 8 query heads, 2 KV heads: with 4 shard
 SLOW = sharded_stub(us_per_token=2000)
 FLAGS = ("--chunk-tokens", "64", "--kv-pages", "512", "--max-model-len", "2048", "--threads", "1")
 TOKENS = 8
+FULL = pytest.mark.full
 LENGTHS = (1, 17, 64, 300)
 
 
@@ -32,7 +33,9 @@ def body(prompt: tuple[int, ...]) -> dict[str, Any]:
     return {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
 
 
-@pytest.mark.parametrize(("pp", "tp"), [("1", "2"), ("2", "2"), pytest.param("1", "4", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("pp", "tp"), [pytest.param("1", "2", marks=FULL), ("2", "2"), pytest.param("1", "4", marks=FULL)]
+)
 def test_texts_are_those_of_one_rank(pp: str, tp: str) -> None:
     with serving("--role", "colocated", "--pp", pp, "--tp", tp, *MODEL.flags, *FLAGS) as server:
         MODEL.check(server, LENGTHS[:1], TOKENS)
@@ -45,10 +48,10 @@ def test_texts_are_those_of_one_rank(pp: str, tp: str) -> None:
     ("prefill", "decode"),
     [
         (("--tp", "4"), ("--tp", "2")),
-        (("--pp", "2"), ("--tp", "4")),
-        pytest.param(("--pp", "2", "--tp", "2"), (), marks=pytest.mark.full),
-        pytest.param(("--tp", "4"), ("--tp", "4"), marks=pytest.mark.full),
-        pytest.param((), ("--pp", "2", "--tp", "2"), marks=pytest.mark.full),
+        pytest.param(("--pp", "2"), ("--tp", "4"), marks=FULL),
+        pytest.param(("--pp", "2", "--tp", "2"), (), marks=FULL),
+        pytest.param(("--tp", "4"), ("--tp", "4"), marks=FULL),
+        pytest.param((), ("--pp", "2", "--tp", "2"), marks=FULL),
     ],
     ids=lambda flags: "".join(flags) or "one rank",
 )
@@ -63,19 +66,20 @@ def test_prefill_at_one_degree_and_decode_at_another(prefill: tuple[str, ...], d
 @pytest.mark.parametrize(
     "struck",
     [
-        pytest.param((signal.SIGKILL, 0), id="killed, first shard"),
-        pytest.param((signal.SIGKILL, 3), id="killed, other shard of the last stage", marks=pytest.mark.full),
-        pytest.param((signal.SIGSTOP, 1), id="stopped, other shard"),
-        pytest.param((signal.SIGSTOP, 2), id="stopped, sampler", marks=pytest.mark.full),
+        pytest.param((signal.SIGKILL, 0, 1), id="killed, first shard"),
+        pytest.param((signal.SIGKILL, 3, 2), id="killed, other shard of the last stage", marks=FULL),
+        pytest.param((signal.SIGSTOP, 1, 2), id="stopped, other shard", marks=FULL),
+        pytest.param((signal.SIGSTOP, 0, 2), id="stopped, first shard", marks=FULL),
+        pytest.param((signal.SIGSTOP, 2, 2), id="stopped, sampler", marks=FULL),
     ],
 )
-def test_death_and_silence_of_a_rank(struck: tuple[int, int]) -> None:
+def test_death_and_silence_of_a_rank(struck: tuple[int, int, int]) -> None:
     """All in flight fail within seconds, naming the rank; all ranks come back by themselves, texts are right."""
-    number, rank = struck
+    number, rank, pp = struck
     story = SLOW.story()
     flags = (*SLOW.flags, *FLAGS, "--peer-timeout", "2")
     name = f"rank {rank} (stage {rank // 2}, replica 0, shard {rank % 2})"
-    with serving("--role", "colocated", "--pp", "2", "--tp", "2", *flags) as server:
+    with serving("--role", "colocated", "--pp", str(pp), "--tp", "2", *flags) as server:
         with ThreadPoolExecutor(3) as pool:
             load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(3)]
             wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
