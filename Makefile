@@ -10,6 +10,8 @@ OPENVINO := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO)/.ready
 NIXL := .venv-nixl
 NIXL_STAMP := $(NIXL)/.ready
+RAY := .venv-ray
+RAY_STAMP := $(RAY)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 
@@ -29,7 +31,7 @@ CPU ?=
 PYTEST := $(BIN)/python -m pytest $(if $(CPU),--cpu $(CPU))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test full wheel test-nixl test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full wheel test-nixl test-ray test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,7 +54,11 @@ wheel: venv ## Build the wheel and the source distribution into dist/.
 demo: venv ## Hand four prompts from a prefill server to a decode server, and compare the texts.
 	$(BIN)/headrace demo
 
-test: check ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
+# Tests start hundreds of processes, and each would compile the modules that it imports.
+compiled: venv
+	@$(BIN)/python -m compileall -q benchmarks core engine integrations scheduler server tests transfer
+
+test: check compiled ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
 ifeq ($(CPU),)
 	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' tests
@@ -79,12 +85,15 @@ test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between 
 bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
 	$(NIXL)/bin/python -m benchmarks.transfer
 
-# It sees what is in .venv, and has NIXL besides.
-$(NIXL_STAMP): requirements/nixl.txt $(STAMP)
-	$(BIN)/python -m venv $(NIXL)
-	$(NIXL)/bin/python -m pip install --no-deps -r requirements/nixl.txt
+test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, some of which are lost.
+	$(RAY)/bin/python -m pytest -m ray tests/cluster
+
+# They see what is in .venv, and have NIXL or Ray besides.
+$(NIXL_STAMP) $(RAY_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
+	$(BIN)/python -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --no-deps -r $<
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(NIXL)/bin/python -c "$$packages")/venv.pth
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$(.venv-$*/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
 $(ROUTERS_STAMP): requirements/routers.txt
@@ -121,4 +130,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(NIXL) $(ROUTERS) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)

@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, stage, check, keys, demo, simulate, bench."""
+"""The command `headrace`: serve, up, stage, check, keys, demo, simulate, bench."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from headrace.core.config import EngineConfig
 from headrace.core.types.errors import ConfigError
+from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
 from headrace.server.config.load import CPUINFO_VARIABLE, load
@@ -41,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2, with one line on stderr, for wrong flags, files or models."""
     try:
-        status = _run(_parse(sys.argv[1:] if arguments is None else arguments))
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        status = _up(given) if given[:1] == ["up"] else _run(_parse(given))
         sys.stdout.flush()
         return status
     except ConfigError as error:
@@ -51,9 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "headrace":  # a bug
             raise
-        print(
-            f"headrace: {missing} is not installed; the server needs: pip install 'headrace[server]'", file=sys.stderr
-        )
+        extra, needs = ("ray", "headrace up") if missing == "ray" else ("server", "the server")
+        print(f"headrace: {missing} is not installed; {needs} needs: pip install 'headrace[{extra}]'", file=sys.stderr)
         return MISTAKE
     except BrokenPipeError:  # `headrace check | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
@@ -95,6 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         known = {
             "serve": settings,
             "check": settings,
+            "up": settings,
             "stage": list(rank_info.FLAGS),
             "keys": ["name", "force"],
             "simulate": [*(setting.key for setting in simulate_options.REPLAYED), *simulate_options.OPTIONS],
@@ -114,6 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
         # The groups below list the flags; in the usage line they would fill a screen.
         usage = f"headrace {command} [--config FILE] [flags]"
         add_flags(commands.add_parser(command, help=text, description=text, usage=usage, allow_abbrev=False))
+    about = cluster_options.DESCRIPTION
+    usage = "headrace up --ray ADDRESS [--config FILE] [flags of headrace serve]"
+    up = commands.add_parser("up", help=about, description=about, usage=usage, allow_abbrev=False)
+    cluster_options.add_flags(up)
+    add_flags(up)
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     rank_info.add_flags(stage)
     curve_keys.add_flags(
@@ -137,6 +144,17 @@ def _serve(given: argparse.Namespace) -> int:
     from headrace.server.launch.serve import serve
 
     return serve(resolve(load(vars(given), os.environ)).config)
+
+
+def _up(arguments: list[str]) -> int:
+    """`headrace up`: its own flags, and those of the server that it starts."""
+    given = _parse(arguments)
+    options, serve_flags = cluster_options.split(arguments[1:])
+    from headrace.server.cluster import up  # needs ray
+    from headrace.server.config.resolve import resolve
+
+    config = resolve(load(vars(given) | {"stages": "external"}, os.environ)).config
+    return up.main(options, config, serve_flags, os.environ)
 
 
 def _check(given: argparse.Namespace) -> int:

@@ -41,14 +41,14 @@ class TorchCollectives:
         """See Collectives."""
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with breakable():
-            work = dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group, async_op=True)
+            work = dist.all_gather_single(gathered, x.contiguous(), group=self._group, async_op=True)
         return _Started(_work(work), gathered, x)
 
     def reduce_scatter(self, x: Tensor) -> _Started:
         """See Collectives."""
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         with breakable():
-            work = dist.reduce_scatter_tensor(part, x.contiguous(), group=self._group, async_op=True)
+            work = dist.reduce_scatter_single(part, x.contiguous(), group=self._group, async_op=True)
         return _Started(_work(work), part, x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> _Started:

@@ -1,7 +1,7 @@
 """Measures what forward passes take on a running server: prompts of many lengths while it records a trace of itself.
 
 POST /v1/prefill ×n, one at a time ─┐
-GET /debug/trace ───────────────────┴─► per stage and pass: rows, seconds ─► least squares ─► a, b, c
+GET /debug/trace ───────────────────┴─► per stage and pass: rows, seconds ─► least squares ─► a, b, c + pause
                                         per request: seconds outside its passes ─► latency
 """
 
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ RECORD_S = 20.0
 SHORTEST = 16  # tokens of a prompt
 LONGEST_S = 3.0  # of one prompt: longer ones are not tried
 LEAST_PASSES = 10
+LONGEST_PAUSE_S = 0.005  # between passes of which the later one was ordered in time
 OUTLIER = 4.0  # times the median error
 LEAST_OUTLIER = 0.02  # relative error that is none
 TOKEN_IDS = 200  # every model has as many
@@ -48,8 +50,10 @@ class StagePass(msgspec.Struct, frozen=True):
 
     stage: int
     plan: int
+    taken_s: float
+    """When the stage turned to it, since the recording began."""
     started_s: float
-    """Since the recording began, without waiting for hidden states."""
+    """When it had the hidden states of the stage before."""
     ended_s: float
     rows: tuple[tuple[str, int, int], ...]
     """Request id, start and count of every row."""
@@ -82,16 +86,18 @@ def stage_passes(trace: Mapping[str, Any]) -> list[StagePass]:
     """The finished passes of a recording (server/telemetry/trace_report.py), in the order of stages and plans."""
     spans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for event in trace["traceEvents"]:
-        if event["ph"] == "X" and event.get("cat") == "plan" and event["name"] != "wait":
+        if event["ph"] == "X" and event.get("cat") == "plan":
             spans.setdefault((event["pid"], event["args"]["plan"]), []).append(event)
     first = min((pid for pid, _ in spans), default=0)
     found = []
-    for (pid, plan), steps in sorted(spans.items()):
+    for (pid, plan), events in sorted(spans.items()):
+        steps = [event for event in events if event["name"] != "wait"]
         if len(steps) < 2 or any(step["args"].get("unfinished") for step in steps):
             continue
         rows = tuple((row["rid"], row["start"], row["count"]) for row in steps[0]["args"]["requests"])
-        started, ended = min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
-        found.append(StagePass(pid - first, plan, started / 1e6, ended / 1e6, rows))
+        taken, started = min(event["ts"] for event in events), min(step["ts"] for step in steps)
+        ended = max(step["ts"] + step["dur"] for step in steps)
+        found.append(StagePass(pid - first, plan, taken / 1e6, started / 1e6, ended / 1e6, rows))
     return found
 
 
@@ -103,11 +109,11 @@ def evaluate(
     stages = sorted({each.stage for each in passes})
     costs, errors = [], []
     for stage in stages:
-        terms = [each.terms for each in passes if each.stage == stage]
-        if len(terms) < LEAST_PASSES:
-            raise ConfigError(f"--calibrate: stage {stage} of {address} recorded {len(terms)} passes only")
-        cost, off = _fit(terms)
-        costs.append(cost)
+        own = [each for each in passes if each.stage == stage]
+        if len(own) < LEAST_PASSES:
+            raise ConfigError(f"--calibrate: stage {stage} of {address} recorded {len(own)} passes only")
+        (a, b, c), off = _fit([each.terms for each in own])
+        costs.append((a, b, c + _pause(own)))
         errors += off
     if not stages:
         raise ConfigError(f"--calibrate: {address} recorded no forward pass")
@@ -117,6 +123,14 @@ def evaluate(
         f"{ordered[len(ordered) * 9 // 10]:.1%} in the worst tenth"
     )
     return Calibration(tuple(costs), kv_tokens, _latency(passes, client_s), text)
+
+
+def _pause(passes: Sequence[StagePass]) -> float:
+    """Mean seconds from the end of a pass to the next one that is there already. It is short, but under load a server
+    falls behind by as much in every pass."""
+    pauses = [after.taken_s - before.ended_s for before, after in pairwise(passes)]
+    short = [pause for pause in pauses if 0 <= pause < LONGEST_PAUSE_S]
+    return statistics.fmean(short) if short else 0.0
 
 
 def _fit(terms: Sequence[tuple[float, float, float]]) -> tuple[Cost, list[float]]:

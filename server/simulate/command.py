@@ -13,6 +13,7 @@ from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import split_evenly
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Replay, ReplaySettings
+from headrace.scheduler.simulation.replay.replica import HostTier
 from headrace.scheduler.simulation.replay.routing import ROUTERS
 from headrace.scheduler.simulation.replay.workload import TraceRequest
 from headrace.server.simulate import options, plot
@@ -46,11 +47,13 @@ class _Engine(msgspec.Struct, frozen=True):
         return self.costs if len(self.costs) == count else split_evenly(self.total, count)
 
 
-class _Clients(msgspec.Struct, frozen=True):
-    """What clients and decode peers do."""
+class _Around(msgspec.Struct, frozen=True):
+    """What clients and decode peers do, and host memory."""
 
     fetch_rate: float | None
     """Tokens a second whose KV is fetched from each server; None: at once."""
+    host_rate: float | None
+    """Tokens a second whose KV is copied to and from each host tier; None: at once."""
     retries: int
     send_objective: bool
 
@@ -60,6 +63,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     values = vars(given)
     objective = options.parse_choice("--objective", given.objective, OBJECTIVES)
     fetch_rate = options.parse_rate("--fetch-rate", given.fetch_rate)
+    host_rate = options.parse_rate("--host-rate", given.host_rate)
     limit = options.parse_whole("--limit", given.limit)
     retries = options.parse_whole("--retries", given.retries) or 0
     json_file = options.check_output("--json", given.json)
@@ -75,9 +79,9 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     progress = Progress(sys.stderr, len(asked), len(requests))
     rows = []
     work_s = _work(requests, asked[0], engine)
-    clients = _Clients(fetch_rate, retries, given.send_objective)
+    around = _Around(fetch_rate, host_rate, retries, given.send_objective)
     for point in asked:
-        rows.append(_replay(point, requests, engine, work_s, clients, objective, progress))
+        rows.append(_replay(point, requests, engine, work_s, around, objective, progress))
     progress.close()
     report = Report(
         trace=Path(given.trace).name,
@@ -142,7 +146,7 @@ def _replay(
     requests: Sequence[TraceRequest],
     engine: _Engine,
     work_s: float,
-    clients: _Clients,
+    around: _Around,
     objective: str,
     progress: Progress,
 ) -> Row:
@@ -157,9 +161,10 @@ def _replay(
         replicas=point.replicas,
         router=ROUTERS[point.router],
         time_scale=scale,
-        fetch_tokens_s=clients.fetch_rate,
-        retries=clients.retries,
-        objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if clients.send_objective else None,
+        fetch_tokens_s=around.fetch_rate,
+        host=HostTier(point.host_pages, around.host_rate),
+        retries=around.retries,
+        objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if around.send_objective else None,
         latency_s=engine.latency_s,
     )
     progress.begin()
@@ -172,6 +177,7 @@ def _replay(
         policy=point.scheduler.policy,
         chunk_tokens=point.scheduler.chunk_tokens,
         kv_pages=point.scheduler.kv_pages,
+        host_pages=point.host_pages,
         page_size=point.scheduler.page_size,
         plans=result.plans,
         summary=summarise(result, OBJECTIVES[objective], engine.total),

@@ -43,8 +43,9 @@ class Preset(msgspec.Struct, frozen=True):
 PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512)}
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
+HOST_PAGES = "host-pages"
 _EXCLUDED = ("stage-timeout", "start-timeout")
-_KEYS = ("page-size", "kv-pages")
+_KEYS = ("page-size", "kv-pages", HOST_PAGES)
 REPLAYED = tuple(
     setting
     for setting in SETTINGS
@@ -67,6 +68,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     """Without the costs' pool: kv_pages is 0 where it was not given."""
 
+    host_pages: int
+    """Of each server's host tier."""
+
     replicas: int
     router: str
     load: float | None
@@ -88,6 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens a second whose KV decode peers fetch from each server (default: all at once)",
     )
+    ours.add_argument("--host-rate", metavar="TOKENS", help=_HOST_RATE_HELP)
     ours.add_argument("--objective", metavar="{" + ",".join(OBJECTIVES) + "}", default="prop", help=_OBJECTIVE_HELP)
     ours.add_argument(
         "--send-objective", action="store_true", help="every request asks for its objective, as by slo_ttft_ms"
@@ -126,6 +131,9 @@ _LOAD_HELP = (
     "scale time so that so many engine seconds of work come a second: 0.8 keeps one server 80%% busy, 1.6 two "
     "(default: as in the trace)"
 )
+_HOST_RATE_HELP = (
+    "tokens a second whose KV is copied to the host tier, and as many from it, see --host-pages (default: all at once)"
+)
 _ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
@@ -145,6 +153,7 @@ OPTIONS = (
     "replicas",
     "router",
     "fetch-rate",
+    "host-rate",
     "objective",
     "send-objective",
     "retries",
@@ -182,11 +191,12 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt:
     swept = [key for key, values in lists.items() if len(values) > 1]
     found = []
     for chosen in _combinations(lists):
-        changed = {BY_KEY[key].field: chosen[key] for key in settings}
+        changed = {BY_KEY[key].field: chosen[key] for key in settings if key != HOST_PAGES}
         found.append(
             Point(
                 swept={key: chosen[key] for key in swept if key != "load"},
                 scheduler=msgspec.structs.replace(fixed, **changed),
+                host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
                 replicas=chosen["replicas"],
                 router=chosen["router"],
                 load=chosen["load"],

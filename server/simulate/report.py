@@ -24,6 +24,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     chunk_tokens: int
     kv_pages: int
+    host_pages: int
     page_size: int
     plans: int
     """Forward passes of all replicas."""

@@ -11,6 +11,7 @@ from headrace.core.config import STAGE_KEY_VARIABLE, TransferConfig
 from headrace.core.types.addresses import host_port
 from headrace.core.types.errors import ConfigError
 
+LAUNCHER_VARIABLE, RAY = "HEADRACE_LAUNCHER", "ray"  # set for the processes that `headrace up` starts
 MASTER_PORT = 29500  # default of torchrun
 JOIN_TIMEOUT_S = 600.0
 
@@ -75,8 +76,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT of the torch.distributed store."""
     rendezvous_hosted: bool = False
     """Whether torchrun's agent hosts the store; else rank 0 does."""
-    under_torchrun: bool = False
-    """Whether the parent process is torchrun's agent, with which this process has to end."""
+    under_launcher: bool = False
+    """Whether the parent process is torchrun's agent or a worker of Ray's, with which this process has to end."""
 
 
 def read_rank_info(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RankInfo:
@@ -106,7 +107,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             "local_world_size": _number(environ, "LOCAL_WORLD_SIZE", 1),
             "rendezvous": _master(environ, "MASTER_ADDR"),
             "rendezvous_hosted": environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            "under_torchrun": "TORCHELASTIC_RUN_ID" in environ,
+            "under_launcher": "TORCHELASTIC_RUN_ID" in environ or environ.get(LAUNCHER_VARIABLE) == RAY,
         }
     if "LWS_WORKER_INDEX" in environ:  # one rank per pod; rank 0 is in the leader's
         return {

@@ -38,7 +38,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     info = read_rank_info(vars(given), environ)
     endpoint = _endpoint(given.scheduler)
     cpuinfo = find_cpuinfo(environ)
-    if info.under_torchrun:
+    if info.under_launcher:
         die_with_parent(os.getppid())
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save

@@ -17,6 +17,7 @@ FILES = ("requirements/server.txt", "requirements/dev.txt")
 PEERS = (
     "requirements/nixl.txt",
     "requirements/openvino.txt",
+    "requirements/ray.txt",
     "requirements/routers.txt",
     "requirements/vllm.txt",
 )  # for environments of their own
@@ -81,8 +82,8 @@ def test_other_programs_are_pinned(name: str) -> None:
 
 
 def test_installed_versions_are_the_pinned_ones() -> None:
-    """Else the tests would be about another program than the one that the files describe. torch may vary: 2.11 is
-    supported too."""
+    """Else the tests would be about another program than the one that the files describe. torch may be another build
+    of it."""
     for package, pinned in pins("requirements/server.txt").items():
         if package not in ("torch", "setuptools"):
             assert version(package) == pinned, package

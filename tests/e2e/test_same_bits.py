@@ -40,8 +40,7 @@ def test_chunks_batches_cached_prefixes_stages_and_handoff_change_no_bit(dtype: 
         assert server.total("headrace_cached_tokens_total") > 0, "prompts begin with each other"
         assert one_by_one(server) == expected, "from the prefix cache"
         assert at_once(server) == expected
-    with serving("--role", "colocated", "--chunk-tokens", "512", "--no-prefix-cache", "--pp", "2", *flags) as server:
-        assert at_once(server) == expected, "two stages, other chunks, no cache"
+    prefill_flags = (*flags, "--chunk-tokens", "256", "--no-prefix-cache", "--pp", "2")
     decode_flags = (*flags, "--page-size", "32", "--chunk-tokens", "128")
-    with pair((*flags, "--chunk-tokens", "256"), decode_flags) as (_, decode):
-        assert at_once(decode) == expected, "handed over into pages of another size"
+    with pair(prefill_flags, decode_flags) as (_, decode):
+        assert at_once(decode) == expected, "by two stages, in other chunks, handed over into pages of another size"

@@ -42,7 +42,7 @@ def test_pages_come_back_from_the_host_tier_with_equal_text(stages: int) -> None
         assert server.total("headrace_kv_tier_hit_tokens_total") > 1000
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Path) -> None:
     flags = (*FLAGS, "--pp", str(stages), "--disk-path", str(tmp_path / "kv"), "--disk-admission-turn", "0")
     with serving(*flags) as server:
@@ -58,8 +58,11 @@ def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("model", "flags"),
-    [("stub", STUB), ("stub", (*STUB, "--pp", "2")), ("smollm2", ("--threads", "1"))],
-    ids=["stub", "stub-pp2", "smollm2"],
+    [
+        pytest.param("stub", STUB, id="stub"),
+        pytest.param("stub", (*STUB, "--pp", "2"), id="stub-pp2"),
+        pytest.param("smollm2", ("--threads", "1"), id="smollm2", marks=pytest.mark.full),
+    ],
 )
 def test_a_restarted_pair_finds_its_prefixes_on_disk(model: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """The decode server starts again too, so that nothing comes from its own prefix cache."""

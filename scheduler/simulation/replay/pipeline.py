@@ -2,17 +2,19 @@
 
     Forward ─► stage 0 ├─ f ─┤─► stage 1 ├─ f ─┤─► PlanDone        a stage computes one pass at a time, in order
     SendChunk          the peers fetch it when it is computed, at once or at a set rate ─► ChunkAcked
+    StorePages, LoadPages   the host tier copies them (host_tier.py)
 
 A pass's times follow when it is ordered, as nothing that is ordered later can delay it.
 """
 
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.orders import Forward, Order, SendChunk
+from headrace.core.messages.orders import Forward, LoadPages, Order, SendChunk, StorePages
 from headrace.core.messages.stage_events import AnyStageEvent, ChunkAcked, PlanDone, SampledToken, StageReady
 from headrace.core.types.geometry import Geometry
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import pass_seconds
+from headrace.scheduler.simulation.replay.host_tier import TimedHostTier
 from headrace.scheduler.simulation.replay.workload import VOCABULARY
 from headrace.scheduler.simulation.world import World
 
@@ -27,6 +29,7 @@ class TimedPipeline:
         world: World,
         costs: Sequence[Cost],
         fetch_tokens_s: float | None,
+        host: TimedHostTier,
         report: Callable[[AnyStageEvent], None],
     ) -> None:
         """costs: of each stage. fetch_tokens_s: tokens a second whose KV leaves each stage; None: at once. report:
@@ -34,6 +37,7 @@ class TimedPipeline:
         self._world = world
         self._costs = costs
         self._fetch_tokens_s = fetch_tokens_s
+        self._host = host
         self._report = report
         self._free_at = [0.0] * len(costs)
         self._link_free_at = 0.0
@@ -44,7 +48,7 @@ class TimedPipeline:
         self.plans = 0
         """Forward passes ordered."""
 
-    def start(self, pages: int, page_size: int) -> None:
+    def start(self, pages: int, page_size: int, host_pages: int) -> None:
         """Report every stage as ready."""
         geometry = Geometry("float32", 1, 1, 1, page_size)
         for stage, cost in enumerate(self._costs):
@@ -55,6 +59,7 @@ class TimedPipeline:
                     fingerprint="modelled",
                     data_port=1,
                     kv_pages=pages,
+                    host_pages=host_pages,
                     vocab_size=VOCABULARY,
                     cost=cost,
                 )
@@ -67,6 +72,10 @@ class TimedPipeline:
                 self._forward(order)
             case SendChunk():
                 self._send(order)
+            case StorePages():
+                self._host.store(order, self._free_at[-1])
+            case LoadPages():
+                self._host.load(order)
             case _:
                 pass
 

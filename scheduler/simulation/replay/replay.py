@@ -10,7 +10,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
 from headrace.scheduler.costs.chunking import Cost
-from headrace.scheduler.simulation.replay.replica import Replica
+from headrace.scheduler.simulation.replay.replica import HostTier, Replica
 from headrace.scheduler.simulation.replay.routing import Router, RouterFactory
 from headrace.scheduler.simulation.replay.workload import TraceRequest, prompt
 from headrace.scheduler.simulation.world import World
@@ -35,6 +35,8 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     fetch_tokens_s: float | None = None
     """Tokens a second whose KV decode peers fetch from each replica; None: at once."""
+
+    host: HostTier = HostTier()
 
     retries: int = 0
     """How often a client that is refused with 429 comes again, after the seconds that Retry-After says."""
@@ -108,6 +110,7 @@ class Replay:
                 scheduler,
                 settings.costs,
                 settings.fetch_tokens_s,
+                settings.host,
                 self._first_token,
                 self._ended,
                 partial(self._cached, number),

@@ -1,6 +1,7 @@
 """One replica of a replay: a real Scheduler on modelled stages, its clients and its decode peer."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
@@ -23,12 +24,23 @@ from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.replay.costs import row_seconds, slowest
+from headrace.scheduler.simulation.replay.host_tier import TimedHostTier
 from headrace.scheduler.simulation.replay.pipeline import TimedPipeline
 from headrace.scheduler.simulation.world import World
 
 PEER = "peer"
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
 HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
+
+
+class HostTier(NamedTuple):
+    """Host tier of each replica."""
+
+    pages: int = 0
+    """0: none."""
+
+    tokens_s: float | None = None
+    """Tokens a second whose KV is copied to it and from it; None: at once."""
 
 
 class Replica:
@@ -44,6 +56,7 @@ class Replica:
         config: SchedulerConfig,
         costs: Sequence[Cost],
         fetch_tokens_s: float | None,
+        host: HostTier,
         first_token: Callable[[str], None],
         ended: Callable[[str, int, ErrorInfo | None], None],
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
@@ -59,8 +72,9 @@ class Replica:
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
-        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, self._driver.handle)
-        self.pipeline.start(config.kv_pages, config.page_size)
+        copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
+        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle)
+        self.pipeline.start(config.kv_pages, config.page_size, host.pages)
         if self._hands_over:
             pools = (Geometry("float32", 1, 1, 1, config.page_size),)
             self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 30))

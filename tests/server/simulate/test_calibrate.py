@@ -13,8 +13,12 @@ COST = (2e-8, 1e-4, 0.005)
 LATENCY_S = 0.004
 
 
-def recorded(prompts: int, stages: int = 1, chunk: int = 512) -> tuple[dict[str, Any], dict[str, float]]:
-    """A trace in the form of GET /debug/trace, and what each prompt took its client: one after the other."""
+def recorded(
+    prompts: int, stages: int = 1, chunk: int = 512, pause_s: float = 0.0
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """A trace in the form of GET /debug/trace, and what each prompt took its client: one after the other.
+
+    pause_s: between passes."""
     draw = random.Random(1)
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "stage 0"}}
@@ -33,7 +37,7 @@ def recorded(prompts: int, stages: int = 1, chunk: int = 512) -> tuple[dict[str,
                     event = {"name": name, "ph": "X", "cat": "plan", "pid": 2 + stage, "tid": 1, "args": args}
                     events.append(event | {"ts": 1e6 * now, "dur": 1e6 * step})
                     now += step if name != "wait" else 0.0
-            start += count
+            start, now = start + count, now + pause_s
         clients[f"r{number}"] = now - began + LATENCY_S
     return {"traceEvents": events}, clients
 
@@ -64,6 +68,12 @@ def test_a_pass_that_was_held_up_does_not_count() -> None:
     for event in computed[5::25]:
         event["dur"] *= 3
     assert evaluate("http://x", stage_passes(trace), clients, 1).costs[0] == pytest.approx(COST, rel=0.01)
+
+
+def test_pauses_between_passes_are_part_of_what_they_take() -> None:
+    trace, clients = recorded(20, pause_s=0.0004)
+    a, b, c = evaluate("http://x", stage_passes(trace), clients, 1).costs[0]
+    assert (a, b, c) == pytest.approx((COST[0], COST[1], COST[2] + 0.0004), rel=1e-6)
 
 
 def test_too_few_passes_are_said() -> None:

@@ -137,6 +137,7 @@ MISTAKES = [
     (["--replicas", "4..2"], "--replicas: the range 4..2 is empty"),
     (["--router", "nearest"], "--router: expected one of score, prefix-affinity, least-loaded, got 'nearest'"),
     (["--limit", "none"], "--limit: expected a whole number, at least 1, got 'none'"),
+    (["--host-rate", "0"], "--host-rate: expected a number above 0, got '0'"),
     (["--fetch-rate", "-3"], "--fetch-rate: expected a number above 0, got '-3'"),
     (["--objective", "mine"], "--objective: expected one of prop, class, flat, got 'mine'"),
     (["--cost", "1,2"], "--cost: expected three numbers of seconds such as 3.3e-10,35.7e-6,8e-3, got '1,2'"),

@@ -16,6 +16,7 @@ from headrace.scheduler.routing.score import Candidate
 from headrace.scheduler.simulation.replay.costs import split_evenly
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
+from headrace.scheduler.simulation.replay.replica import HostTier
 from headrace.scheduler.simulation.replay.routing import (
     ROUTERS,
     LeastLoaded,
@@ -40,6 +41,7 @@ def replay(
     router: RouterFactory = ScoreRouter,
     replicas: int = 1,
     fetch: float | None = None,
+    host: HostTier | None = None,
     latency: float = 0.0,
     scale: float = 1.0,
     retries: int = 0,
@@ -57,6 +59,7 @@ def replay(
             replicas=replicas,
             router=router,
             fetch_tokens_s=fetch,
+            host=host or HostTier(),
             latency_s=latency,
             time_scale=scale,
             retries=retries,
@@ -125,6 +128,18 @@ def test_peers_that_fetch_slowly_hold_pages_and_so_the_next_prompt() -> None:
     assert at_once == [0.148, 0.295]
     assert slow[0] == 0.148
     assert slow[1] == pytest.approx(0.074 + 1.28 + 0.148 - 0.001)
+
+
+def test_pages_that_left_the_pool_come_back_from_the_host_tier_at_its_rate() -> None:
+    """The pool holds two prompts. The last one is the first again: all but its last page is loaded, if it is there."""
+    requests = [request(number, 128, text) for number, text in enumerate((1, 2, 3, 4, 1))]
+    tiers = None, HostTier(64), HostTier(64, tokens_s=7000.0)
+    alone, at_once, slow = (replay(requests, kv_pages=16, host=tier) for tier in tiers)
+    assert times(alone) == [0.148] * 5
+    assert times(at_once) == [0.148] * 4 + [0.026]
+    copied = 112 / 7000  # pages are not given to another prompt before they are stored, nor used before they are loaded
+    assert times(slow) == pytest.approx([0.148, 0.148, 0.148 + copied, 0.148 + copied, 0.026 + 2 * copied])
+    assert [outcome.cached_tokens for outcome in slow.outcomes] == [0, 0, 0, 0, 112]
 
 
 def test_equal_settings_give_equal_results() -> None:

@@ -1,0 +1,1 @@
+"""Ranks on a cluster that others manage: `headrace up` places them, watches them and replaces them."""

@@ -1,0 +1,134 @@
+"""`headrace up --ray ADDRESS`: a server on this machine, its ranks on a Ray cluster.
+
+    this machine                            Ray cluster (a placement group, a bundle for each rank)
+    ┌───────────────────────────┐           ┌──────────────┐  ┌──────────────┐
+    │ headrace serve            │◄──orders──┤ rank 0       │──│ rank 1       │ …   headrace stage
+    │   --stages external       │           │              │  │              │
+    │ headrace up ──────────────┼─run, stop─► Ray worker   │  │ Ray worker   │
+    └───────────────────────────┘           └──────────────┘  └──────────────┘
+
+A rank that ends takes its group along, as everywhere; all ranks are then started again, those of a lost node on another
+one. Ray places and watches; the ranks talk to the server and to each other as without it.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+
+from headrace.core.config import STAGE_KEY_VARIABLE, Config
+from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.process import module_command
+from headrace.core.types.addresses import host_port
+from headrace.server.cluster.options import UpOptions
+from headrace.server.cluster.ray_ranks import RayRanks
+from headrace.server.launch.free_port import free_port
+from headrace.server.stage_group.rank_info import LAUNCHER_VARIABLE, RAY
+
+log = logging.getLogger(__name__)
+
+MISTAKE = 2  # exit status of a rank that cannot run with its configuration
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before ranks are started again
+STEADY_S = 60.0  # ranks that have run for so long did not fail at their start
+GROUP_END_S = 30.0  # for the other ranks, once one has ended
+
+
+def main(options: UpOptions, config: Config, serve_flags: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a server until a signal. serve_flags: those of `headrace serve`, from which config is. Returns the server's
+    exit status. Raises ConfigError for a cluster that cannot be reached or has no room."""
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s up: %(message)s")
+    ranks = RayRanks(options, config.scheduler.stages)
+    try:
+        return asyncio.run(_Up(ranks, config, serve_flags, environ).run())
+    finally:
+        ranks.close()
+
+
+class _Up:
+    """One server and the ranks that it has on the cluster."""
+
+    def __init__(self, ranks: RayRanks, config: Config, serve_flags: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._ranks = ranks
+        self._count = config.scheduler.stages
+        self._serve_flags = serve_flags
+        self._host = config.group.host if "--stage-host" in " ".join(serve_flags) else ranks.own_address
+        self._port = config.group.port or free_port()
+        key = config.group.key or secrets.token_urlsafe(32)
+        self._environment = {**environ, STAGE_KEY_VARIABLE: key}
+        self._rank_environment = {STAGE_KEY_VARIABLE: key, LAUNCHER_VARIABLE: RAY}
+        self._server: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        log.info("placing %d ranks on the cluster", self._count)
+        await self._ranks.place()
+        self._server = await asyncio.create_subprocess_exec(
+            *module_command("headrace.server.cli", "serve", *self._serve_flags),
+            "--stages", "external", "--stage-host", self._host, "--stage-port", str(self._port),
+            env=self._environment, start_new_session=True,
+        )  # fmt: skip
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        serving = asyncio.create_task(self._server.wait())
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():  # the ranks cannot run, or the cluster has no room for them any more
+                self._server.terminate()
+            status = await serving
+            return watching.result() if watching.done() else status
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._ranks.stop()
+
+    async def _watch(self) -> int:
+        """Run the ranks, and start them again when they end. Returns the exit status of ranks that cannot run."""
+        backoff, loop = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            statuses = await self._run_once()
+            if MISTAKE in statuses:
+                log.error("a rank cannot run with this configuration, see above")
+                return MISTAKE
+            if loop.time() - started > STEADY_S:
+                backoff.reset()
+            pause_s = backoff.next_delay()
+            log.error("the ranks have ended (exit statuses %s); starting them again in %g s", statuses, pause_s)
+            await asyncio.sleep(pause_s)
+            await self._ranks.place()
+
+    async def _run_once(self) -> list[int]:
+        """Run every rank until all have ended. Returns their exit statuses."""
+        nodes = self._ranks.nodes()
+        log.info("ranks on %s", ", ".join(nodes))
+        master = host_port(nodes[0], await self._ranks.free_port(0))
+        running = [
+            asyncio.create_task(self._ranks.run(rank, self._arguments(node, master), self._variables(rank, nodes)))
+            for rank, node in enumerate(nodes)
+        ]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(running, timeout=GROUP_END_S)
+        await self._ranks.stop()
+        return list(await asyncio.gather(*running))
+
+    def _arguments(self, node: str, master: str) -> list[str]:
+        scheduler = f"tcp://{host_port(self._host, self._port)}"
+        return ["--scheduler", scheduler, "--master", master, "--transfer-host", node]
+
+    def _variables(self, rank: int, nodes: Sequence[str]) -> dict[str, str]:
+        """Rank and size of the group, as torchrun sets them. Ray shows each worker its own GPUs only, as device 0."""
+        same = [each for each, node in enumerate(nodes) if node == nodes[rank]]
+        return {
+            **self._rank_environment,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._count),
+            "LOCAL_WORLD_SIZE": str(len(same)),
+        }
+
+    def _signalled(self) -> None:
+        """The first signal has the server finish its open requests, the second ends it at once."""
+        assert self._server is not None, "handlers are set after it has started"
+        if self._server.returncode is None:
+            self._server.send_signal(signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""Tests of ranks on a cluster."""
