@@ -180,8 +180,7 @@ def _make_runner(config: StageConfig, memory: KvMemory, tp: Collectives) -> Runn
     stage = config.layout.place(config.rank).stage
     layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
     make: Callable[..., Runner] = StubRunner if is_stub(config.model.model) else ModelRunner
-    sharded = {"tp": tp} if tp.size > 1 else {}
-    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate, **sharded)
+    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate, tp=tp)
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
     runner.warm_up()
     return runner
