@@ -8,6 +8,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from headrace.core.types.layout import Layout
+
 T = TypeVar("T")
 Outcome = Literal["acknowledged", "refused", "open"]
 
@@ -103,7 +105,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     """Prompt tokens that no plan has yet."""
 
 
-class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The recording of the scheduler."""
 
     started: float
@@ -117,8 +119,8 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     loads: tuple[LoadSample, ...]
     dropped: int
     """Entries beyond the buffer's limit."""
-    replicas: int = 1
-    """Data-parallel replicas: the rank before a rank in its pipeline is as many numbers below."""
+    layout: Layout = Layout()
+    """Of the ranks, for their names."""
 
 
 class Buffer(Generic[T]):

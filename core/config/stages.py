@@ -34,22 +34,18 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a stage process is told when it starts."""
+    """Everything the process of one rank is told when it starts."""
 
-    stage: int
-    """Pipeline position, from 0."""
+    rank: int
+    """Of this process in the layout."""
     endpoint: str
     """The scheduler's order socket."""
     model: ModelConfig
     engine: EngineConfig
     transfer: TransferConfig
     log_level: str = "info"
-    stages: int = 1
-    """Pipeline stages in the group."""
-    replica: int = 0
-    """Data-parallel replica, from 0."""
-    replicas: int = 1
-    """Data-parallel replicas of the server."""
+    layout: Layout = Layout()
+    """The ranks of the group."""
     epoch: int = 0
     """Counts the starts of the group, so that messages of an earlier group are not taken for those of this one."""
     session: str = ""
@@ -57,7 +53,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""
     """HOST:PORT of the torch.distributed store."""
     rendezvous_hosted: bool = False
-    """Whether torchrun's agent hosts the store; else stage 0 does."""
+    """Whether torchrun's agent hosts the store; else rank 0 does."""
     stage_timeout_s: float = 120.0
     """Longest wait for another stage, in seconds."""
     measure_tokens: int = 0
@@ -66,16 +62,21 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of the server."""
 
     @property
-    def layout(self) -> Layout:
-        """All ranks of the server."""
-        return Layout(pp=self.stages, dp=self.replicas)
-
-    @property
-    def rank(self) -> int:
-        """The number of the process among all ranks: what its messages call its stage."""
-        return self.layout.rank(self.stage, self.replica)
-
-    @property
     def name(self) -> str:
-        """The process in words, for messages."""
+        """This rank in messages."""
         return self.layout.name(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline position, from 0."""
+        return self.layout.place(self.rank).stage
+
+    @property
+    def replica(self) -> int:
+        """Its data-parallel replica, from 0."""
+        return self.layout.place(self.rank).replica
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.layout.pp

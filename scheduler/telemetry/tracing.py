@@ -40,7 +40,7 @@ class Tracing:
             state.out.add(StopRecording(seq=state.out.next_seq(), trace=event.trace))
         requests = [(request, state.peer_of(request)) for request in state.requests]
         stages = len(state.engine.stages) if state.engine.ready else 0
-        state.out.add(Traced(trace=event.trace, scheduler=trace.close(now, requests, stages, state.config.dp)))
+        state.out.add(Traced(trace=event.trace, scheduler=trace.close(now, requests, state.config.layout, stages)))
 
     def recorded(self, event: RecordingStopped) -> None:
         """Pass a stage's recording on to the front end."""

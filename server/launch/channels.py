@@ -137,25 +137,22 @@ class StageChannel:
 
     Args:
         router: connections by routing id.
-        stages: number of ranks.
+        layout: of the ranks.
         heartbeat_s, silence_s: interval of heartbeats, and silence after which a stage has failed, in seconds.
         join_endpoint: admits external stages; None for stages that this server starts.
-        layout: of the ranks; None: each is a pipeline stage.
     """
 
     def __init__(
         self,
         router: Router,
-        stages: int,
+        layout: Layout,
         *,
         heartbeat_s: float,
         silence_s: float,
         join_endpoint: JoinEndpoint | None = None,
-        layout: Layout | None = None,
     ) -> None:
         self._router = router
-        self._stages = stages
-        self._layout = layout or Layout(pp=stages)
+        self._layout = layout
         self._join_endpoint = join_endpoint
         self._epoch = 0
         self._group_begun = False
@@ -237,7 +234,11 @@ class StageChannel:
 
     def all_ready(self) -> tuple[StageReady, ...]:
         """Every stage's StageReady, in order of their ranks; empty until all stages are ready."""
-        return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
+        return (
+            tuple(self._ready[stage] for stage in sorted(self._ready))
+            if len(self._ready) == len(self._layout.ranks)
+            else ()
+        )
 
     def statistics(self) -> Stats:
         """The stages' counters as of their latest heartbeats, the orders sent to each, and the connections."""
@@ -250,7 +251,7 @@ class StageChannel:
         if self._join_endpoint is None:
             return ()
         self._begin_group(self._epoch)
-        return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
+        return self._join_endpoint.end_group(f"{self._layout.name(down.stage)} failed: {down.message}")
 
     def close(self) -> None:
         """Close all connections."""

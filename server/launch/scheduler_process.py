@@ -141,11 +141,10 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
         join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
     return StageChannel(
         router,
-        len(config.scheduler.layout.ranks),
+        config.scheduler.layout,
         heartbeat_s=silence_s / 3,
         silence_s=silence_s,
         join_endpoint=join_endpoint,
-        layout=config.scheduler.layout,
     )
 
 

@@ -185,15 +185,14 @@ def _child(config: Config, endpoint: str, rendezvous: Sequence[str], rank: int, 
 
 
 def _stage(config: Config, endpoint: str, rendezvous: str, rank: int, epoch: int) -> StageConfig:
-    transfer, model, place = config.transfer, config.model, config.scheduler.layout.place(rank)
+    transfer, model = config.transfer, config.model
     if transfer.data_port:
         transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + rank)
     if model.device == "cuda" and len(config.scheduler.layout.ranks) > 1:
         model = msgspec.structs.replace(model, device=f"cuda:{rank}")
     return msgspec.structs.replace(
         _template(config),
-        stage=place.stage,
-        replica=place.replica,
+        rank=rank,
         epoch=epoch,
         rendezvous=rendezvous,
         endpoint=endpoint,
@@ -203,11 +202,10 @@ def _stage(config: Config, endpoint: str, rendezvous: str, rank: int, epoch: int
 
 
 def _template(config: Config) -> StageConfig:
-    """The configuration that all stages have in common."""
+    """The configuration that all ranks have in common."""
     return StageConfig(
-        stage=0,
-        stages=config.scheduler.stages,
-        replicas=config.scheduler.dp,
+        rank=0,
+        layout=config.scheduler.layout,
         endpoint="",
         model=config.model,
         engine=config.engine,

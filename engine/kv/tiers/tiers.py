@@ -36,4 +36,4 @@ def _share(config: StageConfig) -> float:
     """This stage's share of the disk: that of the layers, so that all stages have about as many slots, of the part of
     its replica."""
     layers = config.engine.pp_layers
-    return (layers[config.stage] / sum(layers) if layers else 1 / config.stages) / config.replicas
+    return (layers[config.stage] / sum(layers) if layers else 1 / config.stages) / config.layout.dp

@@ -99,7 +99,7 @@ def ready(stage: int, epoch: int) -> StageReady:
 
 
 def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -119,7 +119,7 @@ def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
 
 
 def test_a_silent_stage_fails(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(stages):
         send(socket, ready(stage, 0))
@@ -132,7 +132,7 @@ def test_a_silent_stage_fails(ends: Ends) -> None:
 
 def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(ends: Ends) -> None:
     """The machine was suspended, or the scheduler process stopped."""
-    channel = StageChannel(ends.router, 1, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=1), heartbeat_s=1, silence_s=3)
     socket = ends.stage(0, 0)
     send(socket, ready(0, 0))
     receive(channel, 0.0, 1)
@@ -143,7 +143,7 @@ def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(end
 
 def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> None:
     """Orders decided before BeginEpoch were meant for the previous group and are discarded."""
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -164,7 +164,7 @@ def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> No
 
 
 def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     send(stages[0], ready(0, 0))
     receive(channel, 0.0, 1)
@@ -185,7 +185,7 @@ def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
 def test_orders_reach_the_ranks_of_their_replica(ends: Ends) -> None:
     """S6: two replicas of two stages; each rank's heartbeat has the count and digest of what it got."""
     layout = Layout(pp=2, dp=2)
-    channel = StageChannel(ends.router, 4, heartbeat_s=1, silence_s=3, layout=layout)
+    channel = StageChannel(ends.router, layout, heartbeat_s=1, silence_s=3)
     ranks = [ends.stage(rank, 0) for rank in layout.ranks]
     for rank, connection in enumerate(ranks):
         send(connection, ready(rank, 0))
