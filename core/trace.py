@@ -105,7 +105,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     """Prompt tokens that no plan has yet."""
 
 
-class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The recording of the scheduler."""
 
     started: float

@@ -233,25 +233,13 @@ class Scheduler:
                     for copies in self._copies:
                         copies.restore()
             case PagesStored() | PagesLoaded() | PagesLost() | PagesFound():
-                self._page_event(event, now)
+                self._copies[self._state.with_rank(event.stage).index].take(event, now)
             case StageFailed():
                 self._stages.stage_failed(event.stage, event.message, now)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:
                 pass  # StageHeartbeat: the loop keeps the stages' counters
-
-    def _page_event(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
-        copies = self._copies[self._state.with_rank(event.stage).index]
-        match event:
-            case PagesStored():
-                copies.stored(event, now)
-            case PagesLoaded():
-                copies.loaded(event, now)
-            case PagesLost():
-                copies.lost(event)
-            case PagesFound():
-                copies.found(event)
 
     def _peer_event(self, event: PeerEvent, now: float) -> None:
         match event:

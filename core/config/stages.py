@@ -67,6 +67,16 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.layout.name(self.rank)
 
     @property
+    def stage(self) -> int:
+        """Its pipeline position, from 0."""
+        return self.layout.place(self.rank).stage
+
+    @property
     def replica(self) -> int:
-        """The data-parallel replica of this rank."""
+        """Its data-parallel replica, from 0."""
         return self.layout.place(self.rank).replica
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.layout.pp

@@ -51,6 +51,18 @@ class PageCopies:
             else:
                 self._order_load(pending, copy)
 
+    def take(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
+        """A rank of the replica reports pages."""
+        match event:
+            case PagesStored():
+                self.stored(event, now)
+            case PagesLoaded():
+                self.loaded(event, now)
+            case PagesLost():
+                self.lost(event)
+            case PagesFound():
+                self.found(event)
+
     def stored(self, event: PagesStored, now: float) -> None:
         """A stage has stored pages."""
         pending = self._answered(event, now)

@@ -6,7 +6,6 @@ A wrong page, a page that was freed too early, a lost or misplaced token: each c
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import (
     CancelReceive,
@@ -37,54 +36,13 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import FirstToken
+from headrace.scheduler.simulation.chunk import PendingReceive, SimulatedChunk
 from headrace.scheduler.simulation.exchange import SimulatedExchange
 from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
 from headrace.scheduler.simulation.tiers import SimulatedDisk, SimulatedTiers
 from headrace.scheduler.simulation.world import Channel, World
 
 IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
-
-
-@dataclass(slots=True)
-class SimulatedChunk:
-    """The KV of one SendChunk of one stage, on its way."""
-
-    stage: int
-    """The stage that sends it, in its replica."""
-
-    stages: int
-    """Stages of that replica of the prefill server."""
-
-    rank: int
-    """The rank that sends it."""
-
-    order: SendChunk
-    values: list[int]
-    """KV of positions [order.start, order.start + len(values))."""
-
-    acked: Callable[[], None]
-    """To be called when every receiver has it."""
-
-    receivers: int = 0
-    """Stages of the decode server that have not received it."""
-
-    written: bool = False
-    """It was written into the peer's pages directly."""
-
-
-@dataclass(slots=True)
-class PendingReceive:
-    """KV that a stage was ordered to receive, as far as it has come."""
-
-    order: PrepareReceive
-    seen: set[tuple[int, int]] = field(default_factory=set)
-    """Chunks that have come, by sending stage and number."""
-
-    totals: dict[int, int] = field(default_factory=dict)
-    """Chunks to come from each sending stage whose last chunk has come."""
-
-    first: FirstToken | None = None
 
 
 class SimulatedPipeline:

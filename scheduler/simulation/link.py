@@ -24,7 +24,8 @@ from headrace.core.messages.peers import (
 from headrace.core.types.backends import SHM
 from headrace.core.types.geometry import Geometry
 from headrace.scheduler.scheduler import Effect, Event
-from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
+from headrace.scheduler.simulation.chunk import SimulatedChunk
+from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.world import Channel, World
 

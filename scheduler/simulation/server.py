@@ -9,9 +9,10 @@ from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
 from headrace.core.messages.stage_events import StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.scheduler.simulation.chunk import SimulatedChunk
 from headrace.scheduler.simulation.copy_guard import CopyGuard
 from headrace.scheduler.simulation.driver import SchedulerDriver
-from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
+from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.exchange import SimulatedExchange
 from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard

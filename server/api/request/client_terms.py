@@ -6,7 +6,7 @@ from starlette.requests import Request
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.tenants import priority_ranges
-from headrace.server.api.request.sampling import objective_s
+from headrace.server.api.request.sampling import objective_s, replica_number
 from headrace.server.frontend.generation_request import GenerationRequest
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -47,4 +47,4 @@ def _header_replica(header: str) -> int:
     if not header.isascii() or not header.isdigit() or len(header) > MAX_HEADER_CHARS:
         text = f"the header {REPLICA_HEADER} is {shown(header)!r}; it has to be a number, from 0"
         raise invalid("data_parallel_rank", text)
-    return int(header)
+    return replica_number(int(header))
