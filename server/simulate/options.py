@@ -43,7 +43,7 @@ class Preset(msgspec.Struct, frozen=True):
 PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512)}
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
-_EXCLUDED = ("stage-timeout", "start-timeout")
+_EXCLUDED = ("stage-timeout", "start-timeout", "tp")
 _KEYS = ("page-size", "kv-pages")
 REPLAYED = tuple(
     setting
