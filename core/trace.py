@@ -8,6 +8,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from headrace.core.types.layout import Layout
+
 T = TypeVar("T")
 Outcome = Literal["acknowledged", "refused", "open"]
 
@@ -109,7 +111,7 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     ended: float
     stages: int
-    """Pipeline stages; each sends a StageTrace."""
+    """Ranks; each sends a StageTrace."""
     names: tuple[RequestName, ...]
     spans: tuple[PhaseTrace, ...]
     phases: tuple[str, ...]
@@ -117,6 +119,8 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[LoadSample, ...]
     dropped: int
     """Entries beyond the buffer's limit."""
+    layout: Layout = Layout()
+    """Of the ranks, for their names."""
 
 
 class Buffer(Generic[T]):

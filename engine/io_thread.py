@@ -10,8 +10,8 @@ SendChunk is held here until the Forward that computes its pages is done, and is
 StorePages of pool pages, until all Forwards before it are done. The copy thread of the host and disk tiers
 (kv/tiers/copier.py) takes the orders to copy pages, and has an outbox of its own.
 
-Every order of the stream is counted and hashed (OrderLog). A Heartbeat carries the scheduler's count and digest; a
-stage whose own differ has lost, repeated or changed an order and fails.
+Every order of the stream is counted and hashed (order_check.py). A Heartbeat carries the scheduler's count and digest;
+a stage whose own differ has lost, repeated or changed an order and fails.
 """
 
 import contextlib
@@ -51,9 +51,9 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
 from headrace.core.runtime.event_source import EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
-from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
+from headrace.engine.order_check import OrderCheck, OrderMismatch
 from headrace.engine.order_connection import OrderConnection
 from headrace.engine.telemetry.expert_meter import ExpertMeter
 from headrace.engine.telemetry.meter import Meter, PlanRun
@@ -130,10 +130,6 @@ class Copies(NamedTuple):
     """The events that it reports."""
 
 
-class OrderMismatch(Exception):
-    """The orders that this stage received are not those that the scheduler sent."""
-
-
 class StageIoThread(threading.Thread):
     """The stage's I/O thread. Runs until ShutdownStage, or until the connection to the scheduler is lost."""
 
@@ -151,10 +147,11 @@ class StageIoThread(threading.Thread):
         clock: Clock,
         copies: Copies | None = None,
         experts: ExpertMeter | None = None,
+        replica: int = 0,
     ) -> None:
-        """stage: pipeline rank. inbox: orders for the compute thread. outbox: its events. copies: None for a stage
-        without tiers. experts: None for a stage without experts. The thread takes over control, sender and receiver,
-        and closes them at its end; the copier ends with it."""
+        """stage: the rank. replica: its data-parallel replica. inbox: orders for the compute thread. outbox: its
+        events. copies: None for a stage without tiers. experts: None for a stage without experts. The thread takes over
+        control, sender and receiver, and closes them at its end; the copier ends with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
@@ -170,7 +167,7 @@ class StageIoThread(threading.Thread):
         self._clock = clock
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[StageEvent] = Codec(AnyStageEvent)
-        self._log = OrderLog()
+        self._check = OrderCheck(replica)
         self._planned = 0  # seq of the last Forward that was received
         self._computed = 0  # seq of the last Forward that was computed
         self._held: deque[SendChunk] = deque()  # waiting for their Forwards, in stream order
@@ -219,7 +216,7 @@ class StageIoThread(threading.Thread):
         for frame in self._control.receive():
             order = self._orders.decode(frame)
             if not isinstance(order, Heartbeat):
-                self._log.add(frame)
+                self._check.add(frame, order)
             self._handle(order, self._clock.now())
 
     def _handle(self, order: AnyOrder, now: float) -> None:
@@ -244,7 +241,7 @@ class StageIoThread(threading.Thread):
             case StorePages() | LoadPages() | DropPages():
                 self._copy(order)
             case Heartbeat():
-                self._check_stream(order)
+                self._check.check(order)
                 experts = self._experts.load() if self._experts is not None else None
                 self._report([StageHeartbeat(stage=self._stage, stats=self._statistics(), experts=experts)])
             case StartRecording():
@@ -254,12 +251,6 @@ class StageIoThread(threading.Thread):
             case ShutdownStage():
                 self._inbox.put_nowait(order)
                 self._running = False
-
-    def _check_stream(self, heartbeat: Heartbeat) -> None:
-        log = self._log
-        if (log.count, log.digest) != (heartbeat.orders, heartbeat.digest):
-            received, sent = f"{log.count} ({log.digest.hex()})", f"{heartbeat.orders} ({heartbeat.digest.hex()})"
-            raise OrderMismatch(f"the stage's orders are not the scheduler's: {received} received, {sent} sent")
 
     def _copy(self, order: StorePages | LoadPages | DropPages) -> None:
         if self._copies is None:
@@ -294,7 +285,7 @@ class StageIoThread(threading.Thread):
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        logged = Stats((Sample("stage_orders_total", self._log.count, (str(self._stage),)),))
+        logged = Stats((Sample("stage_orders_total", self._check.count, (str(self._stage),)),))
         copied = [self._copies.copier.statistics()] if self._copies is not None else []
         experts = [self._experts.statistics()] if self._experts is not None else []
         parts = (part.statistics() for part in (self._sender, self._receiver, self._meter))

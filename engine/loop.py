@@ -39,7 +39,7 @@ class StageLoop:
         inbox: "queue.Queue[AnyOrder]",
         outbox: EventOutbox,
     ) -> None:
-        """stage: pipeline rank. inbox: orders from the I/O thread. outbox: events for it."""
+        """stage: the rank. inbox: orders from the I/O thread. outbox: events for it."""
         self._stage = stage
         self._runner = runner
         self._links = links
@@ -84,10 +84,27 @@ class StageLoop:
 
     def _enqueue(self, order: AnyOrder) -> None:
         self._queued.append(order)
-        if isinstance(order, Forward):
+        if isinstance(order, Forward) and order.rows:
             self._links.post_receive(order)
 
     def _execute(self, plan: Forward) -> None:
+        if plan.rows:
+            self._compute(plan)
+        else:
+            self._join(plan)
+
+    def _join(self, plan: Forward) -> None:
+        """Take part in a pass in which this replica is idle. All its ranks know that, so that nothing passes from stage
+        to stage and nothing is sampled."""
+        self._meter.begin(plan)
+        self._meter.mark()
+        if plan.agreement is not None:
+            self._runner.join(plan.agreement)
+        self._meter.mark()
+        run, seconds = self._meter.end()
+        self._outbox.post(ComputedPlan(run, PlanDone(stage=self._stage, seq=plan.seq, duration_s=seconds)))
+
+    def _compute(self, plan: Forward) -> None:
         runner, links, meter = self._runner, self._links, self._meter
         meter.begin(plan)
         runner.feed(links.tokens_for(plan.rows))

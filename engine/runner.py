@@ -13,6 +13,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
@@ -113,6 +114,10 @@ class Runner(Protocol):
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
         """Take (request, token) pairs sampled elsewhere, on the last stage or its first shard, for rows without
         tokens."""
+        ...
+
+    def join(self, agreement: Agreement) -> None:
+        """Take part in a pass of lockstep replicas in which this one has no rows: its experts work for the others."""
         ...
 
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
@@ -287,6 +292,9 @@ class ModelRunner:
             samples, nonfinite = self._sample(rows, ends, hidden)
             nonfinite += self._nonfinite_chunks(rows, ends, hidden)
             return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
+
+    def join(self, agreement: Agreement) -> None:
+        """See Runner. Replicas of a model without experts exchange nothing."""
 
     def release(self, request: int) -> None:
         """See Runner."""

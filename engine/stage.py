@@ -1,5 +1,5 @@
-"""The process of one pipeline stage: `python -m headrace.engine.stage PARENT_PID`, StageConfig as JSON on standard
-input.
+"""The process of one rank, a shard of a pipeline stage: `python -m headrace.engine.stage PARENT_PID`, StageConfig as
+JSON on standard input.
 
 The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) owns the sockets.
 """
@@ -20,15 +20,20 @@ from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import DISK, HOST
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.startup import least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.tiers import open_tiers
 from headrace.engine.loop import StageLoop
+from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import connect_scheduler
+from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
-from headrace.engine.parallel.pipeline import PipelineLinks, join_group
+from headrace.engine.parallel.offers import Offer, offer
+from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub_runner import StubRunner
 from headrace.engine.telemetry.expert_meter import ExpertMeter
@@ -48,36 +53,39 @@ SHUTDOWN_WAIT_S = 2.0  # after a broken link: for ShutdownStage, before the stag
 def run(config: StageConfig) -> int:
     """Load the model, report StageReady and compute until ShutdownStage. Returns the process's exit status.
 
-    Raises ConfigError for a model or sizes that cannot be served, LinkBroken when the stages cannot form their group.
+    Raises ConfigError for a model or sizes that cannot be served, LinkBroken when the ranks cannot form their groups.
     """
-    if config.stages > 1:
-        join_group(config, torch.device(config.model.device))
+    groups = join_groups(config, torch.device(config.model.device))
     memory = KvMemory(config)
     try:
-        return _serve(config, memory)
+        return _serve(config, memory, groups)
     finally:
         memory.close()
 
 
-def _serve(config: StageConfig, memory: KvMemory) -> int:
-    runner = _make_runner(config, memory)
-    links = PipelineLinks(config.stage, config.stages, runner.hidden_spec, config.stage_timeout_s)
+def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
+    runner = _make_runner(config, memory, groups.tp)
+    links = PipelineLinks(config.layout, config.rank, runner.hidden_spec, groups.tokens)
     context: Context = zmq.Context()
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     clock = SystemClock()
-    meter = Meter(config.stage, clock)
-    recorder = Recorder(config.stage, meter)
-    sender, receiver = _data_sockets(config, runner, memory, recorder, context)
+    meter = Meter(config.rank, clock)
+    recorder = Recorder(config.rank, meter)
+    offered = _offer(config)
+    sender, receiver = _data_sockets(config, runner, memory, recorder, context, offered)
     copies = _start_copies(config, runner, context)
-    ready = _ready(config, runner, memory, sender.port, copies)  # measures, before rows per expert are counted
+    ready = _ready(
+        config, runner, memory, sender.port, copies, groups.tp, offered
+    )  # measures, before rows per expert are counted
     io_thread = StageIoThread(
         control=connect_scheduler(
             context,
             config.endpoint,
-            stage_identity(config.stage, config.epoch, config.session),
+            stage_identity(config.rank, config.epoch, config.session),
         ),
-        stage=config.stage,
+        stage=config.rank,
+        replica=config.replica,
         sender=sender,
         receiver=receiver,
         meter=meter,
@@ -86,7 +94,7 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
         outbox=outbox,
         clock=clock,
         copies=copies,
-        experts=ExpertMeter(config.stage, runner.expert_rows),
+        experts=ExpertMeter(config.layout.place(config.rank).stage, runner.expert_rows),
     )
     freeze_loaded()
     outbox.post(ready)
@@ -94,8 +102,8 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.
     shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
-    loop = StageLoop(config.stage, runner, links, meter, inbox, outbox)
-    status = _compute(loop, config.stage, outbox, shutdown_wait_s)
+    loop = StageLoop(config.rank, runner, links, meter, inbox, outbox)
+    status = _compute(loop, config, outbox, shutdown_wait_s)
     io_thread.join(timeout=5)
     outbox.close_writer()
     if copies is not None:
@@ -105,12 +113,14 @@ def _serve(config: StageConfig, memory: KvMemory) -> int:
 
 
 def _data_sockets(
-    config: StageConfig, runner: Runner, memory: KvMemory, recorder: Recorder, context: Context
+    config: StageConfig, runner: Runner, memory: KvMemory, recorder: Recorder, context: Context, offer: Offer
 ) -> tuple[Sender, Receiver]:
-    """The sender and the receiver of this stage's KV."""
+    """The sender and the receiver of this rank's KV."""
     sender = Sender(
         config.transfer,
-        stage=config.stage,
+        stage=config.rank,
+        number=offer.number,
+        offers=offer.offers,
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
@@ -119,7 +129,8 @@ def _data_sockets(
     )
     receiver = Receiver(
         config.transfer,
-        stage=config.stage,
+        stage=config.rank,
+        peer_stage=config.layout.replica_ranks(config.replica).index(config.rank),
         geometry=runner.geometry,
         store=runner.pool,
         context=context,
@@ -139,11 +150,20 @@ def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copi
     return Copies(copier, outbox)
 
 
-def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int, copies: Copies | None) -> StageReady:
+def _ready(
+    config: StageConfig,
+    runner: Runner,
+    memory: KvMemory,
+    data_port: int,
+    copies: Copies | None,
+    tp: Collectives,
+    offer: Offer,
+) -> StageReady:
     slots = copies.copier.slots if copies is not None else {}
     return StageReady(
-        stage=config.stage,
+        stage=config.rank,
         geometry=runner.geometry,
+        offered=None if offer.offers else (),
         fingerprint=runner.fingerprint,
         data_host=config.transfer.host,
         data_port=data_port,
@@ -152,7 +172,7 @@ def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int
         host_pages=slots.get(HOST, 0),
         disk_pages=slots.get(DISK, 0),
         epoch=config.epoch,
-        cost=_measured_cost(config, runner),
+        cost=_measured_cost(config, runner, tp),
         backends=memory.backends,
         host=memory.host,
         nixl=memory.nixl,
@@ -160,24 +180,35 @@ def _ready(config: StageConfig, runner: Runner, memory: KvMemory, data_port: int
     )
 
 
-def _make_runner(config: StageConfig, memory: KvMemory) -> Runner:
-    """A warmed-up runner of this stage's layers. Raises ConfigError."""
-    layers = ranges(config.engine.pp_layers)[config.stage] if config.engine.pp_layers else None
+def _make_runner(config: StageConfig, memory: KvMemory, tp: Collectives) -> Runner:
+    """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
+    stage = config.layout.place(config.rank).stage
+    layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
     make: Callable[..., Runner] = StubRunner if is_stub(config.model.model) else ModelRunner
-    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate)
+    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate, tp=tp)
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
     runner.warm_up()
     return runner
 
 
-def _measured_cost(config: StageConfig, runner: Runner) -> tuple[float, float, float] | None:
+def _offer(config: StageConfig) -> Offer:
+    """What this rank offers to peers. Raises ConfigError for a model that cannot be split."""
+    if config.layout.tp == 1:
+        return Offer(config.rank, offers=True)
+    return offer(config.layout, config.rank, load_spec(resolve_source(config.model.model)))
+
+
+def _measured_cost(config: StageConfig, runner: Runner, tp: Collectives) -> tuple[float, float, float] | None:
     """Coefficients of this stage's prefill time (StageReady.cost); None unless the scheduler sizes chunks by time."""
     if not config.measure_tokens:
         return None
-    return measure(runner, config.measure_tokens, config.model.max_model_len, first=config.stage == 0)
+    # All shards have to measure the same lengths, whatever memory each of them has found.
+    room = least(tp, runner.pool.pages, config.model.device) * runner.geometry.page_size
+    limit = min(config.model.max_model_len, room)
+    return measure(runner, config.measure_tokens, limit, first=config.layout.place(config.rank).stage == 0)
 
 
-def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, shutdown_wait_s: float) -> int:
+def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown_wait_s: float) -> int:
     """Run the loop to its end; report StageFailed if that is no ShutdownStage. Returns the exit status.
 
     shutdown_wait_s: after a broken link, seconds for ShutdownStage to arrive before the failure is reported.
@@ -188,11 +219,12 @@ def _compute(loop: StageLoop, stage: int, outbox: EventOutbox, shutdown_wait_s: 
     except LinkBroken as error:
         if loop.shutdown_within(shutdown_wait_s):  # the supervisor knows which stage failed first
             return 0
-        log.error("stage %d: the link to another stage is broken: %s", stage, error)
-        outbox.post(StageFailed(stage=stage, message=f"the link to another stage is broken: {error}"))
+        other = "rank" if config.layout.tp > 1 else "stage"
+        log.error("%s: the link to another %s is broken: %s", config.name, other, error)
+        outbox.post(StageFailed(stage=config.rank, message=f"the link to another {other} is broken: {error}"))
     except Exception as error:
-        log.exception("stage %d cannot go on", stage)
-        outbox.post(StageFailed(stage=stage, message=f"{type(error).__name__}: {error}"))
+        log.exception("%s cannot go on", config.name)
+        outbox.post(StageFailed(stage=config.rank, message=f"{type(error).__name__}: {error}"))
     outbox.post(ShutdownStage(seq=0))
     return 1
 
@@ -203,9 +235,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
-    logging.basicConfig(
-        level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s stage {config.stage}: %(message)s"
-    )
+    logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {config.name}: %(message)s")
     try:
         return run(config)
     except LinkBroken as error:

@@ -1,9 +1,11 @@
 """Runner of the stub model: takes a configured time, and its tokens reveal any corrupted KV, hidden state or token.
 
 Every position has a state, a hash of all tokens up to it. The state is written into the position's KV slots, XORed with
-another constant for every layer, K and V. The token sampled from a row follows from the state of its last position and
-from a digest of the states of all its positions, read from the pages. So a wrong, stale or misplaced page, a lost
-hidden state or a token of another row yields another token; chunking, batching, paging and the pipeline split do not.
+another constant for every layer, KV head, K and V. The token sampled from a row follows from the state of its last
+position and from a digest of the states of all its positions, read from the pages: the sum over the query heads, each
+with a weight of its own, of what they read from their KV heads. So a wrong, stale or misplaced page, a lost hidden
+state, a token of another row, or a head that is lost, doubled or at the wrong rank yields another token; chunking,
+batching, paging, the pipeline split and tensor parallelism do not: integers add up to the same bits in any order.
 
     hidden state of a position:   [8 elements: bytes of its state][8 elements: bytes of the digest][zeros]
 
@@ -22,22 +24,27 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.request import SamplingParams, TokenLogprob
+from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.device import available_memory, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, PlanResult
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 
+ALONE = Alone()
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
 
 class StubRunner:
-    """A Runner for the layers of one stage of a stub model (engine/model/stub.py)."""
+    """A Runner for the layers of one stage of a stub model (engine/model/stub.py), or one shard of them."""
 
     def __init__(
         self,
@@ -45,35 +52,45 @@ class StubRunner:
         engine: EngineConfig,
         layer_range: range | None = None,
         allocate: Allocate | None = None,
+        *,
+        tp: Collectives = ALONE,
     ) -> None:
         """Allocate the pool; there are no weights.
 
-        layer_range: this stage's layers; None takes all. allocate: see KVPool. Raises ConfigError for a bad model name,
-        or sizes that do not fit.
+        layer_range: this stage's layers; None takes all. allocate: see KVPool. tp: the shards of this stage. Raises
+        ConfigError for a bad model name, sizes that do not fit, or a number of shards that the heads do not.
         """
         self._model = parse_stub(model.model)
         spec = self._model.spec()
+        shard = split_model(spec, tp.size)[tp.rank]
         layers = layer_range or range(spec.layers)
         device = resolve_device(model.device)
         dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
         length = spec.resolve_length(model.max_model_len)
         memory = available_memory(device)
         plan = plan_memory(
-            spec, dtype, engine.page_size, engine.kv_pages, memory, max_model_len=length, layers=layers
+            spec, dtype, engine.page_size, engine.kv_pages, memory, max_model_len=length, layers=layers, shard=shard
         )  # fmt: skip
         self.fingerprint = self._model.fingerprint()
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
-        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers)
+        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
         self._first = layers.start == 0
-        self._share = len(layers) / spec.layers
+        self._tp = tp
+        self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
         self._positions = length
-        # [pages, layers, 2, page_size, words of 8 bytes in a slot]
-        self._words = self.pool.tensor.view(torch.int64).squeeze(3)
-        # XORed into a state in the slots of a layer's K or V: int64 [layers, 2].
-        self._masks = self._numbers(range(2 * layers.start, 2 * layers.stop), 1).view(len(layers), 2)
+        # [pages, layers, 2, kv_heads, page_size, words of 8 bytes in a slot]
+        self._words = self.pool.tensor.view(torch.int64)
+        # XORed into a state in the slots of a layer's K or V: int64 [layers, 2, kv_heads].
+        masks = [
+            self._numbers(range((head << 20) + 2 * layers.start, (head << 20) + 2 * layers.stop), 1)
+            for head in shard.kv_heads
+        ]
+        self._masks = torch.stack(masks, 1).view(len(layers), 2, len(masks))
+        # Of the query heads of each KV head: int64 [kv_heads].
+        self._head_weights = self._weights_of(shard, spec.heads // spec.kv_heads)
         self._weights = self._numbers(range(length), 2) | 1  # int64 [positions], odd
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
@@ -99,6 +116,11 @@ class StubRunner:
         """See Runner."""
         self._sampled.pop(request, None)
 
+    def join(self, agreement: Agreement) -> None:
+        """See Runner. Takes the time of the replica that has most tokens, which this one waits for."""
+        model, started = self._model, time.perf_counter()
+        self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
+
     def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
@@ -111,7 +133,7 @@ class StubRunner:
             states.append(self._states(row, page_ids) if incoming is None else incoming[end - row.count : end, 0])
             self._write(row, page_ids, states[-1])
         digests = [self._digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
-        digest = torch.cat(digests)
+        digest = self._tp.all_reduce(torch.cat(digests)).wait()
         if incoming is not None:  # unchanged where this stage's digest equals it, else a value that no stage computed
             digest = incoming[:, 1] + (digest - incoming[:, 1]) * self._numbers([0], 3)
         result = torch.zeros(
@@ -123,6 +145,8 @@ class StubRunner:
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
+        if self._tp.rank:
+            return PlanResult([], [], [])
         ends = np.cumsum([row.count for row in rows]).tolist()
         asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         samples = []
@@ -171,26 +195,38 @@ class StubRunner:
         previous: Tensor | int = 0
         if row.start:
             page, slot = divmod(row.start - 1, self.geometry.page_size)
-            previous = self._words[pages[page], 0, 0, slot, 0] ^ self._masks[0, 0]
+            previous = self._words[pages[page], 0, 0, 0, slot, 0] ^ self._masks[0, 0, 0]
         return weighted.cumsum(0) + previous
 
     def _write(self, row: PlanRow, pages: Tensor, states: Tensor) -> None:
         positions = torch.arange(row.start, row.start + row.count, device=self.hidden_spec.device)
         page, slot = pages[positions // self.geometry.page_size], positions % self.geometry.page_size
-        self._words[page, :, :, slot] = (states[:, None, None] ^ self._masks)[..., None]
+        self._words[page, :, :, :, slot] = (states[:, None, None, None] ^ self._masks)[..., None]
 
     def _digests(self, row: PlanRow, pages: Tensor) -> Tensor:
-        """For each position of a row that samples, a hash of the states up to it as read from the pages: int64 [count].
+        """For each position of a row that samples, a hash of the states up to it as read from the pages by this shard's
+        heads: int64 [count].
 
-        Of every position one layer's K or V is read, in turn. Zeros for rows that do not sample.
+        Of every position one layer's K or V is read, in turn, of every KV head. Zeros for rows that do not sample.
         """
         if row.sample is None and row.prompt_logprobs is None:
             return torch.zeros(row.count, dtype=torch.int64, device=self.hidden_spec.device)
         end, size = row.start + row.count, self.geometry.page_size
         positions = torch.arange(end, device=self.hidden_spec.device)
         layer, kind = positions // 2 % self.geometry.layers, positions % 2
-        words = self._words[pages[positions // size], layer, kind, positions % size, -1] ^ self._masks[layer, kind]
-        return ((words ^ (words >> 29)) * self._weights[:end]).cumsum(0)[row.start :]
+        words = self._words[pages[positions // size], layer, kind, :, positions % size, -1] ^ self._masks[layer, kind]
+        read = ((words ^ (words >> 29)) * self._head_weights).sum(1)
+        return (read * self._weights[:end]).cumsum(0)[row.start :]
+
+    def _weights_of(self, shard: Shard, group: int) -> Tensor:
+        """For each KV head of a shard the sum of its query heads' weights: int64 [kv_heads]. The weight of the first
+        query head is 1, so that a model of one head has the digests of its states."""
+        weights = self._numbers(shard.heads, 4) | 1
+        if shard.first:
+            weights[0] = 1
+        totals = torch.zeros(len(shard.kv_heads), dtype=torch.int64, device=self.hidden_spec.device)
+        of = torch.tensor([head // group - shard.kv_heads.start for head in shard.heads], device=totals.device)
+        return totals.index_add(0, of, weights)
 
     def _pages(self, row: PlanRow) -> Tensor:
         pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
@@ -204,13 +240,18 @@ class StubRunner:
         return torch.from_numpy(pages).to(self.hidden_spec.device)
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
-        """Sleep until the configured time since started has passed. Oversleeping is subtracted from the next sleep."""
+        """Sleep until the configured time since started has passed."""
         jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
         tokens = sum(row.count for row in rows)
         squared = sum(row.count * (2 * row.start + row.count) for row in rows)
         model = self._model
         due_us = tokens * model.us_per_token + squared * model.ps_per_token_squared * 1e-6 + model.us_per_plan
-        due_s = due_us * 1e-6 * self._share * jitter
+        self._sleep(started, due_us * jitter)
+
+    def _sleep(self, started: float, due_us: float) -> None:
+        """Sleep until this stage's share of so much time has passed since started. Oversleeping is subtracted from the
+        next sleep."""
+        due_s = due_us * 1e-6 * self._share
         until = started + due_s - self._overslept_s
         if (left := until - time.perf_counter()) > 0:
             time.sleep(left)

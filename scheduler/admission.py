@@ -10,7 +10,9 @@ from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.state.binding import Binding, bind
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 HOLD_RETRY_S = 1.0  # as a rule, peers come within a moment
@@ -26,36 +28,53 @@ class Admission:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Admit a request, or refuse it for the first reason found."""
-        error = self._unavailable() or _invalid_value(submit) or self._in_use(submit) or self._misfit(submit)
-        error = error or self._overload.full(submit) or self._no_prefill(submit) or self._held_too_many(submit)
-        error = error or self._abandoned(submit, now)
-        if error is not None:
-            self._refuse(submit, error)
-        elif isinstance(submit.route, FetchFrom):
-            self._admit(submit, now)
-        else:
-            self._admit_or_predict_late(submit, now)
-
-    def _admit_or_predict_late(self, submit: Submit, now: float) -> None:
-        """The request is to be computed here: predict when, and refuse it if that is too late."""
-        state = self._state
-        cached = state.queues.cached(submit)
-        load = Load.between(cached, packed_length(submit.prompt))
-        prediction = state.predictor.predict(submit.priority, submit.slo_ttft_s, load, cached, now)
-        error = self._overload.too_late(submit, prediction)
-        admitted = error is None
-        state.predictor.arrived(submit.priority, submit.slo_ttft_s, load, now, admitted=admitted)
+        error = self._unavailable() or _invalid_value(submit) or self._no_replica(submit) or self._in_use(submit)
         if error is not None:
             self._refuse(submit, error)
             return
-        request = self._admit(submit, now, cached)
-        request.predicted_ttft_s = prediction.ttft_s
-        state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
+        index, cached = self._bind(submit)
+        replica = self._state.replicas[index]
+        error = self._misfit(submit, replica) or self._overload.full(submit) or self._no_prefill(submit, index)
+        error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
+        if error is not None:
+            self._refuse(submit, error)
+        elif isinstance(submit.route, FetchFrom):
+            self._admit(submit, replica, now)
+        else:
+            self._admit_or_predict_late(submit, replica, cached, now)
 
-    def _admit(self, submit: Submit, now: float, cached: int | None = None) -> Request:
+    def _bind(self, submit: Submit) -> Binding:
+        """The replica of a new request. One whose peer has not reserved is bound again once it has."""
+        return bind(
+            self._state.replicas,
+            submit.prompt,
+            submit.cache_salt,
+            pinned=submit.replica,
+            uses_cache=submit.sampling.prompt_logprobs is None,
+            to_fetch=isinstance(submit.route, FetchFrom),
+        )
+
+    def _admit_or_predict_late(self, submit: Submit, replica: Replica, cached: int | None, now: float) -> None:
+        """The request is to be computed here: predict when, and refuse it if that is too late.
+
+        cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
+        cached = replica.queues.cached(submit) if cached is None else cached
+        load = Load.between(cached, packed_length(submit.prompt))
+        prediction = replica.predictor.predict(submit.priority, submit.slo_ttft_s, load, cached, now)
+        error = self._overload.too_late(submit, replica, prediction)
+        admitted = error is None
+        replica.predictor.arrived(submit.priority, submit.slo_ttft_s, load, now, admitted=admitted)
+        if error is not None:
+            self._refuse(submit, error)
+            return
+        request = self._admit(submit, replica, now, cached)
+        request.predicted_ttft_s = prediction.ttft_s
+        self._state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
+
+    def _admit(self, submit: Submit, replica: Replica, now: float, cached: int | None = None) -> Request:
         """cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
         state, route = self._state, submit.route
-        early_prefill = self._held_for_later(submit) or self._optimistic(submit)
+        early_prefill = self._held_for_later(submit) or self._optimistic(submit, replica)
         request = Request(
             submit=submit,
             arrival=state.requests.new_arrival(),
@@ -63,20 +82,21 @@ class Admission:
             arrived=now,
             token_limit=self._token_limit(submit),
             phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
+            replica=replica.index,
             early_prefill=early_prefill,
             expected_cached=cached or 0,
-            cache_version=-1 if cached is None else state.cache.tree_version,
+            cache_version=-1 if cached is None else replica.cache.tree_version,
         )
         state.requests.add(request)
-        state.queues.admit(request, now)
+        replica.queues.admit(request, now)
         if submit.deadline_s is not None:
             state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
         if isinstance(route, SendTo):
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
             server = state.prefills.attach(request, route)
-            if route.posting == "done" and server.session:
-                state.out.add(AskRenew(session=server.session, ticket=route.ticket))
+            if route.posting == "done" and (session := server.session(replica.index)):
+                state.out.add(AskRenew(session=session, ticket=route.ticket))
         return request
 
     def _held_for_later(self, submit: Submit) -> bool:
@@ -84,12 +104,12 @@ class Admission:
         route = submit.route
         return isinstance(route, SendTo) and route.hold and self._state.tickets.early(route.ticket) is None
 
-    def _optimistic(self, submit: Submit) -> bool:
+    def _optimistic(self, submit: Submit, replica: Replica) -> bool:
         """It may be computed while its peer gets ready, since there is room for that."""
         state, route = self._state, submit.route
         if not state.config.optimistic_start or not isinstance(route, SendTo):
             return False
-        return state.tickets.early(route.ticket) is None and state.held.fits(packed_length(submit.prompt))
+        return state.tickets.early(route.ticket) is None and replica.held.fits(packed_length(submit.prompt))
 
     def _token_limit(self, submit: Submit) -> int:
         """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""
@@ -115,6 +135,10 @@ class Admission:
             return ErrorInfo(code=NOT_READY, message="the server is not ready", status=503, retry_after_s=1.0)
         return None
 
+    def _no_replica(self, submit: Submit) -> ErrorInfo | None:
+        replica, dp = submit.replica, self._state.config.dp
+        return None if replica is None or 0 <= replica < dp else no_replica(replica, dp)
+
     def _in_use(self, submit: Submit) -> ErrorInfo | None:
         if self._state.requests.live(submit.rid) is not None:
             return ErrorInfo(code="rid_in_use", message=f"request {submit.rid} is active", status=409, field="rid")
@@ -124,15 +148,15 @@ class Admission:
             return ErrorInfo(code=TICKET_IN_USE, message=text, status=409, field="ticket")
         return None
 
-    def _misfit(self, submit: Submit) -> ErrorInfo | None:
+    def _misfit(self, submit: Submit, replica: Replica) -> ErrorInfo | None:
         """The prompt does not fit the model or the pool."""
         state = self._state
         length, limit = packed_length(submit.prompt), state.config.max_model_len
         if limit and length + 1 > limit:
             return _too_long(f"the prompt has {length} tokens; with one generated token the limit is {limit}")
-        pages, held = state.cache.pages_for(length), state.held.limit
-        if pages > state.cache.total:
-            return _too_long(f"the prompt of {length} tokens needs {pages} KV pages; the pool has {state.cache.total}")
+        pages, held = replica.cache.pages_for(length), replica.held.limit
+        if pages > (total := replica.cache.total):
+            return _too_long(f"the prompt of {length} tokens needs {pages} KV pages; the pool has {total}")
         if isinstance(submit.route, SendTo) and submit.route.hold and pages > held:
             return _too_long(f"the prompt of {length} tokens needs {pages} KV pages; {held} may be held for later")
         ids = unpack(submit.prompt)
@@ -142,11 +166,11 @@ class Admission:
             return ErrorInfo(code="invalid_token", message=text, status=400, field="prompt")
         return None
 
-    def _held_too_many(self, submit: Submit) -> ErrorInfo | None:
-        held, length = self._state.held, packed_length(submit.prompt)
+    def _held_too_many(self, submit: Submit, replica: Replica) -> ErrorInfo | None:
+        held, length = replica.held, packed_length(submit.prompt)
         if not self._held_for_later(submit) or held.fits(length):
             return None
-        pages = self._state.cache.pages_for(length)
+        pages = replica.cache.pages_for(length)
         text = f"{held.pages} KV pages are held for peers that have not come; {pages} more exceed {held.limit}"
         return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=HOLD_RETRY_S)
 
@@ -156,11 +180,11 @@ class Admission:
         reason = self._state.tickets.pop_abandoned(route.ticket, now) if isinstance(route, SendTo) else None
         return None if reason is None else ErrorInfo(code=CANCELLED, message=reason, status=499)
 
-    def _no_prefill(self, submit: Submit) -> ErrorInfo | None:
+    def _no_prefill(self, submit: Submit, replica: int) -> ErrorInfo | None:
         if not isinstance(submit.route, FetchFrom):
             return None
         name = submit.route.prefill
-        if self._state.prefills.session(name) is not None:
+        if self._state.prefills.session(name, replica) is not None:
             return None
         return no_prefill(name, "unknown" if self._state.prefills.get(name) is None else "down")
 
@@ -168,6 +192,12 @@ class Admission:
 def no_prefill(name: str, why: str) -> ErrorInfo:
     """The error of a request whose prefill server is unknown or down."""
     return ErrorInfo(code="no_prefill", message=f"prefill server {name} is {why}", status=503, retry_after_s=1.0)
+
+
+def no_replica(replica: int, dp: int) -> ErrorInfo:
+    """The error of a request for a data-parallel replica that is not one of the dp of this server."""
+    text = f"there is no data-parallel rank {replica}; this server has {dp}, numbered from 0"
+    return ErrorInfo(code="invalid_value", message=text, status=400, field="data_parallel_rank")
 
 
 def _too_long(text: str) -> ErrorInfo:

@@ -11,6 +11,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import QUEUE_FULL, SLO_UNREACHABLE, ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.scheduler.requests.record import Phase
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.ttft_prediction import Prediction
 
@@ -26,9 +27,9 @@ class Overload:
     def full(self, submit: Submit) -> ErrorInfo | None:
         """Bounds in tokens and requests. A prompt larger than the token bound still gets in when nothing else is
         queued."""
-        state, queues = self._state, self._state.queues
-        length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, queues.unplanned
-        queued = queues.requests[Phase.BOOTSTRAP] + queues.requests[Phase.WAITING]
+        state, phases = self._state, self._state.phases
+        length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, state.unplanned
+        queued = phases[Phase.BOOTSTRAP] + phases[Phase.WAITING]
         if unplanned and unplanned + length > limit:
             reason, text = "tokens", f"{unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
         elif queued >= state.config.max_queued_requests:
@@ -37,12 +38,13 @@ class Overload:
             return None
         excess = max(1, min(unplanned, unplanned + length - limit))
         self._count(reason)
-        return _error(QUEUE_FULL, text, state.metrics.rate.seconds_for(excess))
+        return _error(QUEUE_FULL, text, state.metrics.rate.seconds_for(excess) / state.config.dp)
 
-    def too_late(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
-        """Bounds in seconds. Those of the server let a prompt in when nothing else is queued or running, however long
-        it takes; an objective that the prompt cannot meet alone is refused without a time to retry."""
-        if not self._state.costs.trusted:
+    def too_late(self, submit: Submit, replica: Replica, prediction: Prediction) -> ErrorInfo | None:
+        """Bounds in seconds, for the replica that would compute the request. Those of the server let a prompt in when
+        nothing else is queued or running there, however long it takes; an objective that the prompt cannot meet alone
+        is refused without a time to retry."""
+        if not replica.costs.trusted:
             return None
         return self._queue(prediction) or self._server(prediction) or self._objective(submit, prediction)
 

@@ -25,6 +25,7 @@ from headrace.core.messages.frontend import (
     StatsReply,
     Submit,
 )
+from headrace.core.messages.kv_events import ReplicaKvEvent
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import (
@@ -66,6 +67,7 @@ from headrace.core.messages.stage_events import (
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo
 from headrace.scheduler.admission import Admission
+from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.stages import StageGroup
@@ -103,9 +105,13 @@ class Scheduler:
         self._generation = TokenGeneration(state, self._completion, self._handoff)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
         self._prefills = PrefillSessions(state, self._completion)
-        self._planner = Planner(state, self._generation, self._handoff, self._fetch)
+        self._planners = [
+            Planner(state, replica, self._generation, self._handoff, self._fetch) for replica in state.replicas
+        ]
+        self._lockstep = LockstepPlanner(state, self._planners) if config.lockstep and config.dp > 1 else None
+        self._turn = 0  # the replica that is planned first
         self._stages = StageGroup(state, self._completion, self._generation)
-        self._copies = PageCopies(state, self._completion)
+        self._copies = [PageCopies(state, replica, self._completion) for replica in state.replicas]
         self._tracing = Tracing(state)
         self._drained = False
         self._problems: list[str] = []
@@ -116,14 +122,13 @@ class Scheduler:
         return not self._state.requests
 
     def cached_tokens(self, prompt: bytes, salt: str = "") -> int:
-        """Leading tokens of a packed prompt whose KV the prefix cache holds now."""
-        return self._state.cache.cached_positions(prompt, salt)
+        """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
+        return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)
 
     def load(self) -> tuple[float, tuple[float, float]]:
         """Predicted seconds of computing what is admitted and not planned, and the cost per squared token and per
         token by which they are predicted."""
-        costs = self._state.costs
-        return costs.load_s(self._state.queues.load), costs.per_token
+        return self._state.unplanned_s, self._state.replicas[0].costs.per_token
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
@@ -139,8 +144,14 @@ class Scheduler:
         return self._conclude(now)
 
     def plan(self, now: float) -> list[Effect]:
-        """At most one Forward and what belongs to it; nothing when there is nothing to do or no credit left."""
-        self._planner.plan(now)
+        """At most one Forward of each replica and what belongs to it; nothing when there is nothing to do or no credit
+        left."""
+        if self._lockstep is not None:
+            self._lockstep.plan(now)
+        else:
+            self._turn = (self._turn + 1) % len(self._planners)  # replicas share the metadata rows
+            for planner in (*self._planners[self._turn :], *self._planners[: self._turn]):
+                planner.plan(now)
         return self._conclude(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -202,7 +213,7 @@ class Scheduler:
             case SendFailed():
                 self._handoff.send_failed(event, now)
             case PeerLost():
-                reason = f"stage {event.stage}: {event.reason}"
+                reason = f"{self._state.config.layout.name(event.stage)}: {event.reason}"
                 self._state.out.add(EndPeer(session=event.session, reason=reason))
             case ReceivePrepared():
                 self._fetch.receive_prepared(event)
@@ -219,26 +230,16 @@ class Scheduler:
                     self._rendezvous.stages_up()
                     self._prefills.stages_up()
                     self._tracing.stages_up()
-                    self._copies.restore()
+                    for copies in self._copies:
+                        copies.restore()
             case PagesStored() | PagesLoaded() | PagesLost() | PagesFound():
-                self._page_event(event, now)
+                self._copies[self._state.with_rank(event.stage).index].take(event, now)
             case StageFailed():
                 self._stages.stage_failed(event.stage, event.message, now)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:
                 pass  # StageHeartbeat: the loop keeps the stages' counters
-
-    def _page_event(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
-        match event:
-            case PagesStored():
-                self._copies.stored(event, now)
-            case PagesLoaded():
-                self._copies.loaded(event, now)
-            case PagesLost():
-                self._copies.lost(event)
-            case PagesFound():
-                self._copies.found(event)
 
     def _peer_event(self, event: PeerEvent, now: float) -> None:
         match event:
@@ -269,15 +270,18 @@ class Scheduler:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
         self._rendezvous.give_out_rows(now)
-        self._planner.start(now)
-        self._copies.order(now)
+        for planner in self._planners:
+            planner.start(now)
+        for copies in self._copies:
+            copies.order(now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
             self._drained = True
             state.out.add(Drained())
-        if state.cache_events is not None:
-            for event in state.cache_events.take():
-                state.out.add(event)
+        for replica in state.replicas:
+            if replica.cache_events is not None:
+                for event in replica.cache_events.take():
+                    state.out.add(ReplicaKvEvent(replica=replica.index, event=event) if replica.index else event)
         return state.out.take()
 
     def _stage_stopped(self, event: SendCancelled | ReceiveCancelled) -> None:
@@ -317,12 +321,12 @@ class Scheduler:
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
         if timer is Timer.ORDER:
             return  # plan() comes after every tick
-        if timer is Timer.PLAN:
-            self._stages.plan_timed_out(now)
+        if isinstance(key, int) and timer is Timer.PLAN:
+            self._stages.plan_timed_out(key, now)
             return
-        if timer is Timer.COPY:
+        if isinstance(key, int) and timer is Timer.COPY:
             text = f"no copy of KV pages has ended in {self._state.config.stage_timeout_s:g} s"
-            self._stages.stage_failed(self._copies.timed_out(), text, now)
+            self._stages.stage_failed(self._copies[key].timed_out(), text, now)
             return
         if isinstance(key, str):
             self._rendezvous.reservation_timed_out(key)

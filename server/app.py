@@ -53,7 +53,9 @@ def create_bootstrap_app(service: Service) -> FastAPI:
 
 def _operation_routes(service: Service) -> APIRouter:
     config = service.config
-    return operation_routes(service.readiness, service.stats, config.kv_events, config.engine.page_size)
+    return operation_routes(
+        service.readiness, service.stats, config.kv_events, config.engine.page_size, config.scheduler.dp
+    )
 
 
 def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:

@@ -166,8 +166,12 @@ def _check(given: argparse.Namespace) -> int:
     print()
     if resolved.config.engine.cpuinfo != EngineConfig().cpuinfo:
         print(f"# {CPUINFO_VARIABLE}: this CPU is taken for the one of {resolved.config.engine.cpuinfo}")
-    for stage, memory in enumerate(resolved.memory):
-        where = f" of stage {stage}" if len(resolved.memory) > 1 else ""
+    layout, first = resolved.config.scheduler.layout, resolved.config.transfer.data_port
+    for rank, part in enumerate(resolved.parts):
+        port = f", data port {first + rank}" if first and resolved.memory else ""
+        print(f"# {layout.name(rank)}: {part}{port}")
+    for rank, memory in enumerate(resolved.memory):
+        where = f" of {layout.name(rank)}" if len(resolved.memory) > 1 else ""
         print(f"# memory{where}: {memory.explanation}")
     if not resolved.memory:
         print("# memory: each external stage plans its own when it starts")

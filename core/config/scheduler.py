@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
+from headrace.core.types.coordinate import Rules
+from headrace.core.types.layout import Layout
 
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]
@@ -23,6 +25,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     """Of the model."""
     stages: Annotated[int, Flag("pp", STAGES, "pipeline-parallel stages, one process each", low=1)] = 1
+    dp: Annotated[
+        int,
+        Flag("dp", STAGES, "data-parallel replicas, each with stages and KV pools of its own", low=1),
+    ] = 1
+    lockstep: bool = False
+    """The replicas share collectives (expert parallelism), so that each takes part in every forward pass."""
+    rules: Rules = Rules()
+    """What lockstep replicas agree on follows from these."""
+    tp: Annotated[int, Flag("tp", STAGES, "tensor-parallel shards of each stage, one process each", low=1, high=64)] = 1
     pipeline_depth: Annotated[
         int,
         Flag(
@@ -184,3 +195,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compute prompts before their peer has reserved pages, within the share of --hold-percent",
         ),
     ] = False
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks of the server."""
+        return Layout(pp=self.stages, dp=self.dp, tp=self.tp)

@@ -8,6 +8,7 @@ from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
 from headrace.core.config.model import EngineConfig, ModelConfig
 from headrace.core.config.server import Role
 from headrace.core.config.transfer import TransferConfig
+from headrace.core.types.layout import Layout
 
 STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 
@@ -33,18 +34,18 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a stage process is told when it starts."""
+    """Everything the process of one rank is told when it starts."""
 
-    stage: int
-    """Pipeline rank, from 0."""
+    rank: int
+    """Of this process in the layout."""
     endpoint: str
     """The scheduler's order socket."""
     model: ModelConfig
     engine: EngineConfig
     transfer: TransferConfig
     log_level: str = "info"
-    stages: int = 1
-    """Pipeline stages in the group."""
+    layout: Layout = Layout()
+    """The ranks of the group."""
     epoch: int = 0
     """Counts the starts of the group, so that messages of an earlier group are not taken for those of this one."""
     session: str = ""
@@ -52,10 +53,30 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""
     """HOST:PORT of the torch.distributed store."""
     rendezvous_hosted: bool = False
-    """Whether torchrun's agent hosts the store; else stage 0 does."""
+    """Whether torchrun's agent hosts the store; else rank 0 does."""
     stage_timeout_s: float = 120.0
     """Longest wait for another stage, in seconds."""
     measure_tokens: int = 0
     """Chunk length around which the stage's speed is measured before it is ready; 0: not at all."""
     role: Role = "colocated"
     """Of the server."""
+
+    @property
+    def name(self) -> str:
+        """This rank in messages."""
+        return self.layout.name(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline position, from 0."""
+        return self.layout.place(self.rank).stage
+
+    @property
+    def replica(self) -> int:
+        """Its data-parallel replica, from 0."""
+        return self.layout.place(self.rank).replica
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.layout.pp

@@ -37,6 +37,9 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     priority: int = 0
     """Class of the request: a lower one goes before all higher ones."""
 
+    replica: int | None = None
+    """The data-parallel replica that is to compute it; None: the one with the least load."""
+
     tenant: str = ""
     """Name of the API key that it came with; "": the cache salt stands for the tenant."""
 
@@ -153,7 +156,9 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages: int
     """Pages of the smallest KV pool."""
     data_endpoints: tuple[str, ...]
-    """tcp://HOST:PORT of the data socket of each stage, in stage order."""
+    """tcp://HOST:PORT of the data socket of each rank that offers KV, in rank order."""
+    data_ranks: tuple[int, ...] = ()
+    """Their ranks."""
 
 
 class ServerInfo(SchedulerReply, frozen=True, kw_only=True):

@@ -47,6 +47,13 @@ class AllBlocksCleared(KvEvent, frozen=True, kw_only=True):
 KvEventMessage = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class ReplicaKvEvent(KvEvent, frozen=True, kw_only=True):
+    """An event of another data-parallel replica than the first, inside the scheduler process."""
+
+    replica: int
+    event: KvEventMessage
+
+
 class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
     """[ts, events, data_parallel_rank]. ts: seconds since 1970."""
 

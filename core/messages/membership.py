@@ -14,12 +14,12 @@ from headrace.core.config import StageConfig
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """A stage process asks to become stage `rank` of `world_size`."""
+    """A process asks to become rank `rank` of `world_size`."""
 
     rank: int
-    """Pipeline rank, from 0."""
+    """From 0."""
     world_size: int
-    """Pipeline stages in the group."""
+    """Ranks in the group."""
     incarnation: str
     """Random id of this process."""
     version: str

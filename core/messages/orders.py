@@ -2,11 +2,13 @@
 
     BeginEpoch ─► Forward, SendChunk, ReleaseRequest, … ─► ShutdownStage
 
-Every stage of a group gets the same stream. Forwards are executed in stream order. A SendChunk waits for the Forward
-that computes its pages, and for no other order. StorePages and DropPages are executed in stream order among themselves,
-beside the Forwards; a StorePages of pool pages waits for the Forwards before it. A LoadPages overtakes them. All other
-orders act at once. Each Heartbeat carries the number and a digest of the orders sent so far
-(core/runtime/order_log.py); a stage compares them with its own and fails if they differ.
+Every rank of a data-parallel replica gets the same stream: the orders to all ranks and those to its replica, so that
+with several replicas each stream lacks some numbers. With one, every stage gets all orders. Forwards are executed in
+stream order. A SendChunk waits for the Forward that computes its pages, and for no other order. StorePages and
+DropPages are executed in stream order among themselves, beside the Forwards; a StorePages of pool pages waits for the
+Forwards before it. A LoadPages overtakes them. All other orders act at once. Each Heartbeat carries the number and a
+digest of the orders sent so far (core/runtime/order_log.py); a stage compares them with its own and fails if they
+differ.
 
 What stages report back: core/messages/stage_events.py. Lists of token and page ids are packed little-endian int32
 (core/types/packed.py).
@@ -15,6 +17,7 @@ What stages report back: core/messages/stage_events.py. Lists of token and page 
 import msgspec
 
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.request import FirstToken, SamplingParams
@@ -50,7 +53,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=T
     """Base of orders."""
 
     seq: int
-    """Rises by one from order to order; 0 where an order is used outside the stream."""
+    """Rises from order to order, by one over all of them; 0 where an order is used outside the stream."""
 
 
 class BeginEpoch(Order, frozen=True, kw_only=True):
@@ -65,6 +68,9 @@ class Forward(Order, frozen=True, kw_only=True):
     """A plan: one forward pass over the rows (one microbatch)."""
 
     rows: tuple[PlanRow, ...]
+    """Of this replica; () where it is idle in a pass of lockstep replicas."""
+    agreement: Agreement | None = None
+    """What lockstep replicas do alike in this pass, the Forwards of one seq; None where replicas share nothing."""
 
 
 class SendChunk(Order, frozen=True, kw_only=True):
@@ -140,6 +146,8 @@ class OpenSession(Order, frozen=True, kw_only=True):
     """How KV comes."""
     server_key: str = ""
     """CURVE public key of the prefill server; "" for connections in the clear."""
+    stage_replicas: tuple[int, ...] = ()
+    """Data-parallel replica of each of its stages; empty: there is one."""
 
 
 class CloseSession(Order, frozen=True, kw_only=True):
@@ -207,13 +215,17 @@ class DropPages(Order, frozen=True, kw_only=True):
 
 
 class Heartbeat(Order, frozen=True, kw_only=True):
-    """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own count or digest of
-    orders differs fails."""
+    """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own counts or digests
+    differ fails."""
 
     orders: int
-    """Orders sent so far."""
+    """Orders sent so far to the stage's replica."""
     digest: bytes
     """Digest over them, see core/runtime/order_log.py."""
+    passes: int = 0
+    """Passes of lockstep replicas so far; 0 where replicas share nothing."""
+    pass_digest: bytes = b""
+    """Digest over their numbers and agreements (pass_frame), the same for all replicas; b"" where there were none."""
 
 
 class StartRecording(Order, frozen=True, kw_only=True):
@@ -253,6 +265,19 @@ AnyOrder = (
     | StopRecording
     | ShutdownStage
 )
+
+
+class ReplicaOrder(Order, frozen=True, kw_only=True):
+    """An order to the ranks of one of several data-parallel replicas, inside the scheduler process: they are sent what
+    it contains. All other orders go to all ranks."""
+
+    replica: int
+    order: AnyOrder
+
+
+def pass_frame(order: Forward) -> bytes:
+    """What all replicas have in common of a pass, encoded: its number and the agreement."""
+    return msgspec.msgpack.encode((order.seq, order.agreement))
 
 
 def stage_identity(stage: int, epoch: int = 0, session: str = "") -> bytes:

@@ -116,6 +116,12 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
     server_key: str = ""
     """Its CURVE public key; "" where connections are in the clear."""
 
+    stage_replicas: tuple[int, ...] = ()
+    """Data-parallel replica of each of its stages; empty: there is one."""
+
+    replica: int = 0
+    """Data-parallel replica of ours that the session is of."""
+
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):
     """Control client: a prefill server refused us or fell silent."""
@@ -127,6 +133,9 @@ class PrefillDown(PeerEvent, frozen=True, kw_only=True):
     reason: str
     unfit: bool = False
     """The two servers do not fit each other, so that trying again does not help."""
+
+    replica: int = 0
+    """Data-parallel replica of ours that the connection is of."""
 
 
 class TicketFailed(PeerEvent, frozen=True, kw_only=True):

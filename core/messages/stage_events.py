@@ -23,14 +23,17 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Base of stage events."""
 
     stage: int
-    """Pipeline rank of the reporting stage."""
+    """The reporting rank; without tensor parallelism it is the number of the stage."""
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
     """Weights are loaded, the KV pool is allocated and the stage is warmed up."""
 
     geometry: Geometry
-    """Shape of this stage's KV pool."""
+    """Shape of this rank's KV pool."""
+    offered: tuple[Geometry, ...] | None = None
+    """What of the pool is offered to peers: one geometry, or none where other ranks offer the same KV; None for all of
+    the pool."""
     fingerprint: str
     """Names what the model computes, the same on every stage (engine/model/fingerprint.py)."""
     data_port: int
@@ -56,6 +59,13 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """Version of NIXL; "" where it is not used."""
     memory: PoolMemory | None = None
     """How peers may write into the pool; None where they may not."""
+
+    @property
+    def offers(self) -> Geometry | None:
+        """The part of the pool that is offered to peers; None where there is none."""
+        if self.offered is None:
+            return self.geometry
+        return self.offered[0] if self.offered else None
 
 
 class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):

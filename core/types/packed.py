@@ -32,6 +32,6 @@ def prompt_hash(prompt: bytes) -> str:
     return hashlib.sha256(prompt).hexdigest()
 
 
-def packed_length(data: bytes) -> int:
+def packed_length(data: bytes | bytearray) -> int:
     """Number of values in packed bytes."""
     return len(data) // ITEM_BYTES

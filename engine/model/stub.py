@@ -25,7 +25,11 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
 
     layers: int = 8
     hidden: int = 64
-    """Hidden size, a multiple of 8; also the size of the one KV head."""
+    """Hidden size: 8 times the heads, or a multiple of that. All heads together are as wide."""
+    heads: int = 1
+    """Query heads."""
+    kv_heads: int = 1
+    """KV heads; query heads are a multiple of them."""
     vocab: int = 1000
     """Vocabulary size."""
     max_len: int = 131072
@@ -41,16 +45,17 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     """Largest random deviation of the time of one forward pass."""
 
     def spec(self) -> ModelSpec:
-        """A ModelSpec with one KV head as wide as the hidden states; sizes that do not matter here are minimal."""
+        """A ModelSpec with heads that are together as wide as the hidden states; sizes that do not matter here are
+        minimal."""
         return ModelSpec(
             family=STUB,
             vocab_size=self.vocab,
             hidden_size=self.hidden,
-            intermediate_size=1,
+            intermediate_size=self.heads,  # a column for each shard that there may be
             layers=self.layers,
-            heads=1,
-            kv_heads=1,
-            head_dim=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
             norm_eps=1e-5,
             rope=RopeSpec(),
             max_positions=self.max_len,
@@ -59,10 +64,11 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def fingerprint(self) -> str:
         """Fingerprint of what is computed; times do not change it."""
-        return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}".encode())
+        heads = f" {self.heads} {self.kv_heads}" if self.heads > 1 else ""
+        return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}{heads}".encode())
 
 
-SMALLEST = {"layers": 1, "hidden": 16, "vocab": END + 2, "max_len": 1, "us_per_token": 0, "us_per_plan": 0}
+SMALLEST = {"layers": 1, "hidden": 16, "heads": 1, "kv_heads": 1, "vocab": END + 2, "max_len": 1}
 
 
 def is_stub(model: str) -> bool:
@@ -87,8 +93,11 @@ def parse_stub(model: str) -> StubModel:
     for key, least in SMALLEST.items():
         if given.get(key, least) < least:
             raise ConfigError(f"--model {model}: {key} must be {least} or more")
-    if made.hidden % 8:
-        raise ConfigError(f"--model {model}: hidden must be a multiple of 8, such as {made.hidden // 8 * 8}")
+    if made.heads % made.kv_heads:
+        raise ConfigError(f"--model {model}: heads must be a multiple of kv_heads, such as {2 * made.kv_heads}")
+    if made.hidden % (8 * made.heads):
+        fitting = max(16, made.hidden // (8 * made.heads) * 8 * made.heads)
+        raise ConfigError(f"--model {model}: hidden must be a multiple of {8 * made.heads}, such as {fitting}")
     if made.jitter_percent > 100:
         raise ConfigError(f"--model {model}: jitter_percent must be 100 or less")
     return made

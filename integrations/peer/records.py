@@ -150,6 +150,7 @@ class PrefillRecord:
             session=event.session,
             endpoints=event.endpoints,
             geometries=event.geometries,
+            stage_replicas=event.stage_replicas,
             window_bytes=event.window_bytes,
             server_key=event.server_key,
         )

@@ -17,37 +17,51 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.copy_table import PendingCopy
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 ORDER_PAGES = 256  # pages of one order at most, so that a long copy is answered in parts
 
 
 class PageCopies:
-    """Orders the copies that the prefix cache has begun, and ends them when every stage has answered."""
+    """Orders the copies that a replica's prefix cache has begun, and ends them when each of its ranks has answered."""
 
-    def __init__(self, state: State, completion: Completion) -> None:
+    def __init__(self, state: State, replica: Replica, completion: Completion) -> None:
         self._state = state
+        self._replica = replica
         self._completion = completion
 
     def order(self, now: float) -> None:
         """Order what the cache has decided on. Slots are dropped before they are used again."""
-        state, tiers = self._state, self._state.cache.tiers
+        state, tiers = self._state, self._replica.cache.tiers
         if tiers is None or not state.engine.ready:
             return
-        tiers.may_write = state.copies.may_write(now)
-        begun = state.cache.copies_begun()
+        tiers.may_write = self._replica.copies.may_write(now)
+        begun = self._replica.cache.copies_begun()
         for tier in TIERS:
             if slots := tiers.slots(tier).dropped():
-                state.out.add(DropPages(seq=state.out.next_seq(), tier=tier, slots=pack(slots)))
+                self._replica.order(DropPages(seq=state.out.next_seq(), tier=tier, slots=pack(slots)))
                 self._count("dropped", tier, len(slots))
         for copy in begun:
-            if not len(state.copies):
-                state.deadlines.set(Timer.COPY, 0, now + state.config.stage_timeout_s)
+            if not len(self._replica.copies):
+                state.deadlines.set(Timer.COPY, self._replica.index, now + state.config.stage_timeout_s)
             pending = PendingCopy(copy, now)
             if isinstance(copy, PageStore):
                 self._order_store(pending, copy)
             else:
                 self._order_load(pending, copy)
+
+    def take(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
+        """A rank of the replica reports pages."""
+        match event:
+            case PagesStored():
+                self.stored(event, now)
+            case PagesLoaded():
+                self.loaded(event, now)
+            case PagesLost():
+                self.lost(event)
+            case PagesFound():
+                self.found(event)
 
     def stored(self, event: PagesStored, now: float) -> None:
         """A stage has stored pages."""
@@ -56,10 +70,10 @@ class PageCopies:
             return
         assert isinstance(pending.copy, PageStore), "PagesStored answers StorePages"
         if pending.copy.tier == "disk":
-            self._state.copies.written(event.stage, event.written_bytes)
+            self._replica.copies.written(event.stage, event.written_bytes)
         if not pending.waiting:
             self._count_end("store", pending.copy.tier, len(pending.copy.nodes), len(pending.failed))
-            self._state.cache.copied(pending.copy, pending.failed)
+            self._replica.cache.copied(pending.copy, pending.failed)
 
     def loaded(self, event: PagesLoaded, now: float) -> None:
         """A stage has loaded pages. Once every stage has, requests that wait for them go on."""
@@ -76,8 +90,10 @@ class PageCopies:
             if count := copy.tiers.count(tier):
                 hits = (count - failed) * state.config.page_size
                 state.metrics.counters.add("kv_tier_hit_tokens_total", hits, (tier,))
-                state.copies.measured(tier, count, (now - pending.began) * count / len(copy.nodes))
-        waiting = [one for one in state.queues.prefilling.values() if one.lease is not None and one.lease.load is copy]
+                self._replica.copies.measured(tier, count, (now - pending.began) * count / len(copy.nodes))
+        waiting = [
+            one for one in self._replica.queues.prefilling.values() if one.lease is not None and one.lease.load is copy
+        ]
         bad = copy.nodes[first] if pending.failed else None
         good = []
         for request in waiting:
@@ -86,28 +102,28 @@ class PageCopies:
                 self._begin_again(request, now)
             else:
                 good.append(request)
-        state.cache.copied(copy, pending.failed)
+        self._replica.cache.copied(copy, pending.failed)
         for request in good:
             assert request.lease is not None, "just seen"
-            state.cache.loaded(request.lease, request.tokens)
+            self._replica.cache.loaded(request.lease, request.tokens)
 
     def lost(self, event: PagesLost) -> None:
         """A stage has lost what some slots held."""
-        if self._state.cache.tiers is not None:
-            self._state.cache.tiers.lost(event.tier, unpack(event.slots))
+        if self._replica.cache.tiers is not None:
+            self._replica.cache.tiers.lost(event.tier, unpack(event.slots))
 
     def found(self, event: PagesFound) -> None:
         """A stage has found pages on its disk."""
-        self._state.copies.found(event.stage, unpack(event.slots), event.headers, event.last)
+        self._replica.copies.found(event.stage, unpack(event.slots), event.headers, event.last)
         self.restore()
 
     def restore(self) -> None:
         """Once every stage is up and has said what is on its disk: use what all of them have."""
-        state, tiers = self._state, self._state.cache.tiers
+        state, tiers = self._state, self._replica.cache.tiers
         if not state.engine.ready or tiers is None or tiers.disk_ready:
             return
         slots = tiers.slots("disk")
-        found = state.copies.take_found(slots.total)
+        found = self._replica.copies.take_found(slots.total)
         if found is None:
             return
         alike, others = found
@@ -118,7 +134,7 @@ class PageCopies:
 
     def timed_out(self) -> int:
         """No copy has ended in time; returns the stage that has not answered."""
-        return self._state.copies.silent()
+        return self._replica.copies.silent()
 
     def _order_store(self, pending: PendingCopy, store: PageStore) -> None:
         out = self._state.out
@@ -131,8 +147,8 @@ class PageCopies:
                 slots=pack(store.slots[first : first + ORDER_PAGES]),
                 headers=_headers(nodes) if store.tier == "disk" else (),
             )
-            out.add(order)
-            self._state.copies.add(pending, order.seq, first)
+            self._replica.order(order)
+            self._replica.copies.add(pending, order.seq, first)
 
     def _order_load(self, pending: PendingCopy, load: PageLoad) -> None:
         """One order for each run of pages from the same tier."""
@@ -148,26 +164,26 @@ class PageCopies:
                 slots=pack(node.copies.slots[tier] for node in nodes if node.copies is not None),
                 pages=pack(node.page for node in nodes),
             )
-            out.add(order)
-            self._state.copies.add(pending, order.seq, first)
+            self._replica.order(order)
+            self._replica.copies.add(pending, order.seq, first)
             first = end
 
     def _answered(self, event: PagesStored | PagesLoaded, now: float) -> PendingCopy | None:
         state = self._state
-        pending = state.copies.answered(event.seq, event.stage, event.failed)
+        pending = self._replica.copies.answered(event.seq, event.stage, event.failed)
         if pending is None:
             state.drop("unknown_copy")
-        elif len(state.copies):
-            state.deadlines.set(Timer.COPY, 0, now + state.config.stage_timeout_s)
+        elif len(self._replica.copies):
+            state.deadlines.set(Timer.COPY, self._replica.index, now + state.config.stage_timeout_s)
         else:
-            state.deadlines.clear(Timer.COPY, 0)
+            state.deadlines.clear(Timer.COPY, self._replica.index)
         return pending
 
     def _begin_again(self, request: Request, now: float) -> None:
         """A request's cached pages could not be loaded: give back what it has, and let it wait again."""
         state = self._state
         self._completion.free_pages(request)
-        state.queues.restart(request)
+        self._replica.queues.restart(request)
         state.enter(request, Phase.WAITING, now)
 
     def _count_end(self, operation: str, tier: Tier, pages: int, failed: int) -> None:

@@ -1,4 +1,4 @@
-"""The planner: which rows go into the next forward pass.
+"""The planner of one replica: which rows go into its next forward pass.
 
 budget (chunk_tokens)   fcfs   ├ decode rows, 1 each ┤ running prefills, in order ┤ new ones, by arrival ┤
                    the others  ├ decode rows, 1 each ┤ reserve: the oldest ┤ running and new ones, best first ┤
@@ -8,6 +8,7 @@ from math import inf
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.scheduler.batching.order_time import order_at
@@ -20,49 +21,81 @@ from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.metrics import ROWS
-from headrace.scheduler.state.plan_table import BatchBuilder
+from headrace.scheduler.state.plan_table import BatchBuilder, Plan
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 
 class Planner:
-    """Emits at most one Forward a call, with the SendChunks that follow it, while the pipeline has a credit left."""
+    """Emits at most one Forward of a replica a call, with the SendChunks that follow it, while its pipeline has a
+    credit left. Lockstep replicas have their passes ordered by LockstepPlanner."""
 
-    def __init__(self, state: State, generation: TokenGeneration, handoff: KvHandoff, fetch: RemoteFetch) -> None:
+    def __init__(
+        self, state: State, replica: Replica, generation: TokenGeneration, handoff: KvHandoff, fetch: RemoteFetch
+    ) -> None:
         self._state = state
+        self._replica = replica
         self._generation = generation
         self._handoff = handoff
-        self._starter = Starter(state, fetch)
-        self._shares = PrefillShares(state, self._starter)
+        self._starter = Starter(state, replica, fetch)
+        self._shares = PrefillShares(state, replica, self._starter)
 
     def plan(self, now: float) -> None:
         """Order the next forward pass, if there is anything to compute and a credit left."""
-        if not self._due(now):
-            return
-        state, config = self._state, self._state.config
+        if self._due(now):
+            batch = self.draft(now)
+            if batch.rows:
+                self._order(batch, now)
+
+    def draft(self, now: float) -> BatchBuilder:
+        """The rows of the next forward pass, which has to be ordered if there are any."""
+        config, queues = self._state.config, self._replica.queues
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
-        if state.queues.policy.strict:
+        if queues.policy.strict:
             self._in_order(batch, now)
         else:
             for request, count in self._shares.divide(batch.budget, batch.slots, now):
                 self._prefill(batch, request, count)
             for request in self._shares.divided:
-                if request in state.queues.policy:
-                    state.queues.revise(request, now)
-        if batch.rows:
-            self._order(batch, now)
+                if request in queues.policy:
+                    queues.revise(request, now)
+        return batch
+
+    def order(self, batch: BatchBuilder, seq: int, agreement: Agreement | None, now: float) -> Plan:
+        """Order the forward pass with these rows, under the number seq."""
+        state, replica, metrics = self._state, self._replica, self._state.metrics
+        plan = batch.build(seq)
+        replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement))
+        if not replica.plans:
+            state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
+            replica.bubbles.begin(now)
+        replica.plans.add(plan, now)
+        if not plan.rows:
+            return plan
+        if metrics.trace is not None:
+            metrics.trace.issued()
+        metrics.counters.add("plans_total")
+        metrics.histograms.observe("plan_tokens", plan.tokens, bounds=TOKENS)
+        metrics.histograms.observe("plan_rows", len(batch.rows), bounds=ROWS)
+        return plan
+
+    def send(self, plan: Plan) -> None:
+        """Order out the chunks that a plan completes."""
+        for row in plan.rows:
+            self._handoff.planned(plan, row.request, row.end)
 
     def _due(self, now: float) -> bool:
         """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
-        state, config = self._state, self._state.config
-        credits = config.stages + config.pipeline_depth - len(state.plans)
-        if not state.engine.ready or credits <= 0 or not state.queues.runnable:
+        state, config, replica = self._state, self._state.config, self._replica
+        credits = config.stages + config.pipeline_depth - len(replica.plans)
+        if not state.engine.ready or credits <= 0 or not replica.queues.runnable:
             return False
-        at = order_at(state.plans, state.costs)
+        at = order_at(replica.plans, replica.costs)
         if at is None or at <= now:
             return True
         if at < inf:
-            state.deadlines.set(Timer.ORDER, 0, at)
+            state.deadlines.set(Timer.ORDER, replica.index, at)
         return False
 
     def start(self, now: float) -> None:
@@ -71,7 +104,7 @@ class Planner:
 
     def _in_order(self, batch: BatchBuilder, now: float) -> None:
         """Add running prefills, then waiting ones, each to its end before the next."""
-        for request in list(self._state.queues.prefilling.values()):
+        for request in list(self._replica.queues.prefilling.values()):
             if batch.full:
                 break
             if request.has_kv:
@@ -86,7 +119,7 @@ class Planner:
         With several stages each plan takes its share of them, so that a request's next token is planned about when
         the one before it leaves the last stage.
         """
-        queues = self._state.queues
+        queues = self._replica.queues
         share = ceil_div(len(queues.decoding), self._state.config.stages)
         for request in list(queues.decoding.values()):
             if batch.full or len(batch.rows) >= share:
@@ -114,7 +147,7 @@ class Planner:
 
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
         """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
-        queues, start = self._state.queues, request.planned
+        queues, start = self._replica.queues, request.planned
         self._state.metrics.served(request, queues.charge(request, count))
         self._add(batch, request, count, request.packed(start, start + count))
         if request.planned < request.target:
@@ -134,7 +167,7 @@ class Planner:
             request=request.serial,
             start=request.planned,
             count=count,
-            pages=pack(lease.pages[: self._state.cache.pages_for(end)]),
+            pages=pack(lease.pages[: self._replica.cache.pages_for(end)]),
             tokens=tokens,
             sample=sampling if sampled else None,
             feeds=sampled and request.decodes_here and end + 1 < request.token_limit,
@@ -143,22 +176,9 @@ class Planner:
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         batch.add(row, request, end)
-        self._state.queues.plan(request, count)
+        self._replica.queues.plan(request, count)
         request.next_token_on_stages = sampled
         request.known_to_stages = True
 
     def _order(self, batch: BatchBuilder, now: float) -> None:
-        state, metrics = self._state, self._state.metrics
-        plan = batch.build(state.out.next_seq())
-        state.out.add(Forward(seq=plan.seq, rows=tuple(batch.rows)))
-        if not state.plans:
-            state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
-            metrics.bubbles.begin(now)
-        state.plans.add(plan, now)
-        if metrics.trace is not None:
-            metrics.trace.issued()
-        metrics.counters.add("plans_total")
-        metrics.histograms.observe("plan_tokens", plan.tokens, bounds=TOKENS)
-        metrics.histograms.observe("plan_rows", len(batch.rows), bounds=ROWS)
-        for row in plan.rows:
-            self._handoff.planned(plan, row.request, row.end)
+        self.send(self.order(batch, self._state.out.next_seq(), None, now))

@@ -18,14 +18,16 @@ from headrace.scheduler.batching.starting import LOOKED_AT, Starter
 from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 
 class PrefillShares:
     """Divides the budget of one plan at a time."""
 
-    def __init__(self, state: State, starter: Starter) -> None:
+    def __init__(self, state: State, replica: Replica, starter: Starter) -> None:
         self._state = state
+        self._replica = replica
         self._starter = starter
         self._budget = 0
         self._slots = 0
@@ -44,15 +46,15 @@ class PrefillShares:
         self._budget, self._slots = budget, slots
         self._counts, self._used, self._refused = {}, {}, set()
         self._ends = 0
-        if budget > 0 and slots > 0 and self._state.queues.policy:
-            self._state.queues.renew_keys(now)
+        if budget > 0 and slots > 0 and self._replica.queues.policy:
+            self._replica.queues.renew_keys(now)
             self._reserve(now)
             self._in_order(now)
         return self._counts.items()
 
     def _reserve(self, now: float) -> None:
         """Give the reserve to the oldest requests that can run, and keep pages for the oldest that cannot."""
-        queues, policy = self._state.queues, self._state.queues.policy
+        queues, policy = self._replica.queues, self._replica.queues.policy
         left = ceil(self._budget * self._state.config.policy_reserve)
         if left <= 0:
             return
@@ -69,7 +71,7 @@ class PrefillShares:
 
     def _in_order(self, now: float) -> None:
         """Give what the reserve has left to the best ones, passing over those that do not fit."""
-        queues = self._state.queues
+        queues = self._replica.queues
         looked_at = LOOKED_AT
         for request in queues.policy.order(now):
             if self._closed_to(request):
@@ -124,8 +126,8 @@ class PrefillShares:
             return self._budget <= 0
         start = request.target - left
         part = Load.between(start, start + self._budget)
-        others = len(self._state.queues.policy) - self._ends
-        return not self._state.costs.worth_filling(self._ends, others, part)
+        others = len(self._replica.queues.policy) - self._ends
+        return not self._replica.costs.worth_filling(self._ends, others, part)
 
 
 def _arrival(request: Request) -> int:

@@ -12,6 +12,7 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 PREFILL_PER_DECODE_ROW = 8  # tokens of a plan for each of its decode rows, below which it says little of prefill
@@ -39,22 +40,24 @@ class StageGroup:
             state.drop("old_stage")
             return False
         if state.engine.ready:  # it has restarted on its own, and its pool is empty
-            self.stage_failed(event.stage, f"stage {event.stage} has restarted", now)
+            self.stage_failed(event.stage, f"{state.config.layout.name(event.stage)} has restarted", now)
         if event.epoch > self._epoch:
             self._epoch = event.epoch
             self._up.clear()
         page_size = event.geometry.page_size
         if event.stage not in state.engine.stages or page_size != state.config.page_size:
-            expected = f"{state.config.stages} stages with pages of {state.config.page_size} tokens"
-            self.announce(f"stage {event.stage} has pages of {page_size} tokens; expected are {expected}")
+            expected = f"{len(state.engine.stages)} stages with pages of {state.config.page_size} tokens"
+            self.announce(
+                f"{state.config.layout.name(event.stage)} has pages of {page_size} tokens; expected are {expected}"
+            )
             return False
         self._up[event.stage] = event
         if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
             fingerprints = f"{event.fingerprint}, {other.fingerprint}"
-            text = f"its model is another one than that of stage {other.stage}: {fingerprints}"
+            text = f"its model is another one than that of {state.config.layout.name(other.stage)}: {fingerprints}"
             self.stage_failed(event.stage, text, now)
             return False
-        if len(self._up) < state.config.stages:
+        if len(self._up) < len(state.engine.stages):
             return False
         self._start()
         return True
@@ -65,42 +68,47 @@ class StageGroup:
             self.announce(event.message)
 
     def plan_done(self, event: PlanDone, now: float) -> None:
-        """A stage has computed a plan; with the last stage, it is done."""
-        state, metrics = self._state, self._state.metrics
-        if event.stage != state.config.stages - 1:
-            metrics.bubbles.computed(event.stage, event.duration_s, now)
-            plan = state.plans.get(event.seq)
+        """A rank has computed a plan; with the one that samples, it is done for its replica."""
+        state, metrics, replica = self._state, self._state.metrics, self._state.with_rank(event.stage)
+        if event.stage != replica.sampler:
+            replica.bubbles.computed(event.stage, event.duration_s, now)
+            plan = replica.plans.get(event.seq)
             if plan is not None:  # else the last stage's message has overtaken it
-                state.plans.reported(plan, event.stage, now)
-                self._learn(plan, event, now)
+                replica.plans.reported(plan, event.stage, now)
+                self._learn(replica, plan, event, now)
             return
-        plan = state.plans.pop(event.seq, now)
+        plan = replica.plans.pop(event.seq, now)
         if plan is None:
             state.drop("unknown_plan")
             return
-        metrics.bubbles.computed(event.stage, event.duration_s, now)
+        replica.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
-        if state.plans:
-            state.deadlines.set(Timer.PLAN, 0, now + state.config.stage_timeout_s)
+        if replica.plans:
+            state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
         else:
-            state.deadlines.clear(Timer.PLAN, 0)
-            metrics.bubbles.end(now)
+            state.deadlines.clear(Timer.PLAN, replica.index)
+            replica.bubbles.end(now)
+        if not plan.rows:
+            return  # it was idle in this pass
         metrics.rate.observe(plan.tokens, event.duration_s)
-        self._learn(plan, event, now)
+        self._learn(replica, plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
 
-    def _learn(self, plan: Plan, event: PlanDone, now: float) -> None:
+    def _learn(self, replica: Replica, plan: Plan, event: PlanDone, now: float) -> None:
         """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of."""
-        if plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
-            self._state.costs.observe(event.stage, plan.load, event.duration_s, now)
+        place = self._state.config.layout.place(event.stage)
+        if place.shard == 0 and plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
+            replica.costs.observe(place.stage, plan.load, event.duration_s, now)
 
-    def plan_timed_out(self, now: float) -> None:
-        """No plan was done in time: the first stage that has not computed the oldest one has failed."""
-        plan = self._state.plans.oldest
+    def plan_timed_out(self, index: int, now: float) -> None:
+        """A replica has done no plan in time: its first rank that has not computed the oldest one has failed."""
+        replica = self._state.replicas[index]
+        plan = replica.plans.oldest
         if plan is not None:
-            silent = next((stage for stage in self._state.engine.stages if stage not in plan.reported), 0)
-            text = f"stage {silent} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
+            silent = next((rank for rank in replica.ranks if rank not in plan.reported), replica.first_stage)
+            name = self._state.config.layout.name(silent)
+            text = f"{name} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
             self.stage_failed(silent, text, now)
 
     def answer_timed_out(self, request: Request, now: float) -> None:
@@ -108,13 +116,15 @@ class StageGroup:
         silent = request.awaiting_stages or (request.incoming.unready if request.incoming is not None else set())
         if silent:
             stage = min(silent)
-            text = f"stage {stage} has not answered in {self._state.config.stage_timeout_s:g} s"
+            name = self._state.config.layout.name(stage)
+            text = f"{name} has not answered in {self._state.config.stage_timeout_s:g} s"
             self.stage_failed(stage, text, now)
 
     def stage_failed(self, stage: int, message: str, now: float) -> None:
         """Fail every request and start over with an empty pool. The front end is told first, so that it does not answer
         a request with this error while it still says that it would serve."""
-        error = ErrorInfo(code=STAGE_FAILED, message=f"stage {stage} failed: {message}", status=503, stage=stage)
+        name = self._state.config.layout.name(stage)
+        error = ErrorInfo(code=STAGE_FAILED, message=f"{name} failed: {message}", status=503, stage=stage)
         self._state.engine.ready = False
         self.announce(error.message)
         self.stop(error, now)
@@ -130,12 +140,14 @@ class StageGroup:
                 state.out.add(EndPeer(session=peer.hello.session, reason=error.message))
         state.engine.stop()
         self._up.clear()
-        state.metrics.bubbles.reset()
-        state.deadlines.clear(Timer.PLAN, 0)
+        for replica in state.replicas:
+            replica.bubbles.reset()
+            state.deadlines.clear(Timer.PLAN, replica.index)
         self._completion.end_all(error, now)
-        state.deadlines.clear(Timer.COPY, 0)
-        state.copies.clear()
-        state.cache.reset(state.cache.total)
+        for replica in state.replicas:
+            state.deadlines.clear(Timer.COPY, replica.index)
+            replica.copies.clear()
+            replica.cache.reset(replica.cache.total)
 
     def announce(self, reason: str) -> None:
         """Tell the front end whether this server would serve, if that has changed."""
@@ -145,19 +157,22 @@ class StageGroup:
             self._state.out.add(engine)
 
     def _start(self) -> None:
-        """Every stage is up: the pool is as large as that of the smallest stage, or as configured."""
+        """Every stage is up: pools are as large as that of the smallest stage, or as configured."""
         state, stages = self._state, list(self._up.values())
         sizes = [stage.kv_pages for stage in stages]
-        state.cache.reset(
-            min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
-            host_pages=min(stage.host_pages for stage in stages),
-            disk_pages=min(stage.disk_pages for stage in stages),
-        )
+        for replica in state.replicas:
+            replica.cache.reset(
+                min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
+                host_pages=min(stage.host_pages for stage in stages),
+                disk_pages=min(stage.disk_pages for stage in stages),
+            )
+            layout = state.config.layout
+            replica.costs.start([self._up[layout.rank(stage, replica.index)].cost for stage in range(layout.pp)])
         costs = [stage.cost for stage in stages if stage.cost is not None]
-        state.costs.start([self._up[stage].cost for stage in sorted(self._up)])
         state.engine.start(
             vocab_size=state.config.vocab_size or min(stage.vocab_size for stage in stages),
             costs=tuple(costs) if state.config.chunking == "dynamic" else (),
+            offering=tuple(rank for rank, stage in sorted(self._up.items()) if stage.offers is not None),
         )
         state.out.add(BeginEpoch(seq=state.out.next_seq(), epoch=self._epoch))
         self.announce("draining" if state.draining else "")

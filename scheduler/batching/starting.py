@@ -1,8 +1,11 @@
 """Starting requests: a request that waits gets its pages, and is computed or fetched from then on."""
 
+from functools import partial
+
 from headrace.scheduler.batching.page_claim import PageClaim
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 LOOKED_AT = 32
@@ -10,14 +13,15 @@ LOOKED_AT = 32
 
 
 class Starter:
-    """Leases pages and metadata rows to requests that wait.
+    """Leases pages and metadata rows to the requests of a replica that wait.
 
     A strict policy (fcfs) starts them in order of arrival: the first that does not fit is waited for. Under another
     one they are passed over, and pages are kept for the oldest (see PageClaim).
     """
 
-    def __init__(self, state: State, fetch: RemoteFetch) -> None:
+    def __init__(self, state: State, replica: Replica, fetch: RemoteFetch) -> None:
         self._state = state
+        self._replica = replica
         self._fetch = fetch
         self._claim = PageClaim()
         self._refused: tuple[int, int, int] | None = None  # the attempt that failed last, where one is made at a time
@@ -26,20 +30,20 @@ class Starter:
     def start_next(self, now: float, fetches_only: bool) -> Request | None:
         """Start the fetches that come first in order, and the prefill behind them; None when it does not fit now."""
         self._start_strictly_fetches(now)
-        state, head = self._state, self._head()
-        if fetches_only or head is None or head.to_fetch or state.queues.rows >= state.config.max_running:
+        head, limit = self._head(), self._state.config.max_running
+        if fetches_only or head is None or head.to_fetch or self._replica.queues.rows >= limit:
             return None
         return head if self._attempt(head, now) else None
 
     def start_fetches(self, now: float) -> None:
         """Start to fetch what is next, and fits. Costs nothing where nothing has changed since."""
-        state, queues = self._state, self._state.queues
+        state, replica, queues = self._state, self._replica, self._replica.queues
         if not state.engine.ready or not queues.to_fetch:
             return
         if queues.to_fetch.strict:
             self._start_strictly_fetches(now)
             return
-        before = (state.cache.version, state.metadata_rows.free, len(queues.to_fetch))
+        before = (replica.cache.version, state.metadata_rows.free, len(queues.to_fetch))
         if before == self._no_fetch:
             return
         oldest = next(queues.to_fetch.by_age(started=False))
@@ -50,15 +54,15 @@ class Starter:
             if not left:
                 break
             left -= not self._start_fetch(request, now)
-        self._no_fetch = (state.cache.version, state.metadata_rows.free, len(queues.to_fetch))
+        self._no_fetch = (replica.cache.version, state.metadata_rows.free, len(queues.to_fetch))
 
     def start(self, request: Request, now: float) -> bool:
         """Start to compute a request, unless that would delay an older one that lacks pages."""
-        state = self._state
-        if request.decodes_here and len(state.queues.decoding) >= state.config.max_running:
+        state, replica = self._state, self._replica
+        if request.decodes_here and len(replica.queues.decoding) >= state.config.max_running:
             return False
-        lacking = state.cache.pages_for(request.target) - request.expected_cached // state.config.page_size
-        if lacking > state.cache.free + state.cache.cached or not self._allowed(request):
+        lacking = replica.cache.pages_for(request.target) - request.expected_cached // state.config.page_size
+        if lacking > replica.cache.free + replica.cache.cached or not self._allowed(request):
             return False
         return self._lease(request, now)
 
@@ -67,7 +71,7 @@ class Starter:
         self._claim.refused(request)
 
     def _head(self) -> Request | None:
-        return next(self._state.queues.policy.by_age(started=False), None)
+        return next(self._replica.queues.policy.by_age(started=False), None)
 
     def _start_strictly_fetches(self, now: float) -> None:
         while (head := self._head()) is not None and head.to_fetch and self._attempt(head, now):
@@ -75,7 +79,7 @@ class Starter:
 
     def _attempt(self, head: Request, now: float) -> bool:
         """Start the head; remember when it does not fit, so that it is not tried again before something has changed."""
-        attempt = (head.serial, self._state.cache.version, self._state.metadata_rows.free)
+        attempt = (head.serial, self._replica.cache.version, self._state.metadata_rows.free)
         if attempt == self._refused:
             return False
         if self._fetch.start(head, now) if head.to_fetch else self._lease(head, now):
@@ -92,11 +96,11 @@ class Starter:
         return True
 
     def _allowed(self, request: Request) -> bool:
-        state, claimant = self._state, self._claim.claimant
+        state, replica, claimant = self._state, self._replica, self._claim.claimant
         if claimant is None:
             return True
-        rest = state.cache.total - state.cache.pages_for(claimant.target)
-        if not self._claim.allows(request, state.cache.pages_for(request.target), rest):
+        rest = replica.cache.total - replica.cache.pages_for(claimant.target)
+        if not self._claim.allows(request, replica.cache.pages_for(request.target), rest):
             return False
         return (
             not _needs_row(claimant)
@@ -108,11 +112,13 @@ class Starter:
         """Lease pages for all that is to be computed, and a metadata row if the request's peer has reserved; False when
         they are not to be had now. Both or none: two requests that each had one and waited for the other would block
         each other."""
-        state, counters = self._state, self._state.metrics.counters
+        state, replica, counters = self._state, self._replica, self._state.metrics.counters
         needs_row = _needs_row(request)
         if needs_row and not state.metadata_rows.free:
             return False
-        lease = state.cache.acquire(request.tokens, request.salt, match=request.uses_cache, load=state.loads)
+        lease = replica.cache.acquire(
+            request.tokens, request.salt, match=request.uses_cache, load=partial(state.loads, replica)
+        )
         if lease is None:
             return False
         request.lease = lease
@@ -120,7 +126,7 @@ class Starter:
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         cached = lease.matched * state.config.page_size
         request.expected_cached = 0
-        state.queues.plan(request, cached)
+        replica.queues.plan(request, cached)
         request.computed = cached
         if not request.generated:
             request.cached_tokens = cached

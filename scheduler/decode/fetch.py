@@ -52,13 +52,13 @@ class RemoteFetch:
 
     def start(self, request: Request, now: float) -> bool:
         """Lease pages and have the stages prepare for them. False when there are no pages, or no metadata row, now."""
-        state, route = self._state, request.route
+        state, route, replica = self._state, request.route, self._state.of(request)
         assert isinstance(route, FetchFrom), "only such requests are fetched"
-        hello = state.prefills[route.prefill].hello
+        hello = state.prefills[route.prefill].hellos.get(replica.index)
         assert hello is not None, "requests fail when their prefill server goes down"
         if not state.metadata_rows.free:
             return False
-        lease = state.cache.acquire(request.tokens, request.salt)
+        lease = replica.cache.acquire(request.tokens, request.salt)
         if lease is None:
             return False
         request.lease = lease
@@ -70,17 +70,17 @@ class RemoteFetch:
             ticket=route.ticket,
             generation=self._generations,
             pages=len(lease.pages) - lease.matched,
-            unready=set(state.engine.stages),
-            missing=set(state.engine.stages),
+            unready=set(replica.ranks),
+            missing=set(replica.ranks),
             writer=RemoteWriter.IDLE if writes_directly(hello.backend) else RemoteWriter.NONE,
         )
         state.prefills.start_fetch(request)
-        state.queues.plan(request, request.target - request.planned)
+        replica.queues.plan(request, request.target - request.planned)
         request.known_to_stages = True
         state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
         state.metrics.counters.add("cached_tokens_total", request.cached_tokens)
         state.enter(request, Phase.FETCHING, now)
-        state.out.add(
+        replica.order(
             PrepareReceive(
                 seq=state.out.next_seq(),
                 request=request.serial,
@@ -156,7 +156,7 @@ class RemoteFetch:
         state.prefills.end_fetch(request)
         request.computed = request.target
         if _first_token_forbidden(request, event.first):  # the prompt is computed here, from its cached pages
-            state.cache.publish(request.lease, request.tokens, request.computed)
+            state.of(request).cache.publish(request.lease, request.tokens, request.computed)
         self._accept_first_token(request, event.first, now)
 
     def receive_failed(self, event: ReceiveFailed, now: float) -> None:

@@ -27,7 +27,7 @@ class TokenGeneration:
                 request.prompt_logprobs.update(enumerate(logprobs.entries, logprobs.start))
         samples = {sampled.request: sampled for sampled in event.samples}
         for row in plan.rows:
-            self._state.plans.leave(row)
+            self._state.of(row.request).plans.leave(row)
             if row.request.ended:
                 self._completion.release_if_safe(row.request)
             elif row.serial in event.nonfinite:
@@ -45,16 +45,16 @@ class TokenGeneration:
             self._completion.complete(request, reason, now)
         elif request.phase is not Phase.GENERATING:
             self._state.enter(request, Phase.GENERATING, now)
-            queues = self._state.queues
+            queues = self._state.of(request).queues
             if request.arrival not in queues.preempting and request.planned + 1 < request.token_limit:
                 queues.start_decoding(request)
 
     def make_room(self, request: Request, now: float) -> bool:
         """Lease pages for the request's next position, preempting the latest arrivals as needed. False when it has to
         wait, is preempted itself, or ends because it fills the pool alone."""
-        state, queues = self._state, self._state.queues
+        replica, queues = self._state.of(request), self._state.of(request).queues
         assert request.lease is not None, "a request that decodes has pages"
-        while not state.cache.grow(request.lease, request.planned + 1):
+        while not replica.cache.grow(request.lease, request.planned + 1):
             if queues.preempting:
                 return False  # those free pages soon
             victim = queues.decoding[max(queues.decoding)]
@@ -72,10 +72,10 @@ class TokenGeneration:
         Unless the pool is large enough: the lease may hold a private copy of a page that the prefix tree has too, since
         an equal prompt was computed first. A request that starts again uses the tree's page.
         """
-        state = self._state
-        if state.cache.leases > 1 or request.in_flight:
+        replica = self._state.of(request)
+        if replica.cache.leases > 1 or request.in_flight:
             return
-        if state.cache.pages_for(request.planned + 1) > state.cache.total:
+        if replica.cache.pages_for(request.planned + 1) > replica.cache.total:
             self._completion.complete(request, "length", now)
         else:
             self._preempt(request, now)
@@ -96,7 +96,7 @@ class TokenGeneration:
             error = ErrorInfo(code=STAGE_FAILED, message="the last stage reported no token", status=503)
             self._completion.fail(request, error, now)
             return
-        state.cache.publish(request.lease, request.tokens, row.end)
+        state.of(request).cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:
             self._progress(request)
         if sampled is None or not row.sampled:
@@ -107,7 +107,7 @@ class TokenGeneration:
             self.accept_token(request, sampled, now)
         else:
             self._last_token_here(plan, request, sampled, now)
-        if request.arrival in state.queues.preempting and request.in_flight == 0:
+        if request.arrival in state.of(request).queues.preempting and request.in_flight == 0:
             self._requeue(request, now)
 
     def _last_token_here(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
@@ -133,7 +133,7 @@ class TokenGeneration:
 
     def _preempt(self, request: Request, now: float) -> None:
         """Send the request back to the waiting queue, once its plans in flight are done."""
-        self._state.queues.preempt(request)
+        self._state.of(request).queues.preempt(request)
         self._state.metrics.counters.add("preemptions_total")
         if request.in_flight == 0:
             self._requeue(request, now)
@@ -145,8 +145,9 @@ class TokenGeneration:
         """
         state = self._state
         if request.lease is not None:
-            state.cache.publish(request.lease, request.tokens, request.computed)
+            state.of(request).cache.publish(request.lease, request.tokens, request.computed)
         self._completion.free_pages(request)
         state.requests.renumber(request)
-        state.queues.requeue(request)
+        state.of(request).queues.requeue(request)
+        state.rebind(request)
         state.enter(request, Phase.WAITING, now)

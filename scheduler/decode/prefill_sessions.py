@@ -1,4 +1,7 @@
-"""Sessions with prefill servers: data connections are opened when one is up, and its requests fail when it is not."""
+"""Sessions with prefill servers: data connections are opened when one is up, and its requests fail when it is not.
+
+Each data-parallel replica has a session of its own, as a reservation's pages are those of one pool.
+"""
 
 from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePrefill
 from headrace.core.messages.orders import CloseSession, OpenSession
@@ -8,6 +11,7 @@ from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.record import Phase
 from headrace.scheduler.state.peer_tables import PrefillServer
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 
@@ -29,7 +33,8 @@ class PrefillSessions:
         if server is None:
             self._state.drop("unknown_prefill")
             return
-        self._end_session(server, "removed", now)
+        for replica in self._state.replicas:
+            self._end_session(server, replica, "removed", now)
         self._state.prefills.remove(event.name)
         self._state.out.add(DisconnectPrefill(name=event.name))
 
@@ -39,32 +44,35 @@ class PrefillSessions:
         if server is None:
             self._state.drop("unknown_prefill")
             return
-        if server.session is not None:
-            self._end_session(server, "a new session began", now)
-        server.hello = event
+        replica = self._state.replicas[event.replica]
+        if server.session(event.replica) is not None:
+            self._end_session(server, replica, "a new session began", now)
+        server.hellos[event.replica] = event
         if self._state.engine.ready:
             self._open_session(event)
-        self._state.out.add(PrefillState(name=event.name, up=True))
+        if len(server.hellos) == len(self._state.replicas):
+            self._state.out.add(PrefillState(name=event.name, up=True))
 
     def down(self, event: PrefillDown, now: float) -> None:
         """A session has ended, or a prefill server refused us."""
         server = self._state.prefills.get(event.name)
-        if server is None or (event.session is not None and event.session != server.session):
+        if server is None or (event.session is not None and event.session != server.session(event.replica)):
             self._state.drop("unknown_prefill")
             return
-        self._end_session(server, event.reason, now)
+        self._end_session(server, self._state.replicas[event.replica], event.reason, now)
 
     def stages_up(self) -> None:
         """Have stages that have just come up open their data connections."""
         for server in self._state.prefills:
-            if server.hello is not None:
-                self._open_session(server.hello)
+            for hello in server.hellos.values():
+                self._open_session(hello)
 
-    def _end_session(self, server: PrefillServer, reason: str, now: float) -> None:
-        """Fail the requests whose KV was to come through the session, and have the stages close it."""
+    def _end_session(self, server: PrefillServer, replica: Replica, reason: str, now: float) -> None:
+        """Fail the requests whose KV was to come through the session of a replica, and have its stages close it."""
         state = self._state
-        session, server.hello = server.session, None
-        for request in list(server.requests.values()):
+        session = server.session(replica.index)
+        server.hellos.pop(replica.index, None)
+        for request in [one for one in server.requests.values() if one.replica == replica.index]:
             if request.phase is Phase.WAITING and request.incoming is None:
                 self._completion.fail(request, no_prefill(server.name, "down"), now)
             elif request.phase is Phase.FETCHING and request.incoming is not None:
@@ -72,18 +80,18 @@ class PrefillSessions:
                 error = ErrorInfo(code=PEER_GONE, message=f"the prefill server is gone: {reason}", status=502)
                 self._completion.fail(request, error, now)
         if session is not None and state.engine.ready:
-            state.prefills.revoke(session, state.engine.stages)
-            state.out.add(CloseSession(seq=state.out.next_seq(), session=session))
+            state.prefills.revoke(session, replica.ranks)
+            replica.order(CloseSession(seq=state.out.next_seq(), session=session))
         state.out.add(PrefillState(name=server.name, up=False, reason=reason))
 
     def _open_session(self, hello: PrefillUp) -> None:
-        out = self._state.out
-        out.add(
+        self._state.replicas[hello.replica].order(
             OpenSession(
-                seq=out.next_seq(),
+                seq=self._state.out.next_seq(),
                 session=hello.session,
                 endpoints=hello.endpoints,
                 geometries=hello.geometries,
+                stage_replicas=hello.stage_replicas,
                 window_bytes=hello.window_bytes,
                 server_key=hello.server_key,
                 backend=hello.backend,

@@ -100,19 +100,20 @@ class Completion:
         """Take the pages and the metadata row of a request that has ended or was preempted."""
         state = self._state
         if request.lease is not None:
-            state.cache.release(request.lease)
+            state.of(request).cache.release(request.lease)
             request.lease = None
         if request.row is not None:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
         if request.known_to_stages:
-            state.out.add(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
+            state.of(request).order(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
             request.known_to_stages = False
 
     def end_all(self, error: ErrorInfo, now: float) -> None:
         """End every request without waiting for answers: the stages and all their pages are gone."""
         state = self._state
-        state.plans.clear()
+        for replica in state.replicas:
+            replica.plans.clear()
         state.prefills.forget_revocations()
         for request in list(state.requests):
             outgoing = request.outgoing
@@ -145,7 +146,7 @@ class Completion:
         state.requests.end(request)
         for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
             state.deadlines.clear(timer, request.arrival)
-        state.held.remove(request)
+        state.of(request).held.remove(request)
         state.peers.detach(request)
         state.prefills.detach(request)
         if isinstance(request.route, SendTo):
@@ -171,8 +172,9 @@ class Completion:
         if not state.engine.ready or not (sending or receiving):
             return
         order = CancelSend if sending else CancelReceive
-        state.out.add(order(seq=state.out.next_seq(), request=request.serial))
-        request.awaiting_stages = set(state.engine.stages)
+        replica = state.of(request)
+        replica.order(order(seq=state.out.next_seq(), request=request.serial))
+        request.awaiting_stages = set(replica.ranks)
         # A cancelled send stops once its peer has read what is under way, or is gone. All else is up to the stages.
         peer_reads = sending and outgoing is not None and outgoing.session in state.peers
         timeout = state.config.transfer_timeout_s if peer_reads else state.config.stage_timeout_s
@@ -195,7 +197,7 @@ class Completion:
 
 def release_ticket(state: State, prefill: str, ticket: str, reason: str) -> None:
     """Tell a prefill server, if it is up, that a ticket that was not reserved will not be."""
-    session = state.prefills.session(prefill)
+    session = state.prefills.any_session(prefill)
     if session is not None:
         state.out.add(AskCancel(session=session, ticket=ticket, generation=0, reason=reason))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 WITH_PAGES = (Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
@@ -13,26 +14,39 @@ WITHOUT_PAGES = (Phase.BOOTSTRAP, Phase.WAITING)
 def check(state: State) -> list[str]:
     """Every discrepancy found, in words: those of each table, and those between tables."""
     return [
-        *state.cache.check(),
+        *(problem for replica in state.replicas for problem in _replica(state, replica)),
         *state.requests.check(),
-        *state.queues.check(state.requests),
-        *state.plans.check(state.requests),
-        *state.held.check(state.requests),
         *state.tickets.check(state.requests),
         *state.peers.check(state.requests),
         *state.prefills.check(state.requests),
-        *_leases_and_rows(state),
+        *_rows(state),
         *(problem for request in state.requests for problem in _request(state, request)),
     ]
 
 
-def _leases_and_rows(state: State) -> Iterator[str]:
-    """Every lease and every metadata row has its request."""
-    leases = sum(request.lease is not None for request in state.requests)
-    if leases != state.cache.leases:
-        yield f"{state.cache.leases} leases, {leases} of them with a request"
-    if not state.requests and state.cache.leased and not state.cache.copying:
-        yield f"no request is left, but {state.cache.leased} leased pages"
+def _replica(state: State, replica: Replica) -> Iterator[str]:
+    """The tables of one replica, and its leases: each has its request."""
+    requests = [request for request in state.requests if request.replica == replica.index]
+    found = [
+        *replica.cache.check(),
+        *replica.queues.check(requests),
+        *replica.plans.check(requests),
+        *replica.held.check(requests),
+    ]
+    leases = sum(request.lease is not None for request in requests)
+    if leases != replica.cache.leases:
+        found.append(f"{replica.cache.leases} leases, {leases} of them with a request")
+    if not requests and replica.cache.leased and not replica.cache.copying:
+        found.append(f"no request is left, but {replica.cache.leased} leased pages")
+    yield from (f"replica {replica.index}: {text}" if len(state.replicas) > 1 else text for text in found)
+
+
+def _rows(state: State) -> Iterator[str]:
+    """Every metadata row has its request."""
+    if unknown := {request.arrival for request in state.awaiting_row.values()} - {
+        one.arrival for one in state.requests
+    }:
+        yield f"requests {unknown} wait for metadata rows and are not known"
     rows = [(request.row, request) for request in state.requests if request.row is not None]
     if state.metadata_rows.free + len(rows) != state.metadata_rows.total:
         yield f"{state.metadata_rows.free} metadata rows free + {len(rows)} held != {state.metadata_rows.total}"

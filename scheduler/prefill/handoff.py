@@ -123,9 +123,10 @@ class KvHandoff:
         """
         state, outgoing = self._state, request.outgoing
         peer = state.peers.get(outgoing.session) if outgoing is not None else None
-        if outgoing is None or peer is None or peer.ending or not request.awaiting_stages:
+        sending = request.awaiting_stages.intersection(state.engine.offering)
+        if outgoing is None or peer is None or peer.ending or not sending:
             return False
-        until = self._ack_deadline(outgoing, request.awaiting_stages, request.since)
+        until = self._ack_deadline(outgoing, sending, request.since)
         if until <= now:
             self._end_peer(outgoing)
             until = now + state.config.stage_timeout_s
@@ -174,7 +175,8 @@ class KvHandoff:
         assert request.lease is not None, "a request that was computed has pages"
         assert request.row is not None, "a row is given out when a peer has reserved"
         start, size = outgoing.sent, state.config.page_size
-        state.out.add(
+        replica = state.of(request)
+        replica.order(
             SendChunk(
                 seq=state.out.next_seq(),
                 request=request.serial,
@@ -192,4 +194,4 @@ class KvHandoff:
                 last=last,
             )
         )
-        outgoing.add_chunk(end, state.engine.stages)
+        outgoing.add_chunk(end, [rank for rank in replica.ranks if rank in state.engine.offering])

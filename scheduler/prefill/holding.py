@@ -80,7 +80,8 @@ class HeldRequests:
 
     def drop_all(self, error: ErrorInfo, now: float) -> None:
         """Fail every request that is held, or will be, and that no peer has reserved."""
-        for request in filter(_under_lease, list(self._state.held)):
+        held = [request for replica in self._state.replicas for request in replica.held]
+        for request in filter(_under_lease, held):
             self._completion.fail(request, error, now)
 
     def _renew(self, request: Request, now: float) -> float:

@@ -82,7 +82,7 @@ class Rendezvous:
             self._match(request, early, now)
             return
         if request.early_prefill:
-            state.held.add(request)
+            state.of(request).held.add(request)
         if not route.hold:
             state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
 
@@ -162,8 +162,8 @@ class Rendezvous:
         """Give free metadata rows to requests that were started before their peer reserved, in the order of the
         reservations, and send those that are computed."""
         state = self._state
-        while state.queues.awaiting_row and state.metadata_rows.free:
-            request = state.queues.pop_awaiting_row()
+        while state.awaiting_row and state.metadata_rows.free:
+            request = state.awaiting_row.pop(next(iter(state.awaiting_row)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
             if request.phase is Phase.INFLIGHT:
                 self._handoff.send_all(request, now)
@@ -185,15 +185,16 @@ class Rendezvous:
         state.tickets.match(request.outgoing.key, request)
         state.deadlines.clear(Timer.BOOTSTRAP, request.arrival)
         state.deadlines.clear(Timer.LEASE, request.arrival)
-        state.held.remove(request)
+        state.of(request).held.remove(request)
         problem = _mismatch(request, event)
         if problem:
             self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
             return
         if request.phase is Phase.BOOTSTRAP:
+            state.rebind(request)
             state.enter(request, Phase.WAITING, now)
         elif request.phase is not Phase.WAITING:
-            state.queues.await_row(request)
+            state.awaiting_row[request.arrival] = request
         if request.submit.progress:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))

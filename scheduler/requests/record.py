@@ -64,6 +64,9 @@ class Request:
     """Prompt and generated tokens together."""
 
     phase: Phase
+    replica: int = 0
+    """The data-parallel replica that it is bound to: its pages are of that one's pool."""
+
     since: float = 0.0
     """Time at which it entered its phase."""
 

@@ -1,6 +1,7 @@
 """The transfer of one request's KV cache, out to a decode peer or in from a prefill server."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -79,8 +80,8 @@ class OutgoingTransfer:
         base = self.cached_tokens // self.dst_page_size
         return self.dst_pages[self.sent // self.dst_page_size - base : ceil_div(end, self.dst_page_size) - base]
 
-    def add_chunk(self, end: int, stages: range) -> None:
-        """Note that positions [sent, end) were ordered out, as the next chunk."""
+    def add_chunk(self, end: int, stages: Iterable[int]) -> None:
+        """Note that positions [sent, end) were ordered out, as the next chunk. stages: that have to acknowledge it."""
         self.unacked[self.chunks] = set(stages)
         self.chunks += 1
         self.sent = end

@@ -23,9 +23,9 @@ class GuardedCopy:
 
 
 class CopyGuard:
-    """Follows one server's copies by its orders and events."""
+    """Follows one replica's copies by its orders and events."""
 
-    def __init__(self, stages: int, page_size: int) -> None:
+    def __init__(self, stages: Sequence[int], page_size: int) -> None:
         self._stages = stages
         self._page_size = page_size
         self._copies: dict[int, GuardedCopy] = {}
@@ -87,7 +87,7 @@ class CopyGuard:
         self._taken[order.tier] |= slots
         problem = next((f"order {order.seq} stores pages that are being loaded" for copy in self._copies.values()
                         if copy.loads and copy.pages & pages), None)  # fmt: skip
-        self._copies[order.seq] = GuardedCopy(False, order.tier, pages, slots, set(range(self._stages)))
+        self._copies[order.seq] = GuardedCopy(False, order.tier, pages, slots, set(self._stages))
         return problem
 
     def _load(self, order: LoadPages) -> str | None:
@@ -95,7 +95,7 @@ class CopyGuard:
         problem = self._touch("loaded", pages, writes=True)
         if not slots <= self._readable[order.tier]:
             problem = f"order {order.seq} loads slots of the {order.tier} tier that hold nothing"
-        self._copies[order.seq] = GuardedCopy(True, order.tier, pages, slots, set(range(self._stages)))
+        self._copies[order.seq] = GuardedCopy(True, order.tier, pages, slots, set(self._stages))
         return problem
 
     def _drop(self, order: DropPages) -> str | None:

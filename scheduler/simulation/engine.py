@@ -6,7 +6,6 @@ A wrong page, a page that was freed too early, a lost or misplaced token: each c
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import (
     CancelReceive,
@@ -37,57 +36,22 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import FirstToken
+from headrace.scheduler.simulation.chunk import PendingReceive, SimulatedChunk
+from headrace.scheduler.simulation.exchange import SimulatedExchange
 from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
 from headrace.scheduler.simulation.tiers import SimulatedDisk, SimulatedTiers
 from headrace.scheduler.simulation.world import Channel, World
 
-
-@dataclass(slots=True)
-class SimulatedChunk:
-    """The KV of one SendChunk of one stage, on its way."""
-
-    stage: int
-    """The stage that sends it."""
-
-    stages: int
-    """Stages of the prefill server."""
-
-    order: SendChunk
-    values: list[int]
-    """KV of positions [order.start, order.start + len(values))."""
-
-    acked: Callable[[], None]
-    """To be called when every receiver has it."""
-
-    receivers: int = 0
-    """Stages of the decode server that have not received it."""
-
-    written: bool = False
-    """It was written into the peer's pages directly."""
-
-
-@dataclass(slots=True)
-class PendingReceive:
-    """KV that a stage was ordered to receive, as far as it has come."""
-
-    order: PrepareReceive
-    seen: set[tuple[int, int]] = field(default_factory=set)
-    """Chunks that have come, by sending stage and number."""
-
-    totals: dict[int, int] = field(default_factory=dict)
-    """Chunks to come from each sending stage whose last chunk has come."""
-
-    first: FirstToken | None = None
+IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
 
 
 class SimulatedPipeline:
-    """The stages of one engine."""
+    """The stages of one replica of an engine."""
 
     def __init__(
         self,
         world: World,
-        stages: int,
+        ranks: Sequence[int],
         pages: int,
         page_size: int,
         token_s: float,
@@ -97,12 +61,16 @@ class SimulatedPipeline:
         checks_chunks: bool = True,
         disks: Sequence[SimulatedDisk] = (),
         tier_faults: float = 0.0,
+        replica: int = 0,
+        exchange: SimulatedExchange | None = None,
     ) -> None:
-        """token_s: seconds that a stage takes for a token. report: takes events, in order for each stage. ship: takes
-        chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks: the last stage also reports rows
-        that are not sampled as nonfinite. disks: of the stages, where there are tiers. tier_faults: as in
-        SimulatedTiers."""
+        """ranks: in the order of their stages. token_s: seconds that a stage takes for a token. report: takes events,
+        in order for each stage. ship: takes chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks:
+        the last stage also reports rows that are not sampled as nonfinite. disks: of the stages, where there are tiers.
+        tier_faults: as in SimulatedTiers. exchange: where lockstep replicas meet; None where they share nothing."""
         self.world = world
+        self.replica = replica
+        self.exchange = exchange
         self.has_nan_token = has_nan_token
         self.checks_chunks = checks_chunks
         self.report = report
@@ -112,12 +80,12 @@ class SimulatedPipeline:
         self.sampled: dict[tuple[int, int], int] = {}
         """Tokens that this pipeline sampled, by request and position."""
 
-        self.computed: list[set[int]] = [set() for _ in range(stages)]
+        self.computed: list[set[int]] = [set() for _ in ranks]
         """Order numbers of the Forwards that each stage has computed."""
 
         self.disks = disks
         self.tier_faults = tier_faults
-        self.stages = [SimulatedStage(self, index, pages, page_size) for index in range(stages)]
+        self.stages = [SimulatedStage(self, index, rank, pages, page_size) for index, rank in enumerate(ranks)]
         self.dead = False
         """It has crashed: nothing is reported any more."""
 
@@ -132,7 +100,7 @@ class SimulatedPipeline:
         for stage in self.stages:
             stage.report(
                 StageReady(
-                    stage=stage.index,
+                    stage=stage.rank,
                     geometry=geometry,
                     fingerprint="simulated",
                     data_port=1,
@@ -166,9 +134,10 @@ class SimulatedPipeline:
 class SimulatedStage:
     """One stage: Forwards in stream order, a sender, a receiver."""
 
-    def __init__(self, pipeline: SimulatedPipeline, index: int, pages: int, page_size: int) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, index: int, rank: int, pages: int, page_size: int) -> None:
         self.pipeline = pipeline
         self.index = index
+        self.rank = rank
         self.page_size = page_size
         self.pool = [[-1] * page_size for _ in range(pages)]
         self.log: list[Order] = []
@@ -184,7 +153,7 @@ class SimulatedStage:
         self.tiers: SimulatedTiers | None = None
         if pipeline.disks:
             disk, faults = pipeline.disks[index], pipeline.tier_faults
-            self.tiers = SimulatedTiers(pipeline.world, index, self.pool, disk, faults, self.report)
+            self.tiers = SimulatedTiers(pipeline.world, rank, self.pool, disk, faults, self.report)
         self.revoked: set[str] = set()  # sessions through which nothing can be written any more
 
     def report(self, event: AnyStageEvent) -> None:
@@ -199,6 +168,8 @@ class SimulatedStage:
         self.log.append(order)
         match order:
             case Forward():
+                if self.pipeline.exchange is not None:
+                    self.pipeline.exchange.ordered(self.pipeline.replica, order)
                 self._queue.append(order)
                 self.compute()
             case SendChunk() if order.after not in self.pipeline.computed[self.index]:
@@ -214,10 +185,10 @@ class SimulatedStage:
                 self._report_cancelled(order.request)
             case PrepareReceive():
                 self._pending[(order.session, order.ticket, order.generation)] = PendingReceive(order)
-                self.report(ReceivePrepared(stage=self.index, request=order.request))
+                self.report(ReceivePrepared(stage=self.rank, request=order.request))
             case CancelReceive():
                 self._drop_receive(order.request)
-                self.report(ReceiveCancelled(stage=self.index, request=order.request))
+                self.report(ReceiveCancelled(stage=self.rank, request=order.request))
             case StorePages() | LoadPages() | DropPages() if self.tiers is not None:
                 self.tiers.execute(order)
             case CloseSession():  # as long as the sender may go on writing
@@ -232,7 +203,14 @@ class SimulatedStage:
         self._busy = True
         order = self._queue.popleft()
         seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
-        self.pipeline.world.after(seconds, lambda: self._computed(order, seconds))
+
+        def run() -> None:
+            self.pipeline.world.after(seconds or IDLE_S, lambda: self._computed(order, seconds))
+
+        if self.pipeline.exchange is None:
+            run()
+        else:
+            self.pipeline.exchange.enter(self.index, order.seq, self.pipeline.replica, run)
 
     def write(self, send: SendChunk, values: list[int]) -> None:
         """Put the KV of a chunk into the pages that were reserved for it."""
@@ -257,7 +235,7 @@ class SimulatedStage:
         chunk.receivers -= 1
         if chunk.receivers == 0:
             chunk.acked()
-        self.report(ChunkReceived(stage=self.index, request=pending.order.request))
+        self.report(ChunkReceived(stage=self.rank, request=pending.order.request))
         self._arrived(pending, chunk.stages)
 
     def _arrived(self, pending: PendingReceive, stages: int) -> None:
@@ -267,11 +245,11 @@ class SimulatedStage:
         self._drop_receive(pending.order.request)
         chunks = len(pending.seen)
         request = pending.order.request
-        self.report(KvReceived(stage=self.index, request=request, first=pending.first, bytes=chunks, chunks=chunks))
+        self.report(KvReceived(stage=self.rank, request=request, first=pending.first, bytes=chunks, chunks=chunks))
 
     def _revoke(self, session: str) -> None:
         self.revoked.add(session)
-        self.report(SessionClosed(stage=self.index, session=session))
+        self.report(SessionClosed(stage=self.rank, session=session))
 
     def _drop_receive(self, request: int) -> None:
         for key in [key for key, pending in self._pending.items() if pending.order.request == request]:
@@ -301,7 +279,7 @@ class SimulatedStage:
             self._start_sending(send)
         self.report(
             PlanDone(
-                stage=self.index,
+                stage=self.rank,
                 seq=order.seq,
                 duration_s=seconds,
                 samples=tuple(samples),
@@ -336,13 +314,13 @@ class SimulatedStage:
         base = order.start // size
         positions = range(order.start, order.start + order.count)
         values = [self.pool[pages[position // size - base]][position % size] for position in positions]
-        event = ChunkAcked(stage=self.index, request=order.request, chunk=order.chunk, bytes=4 * order.count)
+        event = ChunkAcked(stage=self.rank, request=order.request, chunk=order.chunk, bytes=4 * order.count)
 
         def acked() -> None:
             for _ in range(1 if pipeline.world.random.random() < 0.9 else 2):
                 self.report(event)
 
-        pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), order, values, acked))
+        pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), self.rank, order, values, acked))
         self._sending[order.request] -= 1
         self._report_cancelled(order.request)
 
@@ -350,4 +328,4 @@ class SimulatedStage:
         if request in self._cancel_asked and not self._sending[request]:
             self._cancel_asked.discard(request)
             del self._sending[request]
-            self.report(SendCancelled(stage=self.index, request=request))
+            self.report(SendCancelled(stage=self.rank, request=request))

@@ -24,25 +24,80 @@ from headrace.core.messages.peers import (
 from headrace.core.types.backends import SHM
 from headrace.core.types.geometry import Geometry
 from headrace.scheduler.scheduler import Effect, Event
-from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
+from headrace.scheduler.simulation.chunk import SimulatedChunk
+from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.world import Channel, World
 
 WINDOW = 1 << 20
 
 
+class SimulatedLinks:
+    """The connections of a decode server to the prefill server: each of its replicas is a peer with one of its own."""
+
+    def __init__(
+        self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
+    ) -> None:
+        """stall: probability that a chunk never arrives. backend: "zmq" or "shm"."""
+        self._links = [
+            SimulatedLink(world, prefill, decode, index, stall, backend) for index in range(decode.config.dp)
+        ]
+        prefill.on_peer = self._from_control_server
+        prefill.ship = lambda chunk: self._link(chunk.order.session).ship(chunk)
+        decode.on_peer = self._from_control_client
+        if backend == SHM:
+            decode.on_restart = self.lose  # its hellos describe other pools
+
+    def lose(self) -> None:
+        """Break all connections; each side notices after a delay, and they come back later."""
+        for link in self._links:
+            link.lose()
+
+    def renew(self, ticket: str) -> None:
+        """Send a heartbeat that renews the ticket."""
+        self._links[-1].renew(ticket)
+
+    def release(self, ticket: str) -> None:
+        """Have the decode server release a ticket that it has not reserved."""
+        self._links[-1].release(ticket)
+
+    def _from_control_client(self, effect: Effect) -> None:
+        match effect:
+            case ConnectPrefill():
+                for link in self._links:
+                    link.connect()
+            case AskReserve() | AskCancel():
+                self._link(effect.session).from_control_client(effect)
+            case _:
+                pass
+
+    def _from_control_server(self, effect: Effect) -> None:
+        if isinstance(effect, TellFailed | TellCancelled | TellFinished | EndPeer):
+            self._link(effect.session).from_control_server(effect)
+
+    def _link(self, session: str) -> "SimulatedLink":
+        return next((link for link in self._links if link.knows(session)), self._links[0])
+
+
 class SimulatedLink:
-    """The connection to the prefill server's control endpoint, and the data connections.
+    """One replica's connection to the prefill server's control endpoint, and its data connections.
 
     With backend "shm" the prefill stages write into the pool that the decode server had when the session began, until
     their access is revoked.
     """
 
     def __init__(
-        self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
+        self,
+        world: World,
+        prefill: SimulatedServer,
+        decode: SimulatedServer,
+        replica: int,
+        stall: float,
+        backend: str,
     ) -> None:
-        """stall: probability that a chunk never arrives. backend: "zmq" or "shm"."""
+        """replica: of the decode server. Otherwise as SimulatedLinks."""
         self._world = world
+        self._replica = decode.replicas[replica]
         self._prefill = prefill
         self._decode = decode
         self._stall = stall
@@ -55,17 +110,17 @@ class SimulatedLink:
         self._data: dict[tuple[int, int], Channel] = {}
         self._backend = backend
         self._pools: dict[str, SimulatedPipeline] = {}
-        prefill.on_peer = self._from_control_server
-        prefill.ship = self._ship
-        decode.on_peer = self._from_control_client
-        if self._backend == SHM:
-            decode.on_restart = self.lose  # its hello describes another pool
+
+    def knows(self, session: str) -> bool:
+        """Whether the session is or was of this connection."""
+        return session in self._pools
 
     def connect(self) -> None:
         """Begin a session; both sides learn of it."""
         self._sessions += 1
-        session = self.session = f"session-{self._sessions}"
-        self._pools[session] = self._decode.pipeline
+        other = f"{self._replica.index}-" if self._replica.index else ""
+        session = self.session = f"session-{other}{self._sessions}"
+        self._pools[session] = self._replica.pipeline
         prefill, decode = self._prefill.config, self._decode.config
         self._send(
             self._to_prefill,
@@ -81,10 +136,11 @@ class SimulatedLink:
         up = PrefillUp(
             name="prefill",
             session=session,
-            endpoints=("simulated",) * prefill.stages,
-            geometries=(_geometry(prefill),) * prefill.stages,
+            endpoints=("simulated",) * len(prefill.layout.ranks),
+            geometries=(_geometry(prefill),) * len(prefill.layout.ranks),
             window_bytes=WINDOW,
             backend=self._backend,
+            replica=self._replica.index,
         )
         self._send(self._to_decode, self._decode, up)
 
@@ -93,7 +149,10 @@ class SimulatedLink:
         session, self.session = self.session, None
         if session is None:
             return
-        gone, down = PeerGone(session=session, reason="lost"), PrefillDown(name="prefill", session=session, reason="")
+        gone, down = (
+            PeerGone(session=session, reason="lost"),
+            PrefillDown(name="prefill", session=session, reason="", replica=self._replica.index),
+        )
         self._to_prefill.put(lambda: self._prefill.handle(gone))
         self._to_decode.put(lambda: self._decode.handle(down))
         self._world.after(0.05, self.connect)
@@ -109,10 +168,9 @@ class SimulatedLink:
             event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
             self._send(self._to_prefill, self._prefill, event)
 
-    def _from_control_client(self, effect: Effect) -> None:
+    def from_control_client(self, effect: AskReserve | AskCancel) -> None:
+        """Take an effect of the decode server's scheduler."""
         match effect:
-            case ConnectPrefill():
-                self.connect()
             case AskReserve():
                 reserved = PeerReserved(
                     session=effect.session,
@@ -129,10 +187,9 @@ class SimulatedLink:
             case AskCancel(session=session, ticket=ticket, generation=generation):
                 event = PeerCancelled(session=session, ticket=ticket, generation=generation, reason=effect.reason)
                 self._send(self._to_prefill, self._prefill, event)
-            case _:
-                pass
 
-    def _from_control_server(self, effect: Effect) -> None:
+    def from_control_server(self, effect: Effect) -> None:
+        """Take an effect of the prefill server's scheduler."""
         match effect:
             case TellFailed(session=session, ticket=ticket, generation=generation, error=error):
                 event: Event = TicketFailed(session=session, ticket=ticket, generation=generation, error=error)
@@ -147,15 +204,15 @@ class SimulatedLink:
                 return
         self._send(self._to_decode, self._decode, event)
 
-    def _ship(self, chunk: SimulatedChunk) -> None:
-        """Deliver a chunk to every stage of the decode server, unless it stalls or its session is lost."""
+    def ship(self, chunk: SimulatedChunk) -> None:
+        """Deliver a chunk to every stage of the replica, unless it stalls or its session is lost."""
         if self._backend == SHM:
             self._write(chunk)
         if self._world.random.random() < self._stall:
             return
         chunk.receivers = self._decode.config.stages
         for index in range(chunk.receivers):
-            channel = self._data.setdefault((chunk.stage, index), Channel(self._world, 0.003))
+            channel = self._data.setdefault((chunk.rank, index), Channel(self._world, 0.003))
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
 
     def _write(self, chunk: SimulatedChunk) -> None:
@@ -166,13 +223,13 @@ class SimulatedLink:
             if send.session in stage.revoked:
                 continue
             stage.write(send, chunk.values)
-            problem = self._decode.guard.written(send) if pipeline is self._decode.pipeline else None
+            problem = self._replica.guard.written(send) if pipeline is self._replica.pipeline else None
             if problem is not None:
                 self._decode.violation(problem)
 
     def _deliver(self, chunk: SimulatedChunk, index: int) -> None:
         if chunk.order.session == self.session:
-            self._decode.pipeline.stages[index].receive(chunk)
+            self._replica.pipeline.stages[index].receive(chunk)
 
     def _send(self, channel: Channel, server: SimulatedServer, event: Event) -> None:
         session = self.session

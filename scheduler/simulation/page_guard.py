@@ -1,5 +1,7 @@
 """Checks that no page is reused while bytes of another request may still be read from it or written to it."""
 
+from collections.abc import Sequence
+
 from headrace.core.messages.orders import Forward, Order, PrepareReceive, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, ReceiveCancelled, SendCancelled
 from headrace.core.types.packed import unpack
@@ -7,9 +9,10 @@ from headrace.scheduler.state.events import Event
 
 
 class PageGuard:
-    """Checks one server's orders and events: pages that bytes may still be read from or written to are not reused."""
+    """Checks the orders to one replica, and its events: pages that bytes may still be read from or written to are not
+    reused."""
 
-    def __init__(self, stages: int, page_size: int) -> None:
+    def __init__(self, stages: Sequence[int], page_size: int) -> None:
         self._stages = stages
         self._page_size = page_size
         self._held: dict[int, set[int]] = {}  # pages by request, as long as bytes are under way for it
@@ -31,9 +34,9 @@ class PageGuard:
                 return problem
             self._requests[order.session, order.ticket, order.generation] = order.request
             self._owners.update(dict.fromkeys(pages, order.request))
-            self._hold(order.request, pages, {(stage, -1) for stage in range(self._stages)})
+            self._hold(order.request, pages, {(stage, -1) for stage in self._stages})
         elif isinstance(order, SendChunk):
-            self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in range(self._stages)})
+            self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in self._stages})
         return None
 
     def written(self, send: SendChunk) -> str | None:

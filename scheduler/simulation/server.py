@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
-from headrace.core.messages.orders import BeginEpoch, Order
-from headrace.core.messages.stage_events import StageFailed
+from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
+from headrace.core.messages.stage_events import StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.scheduler.simulation.chunk import SimulatedChunk
 from headrace.scheduler.simulation.copy_guard import CopyGuard
 from headrace.scheduler.simulation.driver import SchedulerDriver
-from headrace.scheduler.simulation.engine import SimulatedChunk, SimulatedPipeline
+from headrace.scheduler.simulation.engine import SimulatedPipeline
+from headrace.scheduler.simulation.exchange import SimulatedExchange
 from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
 from headrace.scheduler.simulation.tiers import SimulatedDisk
@@ -55,6 +57,19 @@ class SimulationReport:
     """Virtual time at the end."""
 
 
+class SimulatedReplica:
+    """The ranks of one replica, what they were ordered, and what their pages are guarded by."""
+
+    pipeline: SimulatedPipeline
+
+    def __init__(self, config: SchedulerConfig, index: int) -> None:
+        self.index = index
+        ranks = config.layout.replica_ranks(index)
+        self.guard = PageGuard(ranks, config.page_size)
+        self.copy_guard = CopyGuard(ranks, config.page_size)
+        self.stream: list[Order] = []
+
+
 class SimulatedServer:
     """A Scheduler, its simulated engine, and what its front end sees.
 
@@ -82,7 +97,7 @@ class SimulatedServer:
         self.name = name
         self.config = config
         self.report = report
-        self.guard = PageGuard(config.stages, config.page_size)
+        self.replicas = [SimulatedReplica(config, index) for index in range(config.dp)]
         self.clients: dict[str, SimulatedClient] = {}
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
         self.on_peer: Callable[[Effect], None] = lambda _effect: None
@@ -93,11 +108,11 @@ class SimulatedServer:
         self._checks_chunks = checks_chunks
         self._tier_pages = (host_pages, disk_pages)
         self._tier_faults = tier_faults
-        self._disks = [SimulatedDisk() for _ in range(config.stages if host_pages + disk_pages else 0)]
-        self.copy_guard = CopyGuard(config.stages, config.page_size)
+        self._disks = [
+            [SimulatedDisk() for _ in range(config.stages if any(self._tier_pages) else 0)] for _ in range(config.dp)
+        ]
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
-        self._stream: list[Order] = []
-        self.pipeline = self._new_pipeline()
+        self._start()
         self._front = Channel(world, 0.001)
 
     @property
@@ -121,20 +136,23 @@ class SimulatedServer:
     def handle(self, event: Event) -> None:
         """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
-        self.guard.event(event)
-        self.copy_guard.event(event)
+        if isinstance(event, StageEvent):
+            replica = self.replicas[self.config.layout.place(event.stage).replica]
+            replica.guard.event(event)
+            replica.copy_guard.event(event)
         self._driver.handle(event)
 
     def crash(self) -> None:
         """End a stage; the whole engine comes up again a little later."""
         self._check_streams()
-        self.pipeline.dead = True
-        self.guard.reset()
-        self.copy_guard.reset()
-        for stage in self.pipeline.stages:
-            if stage.tiers is not None:
-                stage.tiers.dead = True
-        self.handle(StageFailed(stage=0, message="simulated"))
+        for replica in self.replicas:
+            replica.pipeline.dead = True
+            replica.guard.reset()
+            replica.copy_guard.reset()
+            for stage in replica.pipeline.stages:
+                if stage.tiers is not None:
+                    stage.tiers.dead = True
+        self.handle(StageFailed(stage=self.config.layout.rank(0, self.config.dp - 1), message="simulated"))
         self.world.after(0.05, self._restart)
 
     def finish(self) -> None:
@@ -148,7 +166,7 @@ class SimulatedServer:
             if sample.name == "kv_tier_pages_total":
                 key = f"{self.name}:{' '.join(sample.labels)}"
                 self.report.tier_pages[key] = self.report.tier_pages.get(key, 0) + int(sample.value)
-        if pages[("leased",)] or pages[("free",)] + pages[("cached",)] != self.config.kv_pages:
+        if pages[("leased",)] or pages[("free",)] + pages[("cached",)] != self.config.kv_pages * self.config.dp:
             self.violation(f"pages are left at the end: {pages}")
         for rid, client in self.clients.items():
             if len(client.ends) != 1:
@@ -158,27 +176,31 @@ class SimulatedServer:
         """Add to the report what was wrong."""
         self.report.violations.append(f"{self.world.now:.6f} {self.name}: {text}")
 
-    def _new_pipeline(self) -> SimulatedPipeline:
+    def _start(self) -> None:
+        """Start the ranks of all replicas."""
         config = self.config
-        pipeline = SimulatedPipeline(
-            self.world,
-            config.stages,
-            config.kv_pages,
-            config.page_size,
-            self._token_s,
-            self.handle,
-            lambda chunk: self.ship(chunk),
-            self._has_nan_token,
-            self._checks_chunks,
-            self._disks,
-            self._tier_faults,
-        )
-        pipeline.start(config.kv_pages, config.page_size, *self._tier_pages)
-        return pipeline
+        exchange = SimulatedExchange(config.dp, self.violation) if config.lockstep and config.dp > 1 else None
+        for replica in self.replicas:
+            replica.stream.clear()
+            replica.pipeline = SimulatedPipeline(
+                self.world,
+                config.layout.replica_ranks(replica.index),
+                config.kv_pages,
+                config.page_size,
+                self._token_s,
+                self.handle,
+                lambda chunk: self.ship(chunk),
+                self._has_nan_token,
+                self._checks_chunks,
+                self._disks[replica.index],
+                self._tier_faults,
+                replica.index,
+                exchange,
+            )
+            replica.pipeline.start(config.kv_pages, config.page_size, *self._tier_pages)
 
     def _restart(self) -> None:
-        self._stream.clear()
-        self.pipeline = self._new_pipeline()
+        self._start()
         self.on_restart()
 
     def _perform_all(self, effects: list[Effect]) -> None:
@@ -189,14 +211,21 @@ class SimulatedServer:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Order):
-            if problem := self.guard.order(effect) or self.copy_guard.order(effect):
-                self.violation(problem)
-            self._stream.append(effect)
-            self.pipeline.order(effect)
+            if isinstance(effect, ReplicaOrder):
+                self._order(self.replicas[effect.replica], effect.order)
+                return
+            for replica in self.replicas:
+                self._order(replica, effect)
         elif isinstance(effect, SchedulerReply):
             self._output(effect)
         else:
             self.on_peer(effect)
+
+    def _order(self, replica: SimulatedReplica, order: Order) -> None:
+        if problem := replica.guard.order(order) or replica.copy_guard.order(order):
+            self.violation(problem)
+        replica.stream.append(order)
+        replica.pipeline.order(order)
 
     def _output(self, output: SchedulerReply) -> None:
         if isinstance(output, Tokens):
@@ -242,9 +271,10 @@ class SimulatedServer:
         return self.config.kv_pages * self.config.page_size
 
     def _check_streams(self) -> None:
-        """Every stage has logged the beginning of the same list."""
-        for stage in self.pipeline.stages:
-            if stage.log != self._stream[: len(stage.log)]:
-                self.violation(f"stage {stage.index} logged another stream")
-            if stage.log and not isinstance(stage.log[0], BeginEpoch):
-                self.violation(f"stage {stage.index} got an order before all of its group were ready")
+        """Every rank has logged the beginning of its replica's list."""
+        for replica in self.replicas:
+            for stage in replica.pipeline.stages:
+                if stage.log != replica.stream[: len(stage.log)]:
+                    self.violation(f"rank {stage.rank} logged another stream")
+                if stage.log and not isinstance(stage.log[0], BeginEpoch):
+                    self.violation(f"rank {stage.rank} got an order before all of its group were ready")

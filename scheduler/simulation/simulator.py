@@ -20,7 +20,7 @@ from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
-from headrace.scheduler.simulation.link import SimulatedLink
+from headrace.scheduler.simulation.link import SimulatedLinks
 from headrace.scheduler.simulation.model import VOCABULARY
 from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
 from headrace.scheduler.simulation.world import World
@@ -73,6 +73,12 @@ class Scenario:
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
+    dp: int = 1
+    """Data-parallel replicas of each server."""
+
+    lockstep: bool = False
+    """They share an exchange."""
+
     policy: Policy | None = None
     """None takes each of them in turn, by seed. The requests are the same whatever it is."""
 
@@ -94,13 +100,13 @@ class Simulation:
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
         self._crashed = False
-        self._link: SimulatedLink | None = None
+        self._link: SimulatedLinks | None = None
         self._prefill: SimulatedServer | None = None
         if scenario.shape == "pair":
             self._prefill = self._new_server("prefill", self._server.config)
             self._servers.append(self._prefill)
             backend = (ZMQ, SHM)[scenario.seed % 2]
-            self._link = SimulatedLink(self._world, self._prefill, self._server, scenario.stall, backend)
+            self._link = SimulatedLinks(self._world, self._prefill, self._server, scenario.stall, backend)
             self._server.send(AddPrefill(name="prefill", endpoint="simulated"))
             self._server.on_output = self._on_decode_output
             self._prefill.on_output = self._on_prefill_output
@@ -165,6 +171,7 @@ class Simulation:
         if self._scenario.tiers:
             host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
             config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
+        config = msgspec.structs.replace(config, dp=self._scenario.dp, lockstep=self._scenario.lockstep)
         return SimulatedServer(
             self._world,
             name,
@@ -198,6 +205,7 @@ class Simulation:
             priority=number % 5 % 3,
             tenant=("", "", "other")[number % 3],
             slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
+            replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
         if pair and rng.random() < self._scenario.hold:

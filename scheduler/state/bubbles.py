@@ -8,13 +8,16 @@ It makes no difference what a stage waits for. Its time is counted when it repor
 done: the time since its previous report, less the time that computing the plan took.
 """
 
+from collections.abc import Sequence
+
 from headrace.core.stats import Counters
 
 
 class Bubbles:
     """Counts stage_bubble_seconds_total and pipeline_active_seconds_total."""
 
-    def __init__(self, stages: int, counters: Counters) -> None:
+    def __init__(self, stages: Sequence[int], counters: Counters) -> None:
+        """stages: ranks that report plans."""
         self._stages = stages
         self._counters = counters
         self._since: float | None = None  # how far the active time is counted; None: no plan is in flight
@@ -23,7 +26,7 @@ class Bubbles:
     def reset(self) -> None:
         """Start over with other stages: the old ones report nothing any more."""
         self._since = None
-        self._counted = dict.fromkeys(range(self._stages), 0.0)  # active seconds counted as bubble or compute
+        self._counted = dict.fromkeys(self._stages, 0.0)  # active seconds counted as bubble or compute
         self._active = 0.0
 
     def begin(self, now: float) -> None:
@@ -38,7 +41,7 @@ class Bubbles:
     def end(self, now: float) -> None:
         """No plan is in flight any more."""
         self._advance(now)
-        for stage in range(self._stages):
+        for stage in self._stages:
             self._count(stage, 0.0)
         self._since = None
 

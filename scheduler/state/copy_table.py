@@ -32,8 +32,9 @@ class PendingCopy:
 class CopyTable:
     """The copy operations under way, by the number of their orders."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._stages = range(config.stages)
+    def __init__(self, config: SchedulerConfig, stages: Sequence[int]) -> None:
+        """stages: ranks that copy."""
+        self._stages = stages
         self._orders: dict[int, tuple[PendingCopy, int]] = {}  # with the index of the order's first page
         self._page_s: dict[Tier, float] = {}
         self._daily_bytes = config.disk_write_gib_per_day * GIB

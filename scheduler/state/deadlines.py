@@ -9,7 +9,8 @@ Key = int | str
 
 
 class Timer(IntEnum):
-    """What a deadline watches. The key beside it is an arrival number, or a ticket for RESERVATION."""
+    """What a deadline watches. The key beside it is an arrival number, a ticket for RESERVATION, or the index of a
+    replica for PLAN, COPY and ORDER."""
 
     BOOTSTRAP = 0  # a request whose ticket no peer has reserved
     RESERVATION = 1  # a reservation whose prompt has not come

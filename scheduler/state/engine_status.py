@@ -8,7 +8,12 @@ class EngineStatus:
     """Whether the stages are up, and what they said of their model."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.stages = range(config.stages)
+        self.stages = config.layout.ranks
+        """All ranks: what is said of a stage elsewhere holds for each of them."""
+
+        self.offering: tuple[int, ...] = tuple(self.stages)
+        """Ranks that offer KV to peers: of those that have the same KV, one."""
+
         self.ready = False
         """Every stage has loaded and warmed up, and none has failed since."""
 
@@ -18,8 +23,9 @@ class EngineStatus:
         self.costs: tuple[Cost, ...] = ()
         """What computing takes each stage; empty when all chunks of a prompt have one length."""
 
-    def start(self, vocab_size: int, costs: tuple[Cost, ...]) -> None:
+    def start(self, vocab_size: int, costs: tuple[Cost, ...], offering: tuple[int, ...]) -> None:
         """Every stage is up."""
+        self.offering = offering
         self.ready = True
         self.vocab_size = vocab_size
         self.costs = costs

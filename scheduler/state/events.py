@@ -1,9 +1,9 @@
 """The scheduler's events and effects, as unions of all messages that it takes and gives."""
 
 from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
-from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.messages.kv_events import KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import AnyOrder
+from headrace.core.messages.orders import AnyOrder, ReplicaOrder
 from headrace.core.messages.peers import (
     ControlClientEffect,
     ControlServerEffect,
@@ -24,7 +24,15 @@ from headrace.core.messages.stage_events import AnyStageEvent
 ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 Event = AnyFrontendRequest | AnyStageEvent | JoinProgress | ControlServerEvent | ControlClientEvent
-Effect = AnyOrder | ControlServerEffect | ControlClientEffect | AnySchedulerReply | KvEventMessage
+Effect = (
+    AnyOrder
+    | ReplicaOrder
+    | ControlServerEffect
+    | ControlClientEffect
+    | AnySchedulerReply
+    | KvEventMessage
+    | ReplicaKvEvent
+)
 
 
 class Effects:

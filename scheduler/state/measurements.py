@@ -1,8 +1,7 @@
-"""What the scheduler measures: counters, durations, pipeline bubbles, the speed of plans, and a trace on demand."""
+"""What the scheduler measures: counters, durations, the speed of plans, and a trace on demand."""
 
 from headrace.core.stats import Counters, Histograms
 from headrace.scheduler.requests.record import Phase, Request
-from headrace.scheduler.state.bubbles import Bubbles
 from headrace.scheduler.state.metrics import ERRORS
 from headrace.scheduler.state.trace_log import TraceLog
 
@@ -32,10 +31,9 @@ class PlanRate:
 class Measurements:
     """Everything that is only measured, and decides nothing but retry times. metrics.py says what each name means."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self) -> None:
         self.counters = Counters()
         self.histograms = Histograms()
-        self.bubbles = Bubbles(stages, self.counters)
         self.rate = PlanRate()
         self.trace: TraceLog | None = None
         """The recording that is under way."""

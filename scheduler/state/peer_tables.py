@@ -83,16 +83,16 @@ class PrefillServer:
     """A prefill server that KV is fetched from."""
 
     name: str
-    hello: PrefillUp | None = None
-    """What it said of itself; None while it is down."""
+    hellos: dict[int, PrefillUp] = field(default_factory=dict)
+    """What it said of itself in the open sessions, by the replica of ours that each is of."""
 
     requests: dict[int, Request] = field(default_factory=dict)
     """Live requests that are fetched from it, by arrival number."""
 
-    @property
-    def session(self) -> str | None:
-        """The open session; None while it is down."""
-        return None if self.hello is None else self.hello.session
+    def session(self, replica: int) -> str | None:
+        """The open session of a replica of ours; None while it is down."""
+        hello = self.hellos.get(replica)
+        return None if hello is None else hello.session
 
 
 class PrefillTable:
@@ -113,10 +113,15 @@ class PrefillTable:
         """The server with this name."""
         return self._servers.get(name)
 
-    def session(self, name: str) -> str | None:
-        """The open session of the server with this name; None when it is down or unknown."""
+    def session(self, name: str, replica: int) -> str | None:
+        """The open session of a replica of ours with the server of this name; None when it is down or unknown."""
         server = self._servers.get(name)
-        return None if server is None else server.session
+        return None if server is None else server.session(replica)
+
+    def any_session(self, name: str) -> str | None:
+        """An open session with the server of this name, of any replica."""
+        server = self._servers.get(name)
+        return None if server is None else next((hello.session for hello in server.hellos.values()), None)
 
     def add(self, name: str) -> None:
         """Know a server by this name."""

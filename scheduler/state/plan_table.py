@@ -7,8 +7,6 @@ from headrace.core.messages.orders import PlanRow
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.requests.record import Request
 
-FIRST_STAGE = 0
-
 
 @dataclass(slots=True, frozen=True)
 class PlannedRow:
@@ -87,7 +85,9 @@ class BatchBuilder:
 class PlanTable:
     """The plans in flight, oldest first. Keeps Request.in_flight: a request in a plan keeps its pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_stage: int = 0) -> None:
+        """first_stage: the rank that computes a plan first."""
+        self._first_stage = first_stage
         self._plans: dict[int, Plan] = {}
         self.first_begun = 0.0
         """Time at which the first stage had nothing to do before the oldest of the plans that it has not reported."""
@@ -112,12 +112,12 @@ class PlanTable:
 
     def of_first_stage(self) -> Iterator[Plan]:
         """Those that the first stage has not reported, oldest first."""
-        return (plan for plan in self if FIRST_STAGE not in plan.reported)
+        return (plan for plan in self if self._first_stage not in plan.reported)
 
     def reported(self, plan: Plan, stage: int, now: float) -> None:
         """A stage that is not the last has computed a plan."""
         plan.reported.add(stage)
-        if stage == FIRST_STAGE:
+        if stage == self._first_stage:
             self.first_begun = now
 
     def get(self, seq: int) -> Plan | None:
@@ -129,7 +129,7 @@ class PlanTable:
         plan = self._plans.pop(seq, None)
         if plan is None:
             return None
-        if FIRST_STAGE not in plan.reported:
+        if self._first_stage not in plan.reported:
             self.first_begun = now
         if (following := self.oldest) is not None:
             following.begun = now

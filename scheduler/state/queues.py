@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from headrace.core.messages.frontend import Submit
-from headrace.scheduler.costs.backlog import Backlog, RankOf
+from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
@@ -21,8 +21,17 @@ class Queues:
     Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
     """
 
-    def __init__(self, policy: Policy, to_fetch: Policy, costs: CostModel, cache: KvCache, rank_of: RankOf) -> None:
-        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order."""
+    def __init__(
+        self,
+        policy: Policy,
+        to_fetch: Policy,
+        costs: CostModel,
+        cache: KvCache,
+        rank_of: RankOf,
+        awaiting_row: dict[int, Request],
+    ) -> None:
+        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row:
+        shared with the queues of other replicas."""
         self.policy = policy
         """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
 
@@ -42,8 +51,9 @@ class Queues:
         self.preempting: dict[int, Request] = {}
         """Have to give up their pages, once their plans in flight are done."""
 
-        self.awaiting_row: dict[int, Request] = {}
-        """Were started before a peer reserved; a peer has since, and they need a metadata row."""
+        self.awaiting_row = awaiting_row
+        """Were started before a peer reserved; a peer has since, and they need a metadata row. Of all replicas, which
+        share the rows."""
 
         self.requests = dict.fromkeys(QUEUES, 0)
         """Requests by phase."""
@@ -81,6 +91,23 @@ class Queues:
         self.recount(request)
         if request.phase is Phase.WAITING:
             self._push(request, now)
+
+    def withdraw(self, request: Request) -> None:
+        """Let go of a request in no queue, which goes to another replica."""
+        self._count(request, -1)
+        self.unplanned -= request.unplanned
+        self.load = self.load.minus(request.counted)
+        self.backlog.move(request.rank, request.counted, UNRANKED, NOTHING)
+        request.counted, request.rank = NOTHING, UNRANKED
+        request.expected_cached, request.cache_version = 0, -1
+
+    def take_over(self, request: Request) -> None:
+        """Count a request that another replica has let go of."""
+        self._count(request, 1)
+        self.unplanned += request.unplanned
+        if not request.to_fetch:
+            self._look_up(request)
+        self.recount(request)
 
     def cached(self, submit: Submit) -> int:
         """Positions of a prompt that is not admitted yet which the prefix cache has."""
@@ -196,14 +223,6 @@ class Queues:
         self.preempting[request.arrival] = request
         self.requeue(request)
 
-    def await_row(self, request: Request) -> None:
-        """Queue a request for a metadata row."""
-        self.awaiting_row[request.arrival] = request
-
-    def pop_awaiting_row(self) -> Request:
-        """Take out the request that has waited longest for a metadata row. Raises StopIteration when none waits."""
-        return self.awaiting_row.pop(next(iter(self.awaiting_row)))
-
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
         counts, tokens = dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0)
@@ -225,7 +244,7 @@ class Queues:
         listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
-        for queue in (self.prefilling, self.decoding, self.preempting, self.awaiting_row):
+        for queue in (self.prefilling, self.decoding, self.preempting):
             if unknown := queue.keys() - arrivals:
                 yield f"requests {unknown} are queued and not known"
 

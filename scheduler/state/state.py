@@ -5,34 +5,27 @@ from collections.abc import Sequence
 from headrace.core.config import SchedulerConfig
 from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.request import FetchFrom
-from headrace.scheduler.costs.backlog import rank_of
-from headrace.scheduler.costs.cost_model import CostModel
-from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.policies.policy import make_policy
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.requests.request_table import RequestTable
-from headrace.scheduler.state.copy_table import CopyTable
+from headrace.scheduler.state.binding import bind
 from headrace.scheduler.state.deadlines import Deadlines
 from headrace.scheduler.state.engine_status import EngineStatus
 from headrace.scheduler.state.events import Effects
-from headrace.scheduler.state.held_pages import HeldPages
 from headrace.scheduler.state.measurements import Measurements
+from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.peer_tables import DecodePeerTable, PrefillTable
-from headrace.scheduler.state.plan_table import PlanTable
-from headrace.scheduler.state.queues import Queues
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.tickets import TicketTable
-from headrace.scheduler.state.ttft_prediction import TtftPredictor
 
 
 class State:
     """What the scheduler knows, and the effects that it has decided on.
 
-    requests ──► queues: what may be planned next      plans: what is being computed
-        │        held: computed before a peer reserves   cache, metadata_rows: what they hold
-        │                                                copies: pages on their way between the tiers of the cache
-        └──────► tickets, peers, prefills: which server their KV goes to or comes from
+    requests ──► replicas ──► queues: what may be planned next       plans: what is being computed
+        │                     held: computed before a peer reserves  cache: the KV pages that they hold
+        │                                                            copies: pages on their way between tiers
+        └──────► tickets, peers, prefills: which server their KV goes to or comes from; metadata_rows: what they hold
 
     Raises ConfigError for an unknown policy.
     """
@@ -41,32 +34,19 @@ class State:
         self.config = config
         self.out = Effects()
         self.deadlines = Deadlines()
-        self.metrics = Measurements(config.stages)
+        self.metrics = Measurements()
         self.engine = EngineStatus(config)
-        self.costs = CostModel(config.stages, config.chunk_tokens)
-        """Predicts what computing takes."""
-
         self.draining = False
         """New requests are refused."""
 
-        self.cache_events = CacheEventLog(config.page_size) if config.kv_events else None
-        """What the prefix cache gains and loses, where routers follow it."""
-
-        self.cache = KvCache(
-            config.kv_pages,
-            config.page_size,
-            config.prefix_cache,
-            self.cache_events,
-            config.eviction,
-            disk_turn=config.disk_admission_turn,
-        )
-        self.copies = CopyTable(config)
         self.metadata_rows = PageAllocator(config.metadata_rows)
         self.requests = RequestTable()
-        self.queues = Queues(make_policy(config), make_policy(config), self.costs, self.cache, rank_of(config.policy))
-        self.plans = PlanTable()
-        self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
-        self.held = HeldPages(self.cache, config.hold_percent)
+        self.awaiting_row: dict[int, Request] = {}
+        """Requests that need a metadata row since a peer has reserved, in the order of the reservations."""
+
+        self.replicas = tuple(
+            Replica(config, index, self.out, self.metrics, self.awaiting_row) for index in range(config.dp)
+        )
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()
         self.prefills = PrefillTable()
@@ -74,8 +54,56 @@ class State:
     def enter(self, request: Request, phase: Phase, now: float) -> None:
         """Move a request to another phase and its queue, and measure the phase that it leaves."""
         left, since = request.phase, request.since
-        self.queues.move(request, phase, now)
+        self.of(request).queues.move(request, phase, now)
         self.metrics.phase_left(request, left, since, now, self.peer_of(request))
+
+    def of(self, request: Request) -> Replica:
+        """The replica that a request is bound to."""
+        return self.replicas[request.replica]
+
+    def with_rank(self, rank: int) -> Replica:
+        """The replica of a rank."""
+        return self.replicas[self.config.layout.place(rank).replica]
+
+    def rebind(self, request: Request) -> None:
+        """Bind a request that has no pages anew, as it is about to wait: loads have changed since its admission."""
+        if len(self.replicas) == 1:
+            return
+        self.of(request).queues.withdraw(request)
+        request.replica, _ = bind(
+            self.replicas,
+            request.tokens,
+            request.salt,
+            pinned=request.submit.replica,
+            uses_cache=request.uses_cache,
+            to_fetch=request.to_fetch,
+        )
+        self.of(request).queues.take_over(request)
+
+    @property
+    def unplanned(self) -> int:
+        """Tokens of all requests that are in no plan and not being fetched."""
+        return sum(replica.queues.unplanned for replica in self.replicas)
+
+    @property
+    def unplanned_s(self) -> float:
+        """Predicted seconds until the replicas have computed what is left, if they shared it evenly."""
+        return sum(replica.costs.load_s(replica.queues.load) for replica in self.replicas) / len(self.replicas)
+
+    @property
+    def phases(self) -> dict[Phase, int]:
+        """Requests by phase."""
+        return {phase: sum(replica.queues.requests[phase] for replica in self.replicas) for phase in QUEUES}
+
+    @property
+    def phase_tokens(self) -> dict[Phase, int]:
+        """Prompt tokens of the requests in a phase."""
+        return {phase: sum(replica.queues.tokens[phase] for replica in self.replicas) for phase in QUEUES}
+
+    @property
+    def plans_in_flight(self) -> int:
+        """Plans that were ordered and are not done, of all replicas."""
+        return sum(len(replica.plans) for replica in self.replicas)
 
     def peer_of(self, request: Request) -> str:
         """The name of the server that the request's KV goes to or comes from; "" where there is none (yet)."""
@@ -84,12 +112,12 @@ class State:
         peer = self.peers.get(request.outgoing.session)
         return "" if peer is None else peer.hello.name
 
-    def loads(self, before: int, tiers: Sequence[Tier]) -> int:
+    def loads(self, replica: Replica, before: int, tiers: Sequence[Tier]) -> int:
         """How many of the cached pages that follow the first pages of a prompt are to be loaded from their tiers,
         because that is faster than computing them."""
         nearest = next((index for index, tier in enumerate(tiers) if tier != tiers[0]), len(tiers))
         seconds = [self.metrics.rate.seconds_for(count * self.config.page_size) for count in (len(tiers), nearest)]
-        return self.copies.worthwhile(tiers, *seconds)
+        return replica.copies.worthwhile(tiers, *seconds)
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""

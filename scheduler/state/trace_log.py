@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from headrace.core.trace import Buffer, LoadSample, PhaseTrace, RequestName, SchedulerTrace
+from headrace.core.types.layout import Layout
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
 
@@ -40,8 +41,9 @@ class TraceLog:
             self._last = counts
             self._loads.add(LoadSample(now, *counts))
 
-    def close(self, now: float, requests: Iterable[tuple[Request, str]], stages: int) -> SchedulerTrace:
-        """The recording. requests: all known ones, with their peers' names; stages: how many will report."""
+    def close(self, now: float, requests: Iterable[tuple[Request, str]], layout: Layout, stages: int) -> SchedulerTrace:
+        """The recording. requests: all known ones, with their peers' names; stages: how many of the
+        layout's ranks will report."""
         for request, peer in requests:
             self._name(request, peer)
             if not request.ended:
@@ -52,6 +54,7 @@ class TraceLog:
             started=self._started,
             ended=now,
             stages=stages,
+            layout=layout,
             names=tuple(self._names.values()),
             spans=spans,
             phases=tuple(phase.value for phase in QUEUES),

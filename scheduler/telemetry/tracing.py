@@ -39,8 +39,8 @@ class Tracing:
         if state.engine.ready:
             state.out.add(StopRecording(seq=state.out.next_seq(), trace=event.trace))
         requests = [(request, state.peer_of(request)) for request in state.requests]
-        stages = state.config.stages if state.engine.ready else 0
-        state.out.add(Traced(trace=event.trace, scheduler=trace.close(now, requests, stages)))
+        stages = len(state.engine.stages) if state.engine.ready else 0
+        state.out.add(Traced(trace=event.trace, scheduler=trace.close(now, requests, state.config.layout, stages)))
 
     def recorded(self, event: RecordingStopped) -> None:
         """Pass a stage's recording on to the front end."""
@@ -50,5 +50,4 @@ class Tracing:
         """Record the counts, if an event has changed them."""
         state = self._state
         if state.metrics.trace is not None:
-            queues = state.queues
-            state.metrics.trace.load(now, len(state.plans), tuple(queues.requests.values()), queues.unplanned)
+            state.metrics.trace.load(now, state.plans_in_flight, tuple(state.phases.values()), state.unplanned)

@@ -38,7 +38,7 @@ def main(options: UpOptions, config: Config, serve_flags: Sequence[str], environ
     """Run a server until a signal. serve_flags: those of `headrace serve`, from which config is. Returns the server's
     exit status. Raises ConfigError for a cluster that cannot be reached or has no room."""
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s up: %(message)s")
-    ranks = RayRanks(options, config.scheduler.stages)
+    ranks = RayRanks(options, len(config.scheduler.layout.ranks))
     try:
         return asyncio.run(_Up(ranks, config, serve_flags, environ).run())
     finally:
@@ -50,7 +50,7 @@ class _Up:
 
     def __init__(self, ranks: RayRanks, config: Config, serve_flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self._ranks = ranks
-        self._count = config.scheduler.stages
+        self._count = len(config.scheduler.layout.ranks)
         self._serve_flags = serve_flags
         self._host = config.group.host if "--stage-host" in " ".join(serve_flags) else ranks.own_address
         self._port = config.group.port or free_port()

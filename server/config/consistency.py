@@ -9,6 +9,8 @@ from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.tenants import priority_ranges, tenant_keys
 
+MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol)
+
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first combination that cannot work."""
@@ -17,6 +19,7 @@ def check(config: Config) -> None:
     _check_ports(config)
     _check_engine(config)
     _check_stages(config)
+    _check_replicas(config)
     _check_external_stages(config)
     _check_kv_events(config)
     _check_nixl(config)
@@ -88,8 +91,21 @@ def _check_binds(config: Config) -> None:
         )
 
 
+def _check_replicas(config: Config) -> None:
+    scheduler = config.scheduler
+    if scheduler.dp == 1:
+        return
+    if config.group.start == "external":
+        raise ConfigError(
+            f"--dp {scheduler.dp} is for local stages; write --stages local, or a server for each replica"
+        )
+    if (ranks := len(scheduler.layout.ranks)) > MAX_RANKS:
+        most = max(1, MAX_RANKS // scheduler.stages)
+        raise ConfigError(f"--pp {scheduler.stages} --dp {scheduler.dp} are {ranks} stages; write --dp {most} or less")
+
+
 def _check_ports(config: Config) -> None:
-    data_port, stages = config.transfer.data_port, config.scheduler.stages
+    data_port, ranks = config.transfer.data_port, config.scheduler.layout.ranks
     here = config.group.start == "local"  # other machines have ports of their own
     ports = (
         ("port", config.server.port),
@@ -98,7 +114,7 @@ def _check_ports(config: Config) -> None:
         ("stage-port", config.group.port),
         ("kv-events-port", config.kv_events.port),
         ("kv-events-replay-port", config.kv_events.replay_port),
-        *(("data-port", data_port + stage) for stage in range(stages if data_port and here else 0)),
+        *(("data-port", data_port + rank) for rank in (ranks if data_port and here else ())),
     )
     for index, (key, port) in enumerate(ports):
         for other, other_port in ports[:index]:
@@ -131,8 +147,9 @@ def _check_stages(config: Config) -> None:
         raise ConfigError(f"--pp-layers {shown} is for {len(layers)} stages and --pp is {stages}: make them agree")
     if layers and min(layers) < 1:
         raise ConfigError("--pp-layers has a stage without a layer: give every stage 1 or more")
-    if first and first + stages - 1 > 65535:
-        raise ConfigError(f"--data-port {first} leaves no port for {stages} stages: write {65536 - stages} or less")
+    count, word = len(config.scheduler.layout.ranks), "stages" if config.scheduler.tp == 1 else "ranks"
+    if first and first + count - 1 > 65535:
+        raise ConfigError(f"--data-port {first} leaves no port for {count} {word}: write {65536 - count} or less")
 
 
 def _check_external_stages(config: Config) -> None:

@@ -7,13 +7,16 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import available_memory, computes_in, resolve_device, resolve_dtype
-from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier, plan_memory
+from headrace.engine.device import computes_in, resolve_device, resolve_dtype
+from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.parallel.layer_split import ranges, stage_layers
+from headrace.engine.parallel.layer_split import stage_layers
+from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
 from headrace.server.config.load import copy_shared
+from headrace.server.config.rank_memory import plan_ranks, rank_parts
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -21,7 +24,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
     config: Config
     memory: tuple[MemoryPlan, ...]
-    """Memory plan of each stage; empty with external stages."""
+    """Memory plan of each rank; empty with external stages."""
+    parts: tuple[str, ...]
+    """What each rank holds of the model, in words; empty for a single rank."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -34,6 +39,8 @@ def resolve(config: Config) -> Resolved:
     dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
+    layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
+    check_offers(layout, shards, receives=config.server.role == "decode")
     plan = partial(
         plan_memory,
         spec,
@@ -43,26 +50,23 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
-    available = available_memory(device)
-    # Local stages share the machine's memory, so the plan of the whole model decides how many pages fit.
-    whole = plan(config.engine.kv_pages, available)
-    room = available - whole.weight_bytes - whole.kv_bytes if device == "cpu" else available_memory("cpu")
-    whole = add_host_tier(whole, config.engine.host_pages, room)
-    memory: tuple[MemoryPlan, ...] = (whole,)
-    if len(layers) > 1:
-        parts = (plan(whole.kv_pages, available, layers=part) for part in ranges(layers))
-        memory = tuple(add_host_tier(part, whole.host_pages, room) for part in parts)
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.scheduler.stages)
-    engine = msgspec.structs.replace(config.engine, kv_pages=whole.kv_pages, threads=threads, pp_layers=layers)
+    memory = plan_ranks(
+        plan, layout, layers, shards,
+        device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
+    )  # fmt: skip
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(layout.ranks))
+    engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
-    return Resolved(_completed(config, spec, model, engine), memory)
+    return Resolved(_completed(config, spec, model, engine), memory, rank_parts(layout, layers, shards))
 
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     """Resolve what depends on the model only; each external stage sizes its pool on its own machine."""
     model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
-    return Resolved(_completed(config, spec, model, engine), ())
+    layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
+    check_offers(layout, shards, receives=config.server.role == "decode")
+    return Resolved(_completed(config, spec, model, engine), (), rank_parts(layout, engine.pp_layers, shards))
 
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:

@@ -159,6 +159,7 @@ class GenerationRunner:
             sampling=await self._merge_stops(request),
             route=route,
             priority=request.priority,
+            replica=request.replica,
             tenant=request.tenant,
             slo_ttft_s=request.slo_ttft_s,
             deadline_s=request.deadline_s,

@@ -28,6 +28,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the API key that it came with, if that has one."""
     slo_ttft_s: float | None = None
     """Seconds within which the client would like the first token, None for no objective."""
+    replica: int | None = None
+    """The data-parallel replica of this server that is to compute it; None for the one with the least load."""
     deadline_s: float | None = None
     """Seconds after which the request fails, None for no limit of its own."""
     cache_salt: str = ""

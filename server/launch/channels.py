@@ -18,14 +18,15 @@ from headrace.core.messages.frontend import (
     StatsReply,
 )
 from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import AnyOrder, BeginEpoch, Heartbeat, ShutdownStage, stage_identity
+from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
-from headrace.core.runtime.order_log import OrderLog
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.layout import Layout
+from headrace.server.launch.replica_streams import ReplicaStreams
 from headrace.server.launch.stage_connections import Router
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
@@ -79,11 +80,13 @@ class FrontChannel:
         self._send(self._info)
 
     def stages_ready(self, stages: Sequence[StageReady]) -> None:
-        """Tell the front end what the stages of a group reported; stages: all of them, in stage order."""
+        """Tell the front end what the stages of a group reported; stages: all of them, in rank order."""
+        offering = [stage for stage in stages if stage.offers is not None]
         pools = StagePools(
             fingerprint=stages[0].fingerprint,
             kv_pages=min(stage.kv_pages for stage in stages),
-            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in stages),
+            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in offering),
+            data_ranks=tuple(stage.stage for stage in offering),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))
 
@@ -136,19 +139,19 @@ class FrontChannel:
 
 
 class StageChannel:
-    """The connections to all stages: broadcasts every order, sends heartbeats, receives events.
+    """The connections to all stages: sends orders and heartbeats, receives events.
 
     A stage that is silent for silence_s is reported as StageFailed. The stage's I/O thread answers heartbeats, so its
     compute thread may be busy for longer. Stages are restarted as a group, with the next epoch in their routing ids;
     after the first StageReady of a group, messages of earlier groups are ignored.
 
-    All stages of a group receive the same stream of orders, which begins with BeginEpoch when all of them are ready.
+    All stages of a replica receive the same stream of orders, which begins with BeginEpoch when all ranks are ready.
     Orders between the first StageReady and BeginEpoch were decided for the previous group and are discarded. A
     heartbeat carries the count and digest of the stream, which the stage compares with what it received.
 
     Args:
         router: connections by routing id.
-        stages: number of pipeline stages.
+        layout: of the ranks.
         heartbeat_s, silence_s: interval of heartbeats, and silence after which a stage has failed, in seconds.
         join_endpoint: admits external stages; None for stages that this server starts.
     """
@@ -156,18 +159,18 @@ class StageChannel:
     def __init__(
         self,
         router: Router,
-        stages: int,
+        layout: Layout,
         *,
         heartbeat_s: float,
         silence_s: float,
         join_endpoint: JoinEndpoint | None = None,
     ) -> None:
         self._router = router
-        self._stages = stages
+        self._layout = layout
         self._join_endpoint = join_endpoint
         self._epoch = 0
         self._group_begun = False
-        self._log = OrderLog()
+        self._streams = ReplicaStreams(self._layout.dp)
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._ready: dict[int, StageReady] = {}
@@ -200,15 +203,20 @@ class StageChannel:
                 events.append(event)
         return events
 
-    def apply(self, command: AnyOrder, now: float) -> Sequence[ChannelEvent]:
-        """Broadcast an order. Returns a StageFailed for each stage that cannot be reached."""
+    def apply(self, command: AnyOrder | ReplicaOrder, now: float) -> Sequence[ChannelEvent]:
+        """Send an order to all ranks, or to those of its replica. Returns a StageFailed for each that cannot be
+        reached."""
+        replicas: Sequence[int] = range(self._layout.dp)
+        if isinstance(command, ReplicaOrder):
+            replicas, command = (command.replica,), command.order
         if isinstance(command, BeginEpoch):
             self._group_begun = command.epoch == self._epoch
         if not self._group_begun and not isinstance(command, ShutdownStage):
             return ()
         frame = self._out.encode(command)
-        self._log.add(frame)
-        failures = [failure for stage in range(self._stages) for failure in self._send(stage, frame, command)]
+        self._streams.add(replicas, frame, command)
+        ranks = [rank for replica in replicas for rank in self._layout.replica_ranks(replica)]
+        failures = [failure for rank in ranks for failure in self._send(rank, frame, command)]
         self._schedule_flush(now)
         return failures
 
@@ -225,12 +233,12 @@ class StageChannel:
         )
         slept = now - due  # this process was suspended and could not receive
         self._last_heard = {stage: min(now, heard + slept) for stage, heard in self._last_heard.items()}
-        frame = self._out.encode(Heartbeat(seq=0, orders=self._log.count, digest=self._log.digest))
+        frames = [self._out.encode(self._streams.heartbeat(replica)) for replica in range(self._layout.dp)]
         for stage, heard in list(self._last_heard.items()):
             if now - heard > self._silence_s:
-                events.append(self._lost(stage, f"stage {stage} has been silent for {now - heard:.1f} s"))
+                events.append(self._lost(stage, f"{self._layout.name(stage)} has been silent for {now - heard:.1f} s"))
             else:
-                events.extend(self._send(stage, frame, None))
+                events.extend(self._send(stage, frames[self._layout.place(stage).replica], None))
         self._next_heartbeat = now + self._heartbeat_s if self._last_heard or self._join_endpoint is not None else None
         return events
 
@@ -241,11 +249,15 @@ class StageChannel:
 
     def all_ready(self) -> tuple[StageReady, ...]:
         """Every stage's StageReady, in order of their ranks; empty until all stages are ready."""
-        return tuple(self._ready[stage] for stage in sorted(self._ready)) if len(self._ready) == self._stages else ()
+        return (
+            tuple(self._ready[stage] for stage in sorted(self._ready))
+            if len(self._ready) == len(self._layout.ranks)
+            else ()
+        )
 
     def statistics(self) -> Stats:
         """The stages' counters as of their latest heartbeats, the orders sent to each, and the connections."""
-        own = [Stats((Sample("orders_total", self._log.count), *self._router.statistics()))]
+        own = [Stats((Sample("orders_total", self._streams.orders), *self._router.statistics()))]
         joins = [Stats(samples=self._join_endpoint.statistics())] if self._join_endpoint is not None else []
         return join([*own, *joins, *self._stats.values()])
 
@@ -258,7 +270,7 @@ class StageChannel:
         if self._join_endpoint is None:
             return ()
         self._begin_group(self._epoch)
-        return self._join_endpoint.end_group(f"stage {down.stage} failed: {down.message}")
+        return self._join_endpoint.end_group(f"{self._layout.name(down.stage)} failed: {down.message}")
 
     def close(self) -> None:
         """Close all connections."""
@@ -271,7 +283,7 @@ class StageChannel:
         """Forget the previous group: a new one is starting."""
         self._epoch = epoch
         self._group_begun = False
-        self._log = OrderLog()
+        self._streams = ReplicaStreams(self._layout.dp)
         self._ready.clear()
         self._last_heard.clear()
         self._stats.clear()
@@ -301,7 +313,7 @@ class StageChannel:
             # supervisor here.
             if isinstance(command, ShutdownStage) or self._join_endpoint is None:
                 return ()
-            return (self._lost(stage, f"stage {stage} does not take orders: {error}"),)
+            return (self._lost(stage, f"{self._layout.name(stage)} does not take orders: {error}"),)
         return ()
 
     def _identity(self, stage: int) -> bytes:

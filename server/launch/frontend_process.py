@@ -77,11 +77,16 @@ class FrontEnd:
             )
         if info.control_port:
             lines.append(f"  control endpoint   tcp://{config.transfer.host}:{info.control_port}")
-            lines += [f"  data   {address}  (stage {stage})" for stage, address in enumerate(stages.data_endpoints)]
+            names = (config.scheduler.layout.name(rank) for rank in stages.data_ranks)
+            data = zip(stages.data_endpoints, names, strict=True)
+            lines += [f"  data   {address}  ({name})" for address, name in data]
         if config.kv_events.port:
             lines.append(f"  events {publisher_endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
         tokens = stages.kv_pages * config.engine.page_size
-        lines.append(f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens)")
+        each = f" in each of {config.scheduler.dp} replicas" if config.scheduler.dp > 1 else ""
+        lines.append(
+            f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens){each}"
+        )
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
         lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
         print("\n".join(lines), flush=True)

@@ -5,6 +5,7 @@ Connects the pure scheduler to its event sources: the front end, the stages, the
 control client (role decode), and the publisher of KV events.
 """
 
+import hashlib
 import logging
 import secrets
 import socket
@@ -25,6 +26,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.channels import FrontChannel, StageChannel
+from headrace.server.launch.control_clients import ControlClients
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 from headrace.server.stage_group.registry import StageRegistry
@@ -72,7 +74,8 @@ def run(config: SchedulerProcessConfig) -> None:
     instance = secrets.token_hex(16)
     control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
     may_connect = partial(is_allowed, allowed_prefills((), config.allow_prefill))
-    control_client = ControlClient(config.transfer, context, may_connect) if config.role == "decode" else None
+    clients = [ControlClient(config.transfer, context, may_connect) for _ in range(config.scheduler.dp)]
+    control_client = ControlClients(clients) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     frames = FrameSocket(socket.socket(fileno=config.front))
     stages = _stage_channel(config, context)
@@ -92,7 +95,7 @@ def run(config: SchedulerProcessConfig) -> None:
             if control_server is not None:
                 control_server.ready(_offer(config, instance, ready))
             if control_client is not None:
-                control_client.ready(_hello(config, instance, ready))
+                control_client.ready(_hellos(config, instance, ready))
 
     loop = SchedulerLoop(
         Scheduler(config.scheduler),
@@ -139,7 +142,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
         join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
     return StageChannel(
         router,
-        config.scheduler.stages,
+        config.scheduler.layout,
         heartbeat_s=silence_s / 3,
         silence_s=silence_s,
         join_endpoint=join_endpoint,
@@ -148,17 +151,33 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
 
 def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> BackendOffer:
     """What the control endpoint offers to decode peers."""
+    offered = [(stage, geometry) for stage in stages if (geometry := stage.offers) is not None]
+    hosts = (stage.data_host for stage, _ in offered)
+    layout = config.scheduler.layout
     return BackendOffer(
         instance=instance,
         fingerprint=stages[0].fingerprint,
-        geometries=tuple(stage.geometry for stage in stages),
-        data_ports=tuple(stage.data_port for stage in stages),
-        data_hosts=tuple("" if stage.data_host == config.transfer.host else stage.data_host for stage in stages),
+        geometries=tuple(geometry for _, geometry in offered),
+        data_ports=tuple(stage.data_port for stage, _ in offered),
+        data_hosts=tuple("" if host == config.transfer.host else host for host in hosts),
         max_model_len=config.scheduler.max_model_len,
         backends=_backends(config, stages),
         shared_memory=frozenset(stage.host for stage in stages),
         nixl=frozenset(stage.nixl for stage in stages),
+        replicas=tuple(layout.place(stage.stage).replica for stage, _ in offered) if layout.dp > 1 else (),
     )
+
+
+def _hellos(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> list[Hello]:
+    """One for each data-parallel replica, which is a peer of its own: the pages that it reserves are in its pool."""
+    layout = config.scheduler.layout
+    parts = [[one for one in stages if layout.place(one.stage).replica == replica] for replica in range(layout.dp)]
+    if layout.dp == 1:
+        return [_hello(config, instance, stages)]
+    return [
+        _hello(config, hashlib.sha256(f"{instance} {replica}".encode()).hexdigest()[:32], part)
+        for replica, part in enumerate(parts)
+    ]
 
 
 def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[StageReady]) -> Hello:

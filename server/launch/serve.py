@@ -68,6 +68,7 @@ async def _serve(config: Config, folder: Path) -> int:
         _scheduler(config, theirs, stage_endpoint),
         None if external else partial(_stages, config, stage_endpoint),
         config.scheduler.start_timeout_s,
+        config.scheduler.layout,
     )
     started = time.monotonic()
     try:
@@ -160,10 +161,10 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
 
 
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
-    """The stage processes of one start of the group, with a rendezvous port of their own."""
-    stages = config.scheduler.stages
+    """The processes of all ranks for one start of the group, with a rendezvous port of their own."""
+    ranks = config.scheduler.layout.ranks
     rendezvous = f"{LOOPBACK}:{free_port()}"
-    group = {"WORLD_SIZE": str(stages)}
+    group = {"WORLD_SIZE": str(len(ranks))}
     if sys.platform == "linux":
         group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
     caches = {}
@@ -172,23 +173,23 @@ def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
     return [
         Child(
             "headrace.engine.stage",
-            _stage(config, stage_endpoint, rendezvous, stage, epoch),
+            _stage(config, stage_endpoint, rendezvous, rank, epoch),
             threads=config.engine.threads,
-            environment={**caches, **group, "RANK": str(stage)} if stages > 1 else caches,
+            environment={**caches, **group, "RANK": str(rank)} if len(ranks) > 1 else caches,
         )
-        for stage in range(stages)
+        for rank in ranks
     ]
 
 
-def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: int) -> StageConfig:
+def _stage(config: Config, endpoint: str, rendezvous: str, rank: int, epoch: int) -> StageConfig:
     transfer, model = config.transfer, config.model
     if transfer.data_port:
-        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + stage)
-    if model.device == "cuda" and config.scheduler.stages > 1:
-        model = msgspec.structs.replace(model, device=f"cuda:{stage}")
+        transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + rank)
+    if model.device == "cuda" and len(config.scheduler.layout.ranks) > 1:
+        model = msgspec.structs.replace(model, device=f"cuda:{rank}")
     return msgspec.structs.replace(
         _template(config),
-        stage=stage,
+        rank=rank,
         epoch=epoch,
         rendezvous=rendezvous,
         endpoint=endpoint,
@@ -198,10 +199,10 @@ def _stage(config: Config, endpoint: str, rendezvous: str, stage: int, epoch: in
 
 
 def _template(config: Config) -> StageConfig:
-    """The configuration that all stages have in common."""
+    """The configuration that all ranks have in common."""
     return StageConfig(
-        stage=0,
-        stages=config.scheduler.stages,
+        rank=0,
+        layout=config.scheduler.layout,
         endpoint="",
         model=config.model,
         engine=config.engine,

@@ -24,6 +24,7 @@ from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import module_command
+from headrace.core.types.layout import Layout
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class Supervisor:
         scheduler: its process.
         make_stages: makes the processes of the group for an epoch, in order of their ranks; None: external stages.
         start_timeout_s: longest time until a group is ready, in seconds.
+        layout: of the ranks, for their names in messages.
     """
 
     def __init__(
@@ -130,10 +132,12 @@ class Supervisor:
         scheduler: Child,
         make_stages: Callable[[int], list[Child]] | None,
         start_timeout_s: float,
+        layout: Layout,
     ) -> None:
         self._scheduler = scheduler
         self._make_stages = make_stages
         self._start_timeout_s = start_timeout_s
+        self._layout = layout
         self._group = _Group(0, make_stages(0) if make_stages is not None else [])
         self._epoch = 0  # of the last start, be it a failed one
         self._log_throttle = LogThrottle()
@@ -249,10 +253,10 @@ class Supervisor:
             if not group.down.done():
                 return f"{group} took more than {self._start_timeout_s:g} s to start"
             down = group.down.result()
-            return f"stage {down.stage} failed: {down.message}"
+            return f"{self._layout.name(down.stage)} failed: {down.message}"
         # A stage that loses its neighbour exits with status 1; one killed by a signal (negative) was the cause.
         stage = min(statuses, key=lambda stage: statuses[stage])
-        message = f"stage {stage} exited with status {statuses[stage]}"
+        message = f"{self._layout.name(stage)} exited with status {statuses[stage]}"
         if not self._ending:
             if CONFIGURATION_MISTAKE in statuses.values():
                 self._give_up(CONFIGURATION_MISTAKE)

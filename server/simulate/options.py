@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6,
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
 HOST_PAGES = "host-pages"
-_EXCLUDED = ("stage-timeout", "start-timeout")
+_EXCLUDED = ("stage-timeout", "start-timeout", "dp", "tp")
 _KEYS = ("page-size", "kv-pages", HOST_PAGES)
 REPLAYED = tuple(
     setting

@@ -21,12 +21,16 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "tcp://HOST:PORT",
         "help": "address that headrace serve prints for stages to join",
     },
-    "rank": {"type": int, "metavar": "N", "help": "pipeline rank of this stage, from 0 (default: set by the launcher)"},
-    "world-size": {"type": int, "metavar": "N", "help": "number of stages (default: set by the launcher)"},
+    "rank": {"type": int, "metavar": "N", "help": "rank of this process, from 0 (default: set by the launcher)"},
+    "world-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "number of ranks, --pp times --tp of the server (default: set by the launcher)",
+    },
     "local-rank": {
         "type": int,
         "metavar": "N",
-        "help": "rank among the stages of this machine (default: set by the launcher)",
+        "help": "rank among those of this machine (default: set by the launcher)",
     },
     "master": {
         "metavar": "HOST:PORT",
@@ -63,10 +67,10 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Rank of this stage, and where the stages of the group meet."""
 
     rank: int
-    """Pipeline rank, from 0."""
+    """In the layout of the server: (stage * dp + replica) * tp + shard."""
     world_size: int
     local_rank: int = 0
-    """Rank among the stages of this machine."""
+    """Rank among those of this machine."""
     local_world_size: int = 1
     rendezvous: str = ""
     """HOST:PORT of the torch.distributed store."""
@@ -105,7 +109,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             "rendezvous_hosted": environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             "under_launcher": "TORCHELASTIC_RUN_ID" in environ or environ.get(LAUNCHER_VARIABLE) == RAY,
         }
-    if "LWS_WORKER_INDEX" in environ:  # one stage per pod; stage 0 is in the leader's
+    if "LWS_WORKER_INDEX" in environ:  # one rank per pod; rank 0 is in the leader's
         return {
             "rank": _number(environ, "LWS_WORKER_INDEX"),
             "world_size": _number(environ, "LWS_GROUP_SIZE"),

@@ -31,6 +31,7 @@ from headrace.core.messages.membership import (
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.addresses import is_loopback, is_wildcard
+from headrace.core.types.layout import Layout
 
 Reply = tuple[bytes, AnyJoinReply]  # ZMQ routing id, message
 
@@ -98,7 +99,7 @@ class StageRegistry:
         self._members[request.rank] = RegisteredStage(request, route)
         if self.session:
             return [(route, self._reply(request))]
-        if len(self._members) == self._template.stages:
+        if len(self._members) == len(self._template.layout.ranks):
             self.epoch += 1
             self.session = self._new_session()
         own = (route, self._reply(request))
@@ -135,7 +136,7 @@ class StageRegistry:
     def status(self) -> str:
         """Which ranks have joined, as text for /ready and logs."""
         if self.session:
-            return f"all {self._template.stages} stages have joined and are loading"
+            return f"all {self._count()} have joined and are loading"
         text = f"{self._missing()} to join at {self._endpoint}"
         return f"{self._end_reason}; {text}" if self._end_reason else text
 
@@ -148,9 +149,19 @@ class StageRegistry:
         return JoinAccepted(config=self._config(request)) if self.session else JoinPending(message=self._missing())
 
     def _missing(self) -> str:
-        missing = [str(rank) for rank in range(self._template.stages) if rank not in self._members]
+        missing = [str(rank) for rank in self._template.layout.ranks if rank not in self._members]
         names = ", ".join(missing[:-1]) + " and " + missing[-1] if len(missing) > 1 else missing[0]
-        return f"waiting for stage{'s' if len(missing) > 1 else ''} {names} of {self._template.stages}"
+        return f"waiting for {self._word()}{'s' if len(missing) > 1 else ''} {names} of {self._size()}"
+
+    def _size(self) -> int:
+        return len(self._template.layout.ranks)
+
+    def _word(self) -> str:
+        """What a process of the group is called in messages."""
+        return "stage" if self._size() == self._template.layout.pp else "rank"
+
+    def _count(self) -> str:
+        return f"{self._size()} {self._word()}s"
 
     def _config(self, request: JoinRequest) -> StageConfig:
         transfer = self._template.transfer
@@ -158,7 +169,7 @@ class StageRegistry:
         port = request.data_port or (first + request.rank if first else 0)
         return msgspec.structs.replace(
             self._template,
-            stage=request.rank,
+            rank=request.rank,
             epoch=self.epoch,
             session=self.session,
             transfer=msgspec.structs.replace(transfer, host=request.host, data_port=port),
@@ -166,23 +177,31 @@ class StageRegistry:
 
     def _refusal(self, request: JoinRequest) -> JoinRefused | None:
         """Why a process can never become a stage of this server; None if it can."""
-        stages = self._template.stages
+        size, degrees = self._size(), _degrees(self._template.layout)
         if self._key and not hmac.compare_digest(request.key.encode(), self._key.encode()):
             text = "the stage's key is not the server's: set HEADRACE_STAGE_KEY to the same value for both"
             return JoinRefused(code=WRONG_KEY, message=text)
         if request.version != self._version:
             text = f"the stage runs version {request.version} and the server {self._version}: use one for both"
             return JoinRefused(code=WRONG_VERSION, message=text)
-        if request.world_size != stages:
-            text = f"the stage's world size is {request.world_size} and the server was started with --pp {stages}"
+        if request.world_size != size:
+            text = f"the stage's world size is {request.world_size} and the server was started with {degrees}"
             return JoinRefused(code=WRONG_WORLD_SIZE, message=text)
-        if not 0 <= request.rank < stages:
-            text = f"rank {request.rank} does not exist: there are 0 to {stages - 1}"
+        if not 0 <= request.rank < size:
+            text = f"rank {request.rank} does not exist: there are 0 to {size - 1}"
             return JoinRefused(code=WRONG_RANK, message=text)
         if self._control_host is not None and (why := unreachable(request.host, self._control_host)):
             text = f"{why}: write --transfer-host with the machine's address"
             return JoinRefused(code=UNREACHABLE_HOST, message=text)
         return None
+
+
+def _degrees(layout: Layout) -> str:
+    """The flags that make the world size, and it where they are several."""
+    if layout.dp == layout.tp == 1:
+        return f"--pp {layout.pp}"
+    given = [f"--{name} {degree}" for name, degree in (("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp))]
+    return f"{', '.join(given)}: {len(layout.ranks)} ranks"
 
 
 def unreachable(host: str, control_host: str) -> str:

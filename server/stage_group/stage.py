@@ -42,9 +42,9 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         die_with_parent(os.getppid())
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s stage {info.rank}: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {info.rank}: %(message)s")
     client = JoinClient(endpoint, _join_request(given, environ, info), given.join_timeout, SystemClock())
-    log.info("joining %s as stage %d of %d", endpoint, info.rank, info.world_size)
+    log.info("joining %s as rank %d of %d", endpoint, info.rank, info.world_size)
     try:
         config = client.join()
         logging.getLogger().setLevel(config.log_level.upper())

@@ -14,7 +14,14 @@ import msgspec
 import zmq
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, KvEventMessage
+from headrace.core.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventBatch,
+    KvEventMessage,
+    ReplicaKvEvent,
+)
 from headrace.core.stats import Counters, Stats
 from headrace.core.types.addresses import is_wildcard, url
 from headrace.core.types.errors import ConfigError
@@ -32,7 +39,8 @@ LINGER_MS = 500  # for the last batch when the server ends
 
 
 class KvEventPublisher:
-    """A port of the scheduler's loop that publishes KvEvents: those of one turn are one batch, sent at the next tick.
+    """A port of the scheduler's loop that publishes KvEvents: those of one turn and replica are one batch, sent at the
+    next tick.
 
     Never blocks: a subscriber that is `buffer` batches behind misses what follows, and can request a replay of the
     newest `buffer` batches. wall: returns seconds since 1970. Raises ConfigError for an address that cannot be bound.
@@ -58,7 +66,7 @@ class KvEventPublisher:
             self._close(0)
             raise
         self._encoder = msgspec.msgpack.Encoder()
-        self._events: list[KvEventMessage] = []
+        self._events: list[tuple[int, KvEventMessage]] = []  # each with its replica
         self._kept: deque[bytes] = deque(maxlen=config.buffer)
         self._next = 0  # sequence of the next batch
         self._topics: dict[int, int] = {}  # by the number of a connection, how many it has subscribed to
@@ -81,13 +89,16 @@ class KvEventPublisher:
             self._replay.receive(now)
         return ()
 
-    def apply(self, command: KvEventMessage, now: float) -> Sequence[Any]:
-        """Add an event to the next batch."""
-        self._events.append(command)
+    def apply(self, command: KvEventMessage | ReplicaKvEvent, now: float) -> Sequence[Any]:
+        """Add an event to the next batch of its replica."""
+        if isinstance(command, ReplicaKvEvent):
+            self._events.append((command.replica, command.event))
+        else:
+            self._events.append((0, command))
         return ()
 
     def tick(self, now: float) -> Sequence[Any]:
-        """Publish the batch, and send a pass of a replay."""
+        """Publish the batch of each replica, and send a pass of a replay."""
         if self._events:
             self._publish()
         if self._replay is not None:
@@ -130,14 +141,16 @@ class KvEventPublisher:
             del self._topics[next(iter(self._topics))]
 
     def _publish(self) -> None:
-        batch = self._encoder.encode(KvEventBatch(ts=self._wall(), events=tuple(self._events)))
-        for event in self._events:
-            self._count(event)
-        self._events.clear()
-        self._kept.append(batch)
-        self._pub.send_multipart((self._topic, self._next.to_bytes(8, "big"), batch), zmq.NOBLOCK)
-        self._next += 1
-        self._counters.add("kv_event_batches_total")
+        events, self._events = self._events, []
+        for replica in sorted({replica for replica, _ in events}):
+            own = tuple(event for each, event in events if each == replica)
+            batch = self._encoder.encode(KvEventBatch(ts=self._wall(), events=own, data_parallel_rank=replica))
+            for event in own:
+                self._count(event)
+            self._kept.append(batch)
+            self._pub.send_multipart((self._topic, self._next.to_bytes(8, "big"), batch), zmq.NOBLOCK)
+            self._next += 1
+            self._counters.add("kv_event_batches_total")
 
     def _count(self, event: KvEventMessage) -> None:
         match event:

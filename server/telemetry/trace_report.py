@@ -38,27 +38,28 @@ def trace_json(recording: Recording, wall_offset_s: float, about: Arguments) -> 
     timeline = Timeline()
     _draw_scheduler(timeline, scheduler)
     names = {name.serial: name for name in scheduler.names}
-    before: _Stage | None = None
-    for stage, spans in stages.items():
+    width = scheduler.layout.dp * scheduler.layout.tp  # ranks of a stage
+    drawn: dict[int, _Stage] = {}
+    for rank, spans in stages.items():
         began = scheduler.started - _shift(spans.wall_offset_s - wall_offset_s)
-        drawn = _Stage(timeline, stage, names, began, last=stage == scheduler.stages - 1)
-        drawn.draw(spans)
-        if before is not None and before.stage == stage - 1:
-            _draw_arrows(timeline, before, drawn)
-        before = drawn
+        name, last = scheduler.layout.name(rank), rank >= scheduler.stages - width
+        drawn[rank] = _Stage(timeline, rank, name, names, began, last=last)
+        drawn[rank].draw(spans)
+        if (before := drawn.get(rank - width)) is not None:
+            _draw_arrows(timeline, before, drawn[rank])
     return timeline.encode({**about, **_notes(scheduler, stages, wall_offset_s)})
 
 
 def _notes(scheduler: SchedulerTrace, stages: Mapping[int, StageTrace], wall_offset_s: float) -> Arguments:
     """Notes for otherData. started: seconds since 1970."""
-    named = {f"stage {stage}": spans for stage, spans in stages.items()}
+    named = {scheduler.layout.name(stage): spans for stage, spans in stages.items()}
     dropped = {name: spans.dropped_plans + spans.dropped_transfers for name, spans in named.items()}
     offsets = {name: spans.wall_offset_s for name, spans in named.items()}
     return {
         "started": scheduler.started + wall_offset_s,
         "seconds": scheduler.ended - scheduler.started,
         "dropped": {"scheduler": scheduler.dropped, **dropped},
-        "missing": [f"stage {stage}" for stage in range(scheduler.stages) if stage not in stages],
+        "missing": [scheduler.layout.name(stage) for stage in range(scheduler.stages) if stage not in stages],
         "wall_offset_s": {"scheduler": wall_offset_s, **offsets},
     }
 
@@ -111,11 +112,12 @@ def _draw_loads(timeline: Timeline, loads: Iterable[LoadSample], phases: tuple[s
 
 
 class _Stage:
-    """Draws one stage. began: the start of the trace on this stage's clock."""
+    """Draws one rank. began: the start of the trace on this stage's clock."""
 
     def __init__(
-        self, timeline: Timeline, stage: int, names: Mapping[int, RequestName], began: float, *, last: bool
+        self, timeline: Timeline, stage: int, name: str, names: Mapping[int, RequestName], began: float, *, last: bool
     ) -> None:
+        self._name = name
         self.stage = stage
         self.compute, self.transfers = Track(FIRST_STAGE + stage, 1), Track(FIRST_STAGE + stage, 2)
         self.started: dict[int, int] = {}  # plan → when its layers began
@@ -128,7 +130,7 @@ class _Stage:
     def draw(self, spans: StageTrace) -> None:
         """Add the events of this stage."""
         timeline = self._timeline
-        timeline.process(self.compute.pid, f"stage {self.stage}")
+        timeline.process(self.compute.pid, self._name)
         timeline.thread(self.compute, "compute")
         timeline.thread(self.transfers, "transfers")
         for plan in spans.plans:

@@ -3,7 +3,7 @@
 HEADRACE_PEER names the command of another one, with the flags and the output of examples/minimal_peer.py; by default it
 is that file, and the control client and receiver of a decode server. HEADRACE_PEER_COMPONENTS=1 says that the other
 can have components: then all tests are run a second time, with the flag --component and a digest that covers its KV as
-well.
+well. HEADRACE_PEER_REPLICAS=1 says that the other knows the field `replica` of stages.
 """
 
 import hashlib
@@ -226,6 +226,66 @@ def test_a_stage_that_does_not_fit_is_left_alone(server: Scripted, peer: Fetchin
     server.greet()
     geometry = server.geometry | changes
     server.welcome(stages=[{"rank": 0, "data_port": server.data_port, "geometry": geometry}])
+    assert server.quiet("Reserve", 0.3)
+    assert "mismatch" in peer.result().failure
+
+
+def open_replicas(server: Scripted) -> list[bytes]:
+    """As far as the Reserve, of a server with two replicas of one stage each; returns the data connections to them."""
+    server.greet()
+    stage = {"data_port": server.data_port, "geometry": server.geometry}
+    server.welcome(stages=[{"rank": 0, **stage}, {"rank": 1, **stage, "replica": 1}])
+    routes = {}
+    while len(routes) < 2:
+        number = server.came("Attach")["stage"]
+        routes[number] = server.data_route
+        server.send({"type": "Attached", "stage": number})
+    server.reserved()
+    return [routes[0], routes[1]]
+
+
+def knows_replicas(case: Case) -> bool:
+    return case.peer in (ours, ours_with_a_latent) or bool(OTHER and os.environ.get("HEADRACE_PEER_REPLICAS"))
+
+
+def test_a_ticket_comes_from_one_replica(case: Case, server: Scripted, peer: Fetching) -> None:
+    """Which one, the first chunk says; nothing is missing of the others. A peer that does not know the field finds each
+    head of each layer twice, and takes nothing."""
+    if not knows_replicas(case):
+        server.greet()
+        stage = {"data_port": server.data_port, "geometry": server.geometry}
+        server.welcome(stages=[{"rank": 0, **stage}, {"rank": 1, **stage, "replica": 1}])
+        assert server.quiet("Reserve", 0.3)
+        assert "mismatch" in peer.result().failure
+        return
+    routes = open_replicas(server)
+    for number, (start, count) in enumerate(((0, 16), (16, 24))):
+        server.data_route = routes[1]
+        assert server.deliver(number, start, count, last=number == 1)["type"] == "Ack"
+    server.finish()
+    assert peer.arrived()
+
+
+def test_chunks_of_another_replica_are_refused(case: Case, server: Scripted, peer: Fetching) -> None:
+    if not knows_replicas(case):
+        server.greet()
+        server.welcome(protocol=2)
+        return
+    routes = open_replicas(server)
+    server.data_route = routes[1]
+    assert server.deliver(0, 0, 16)["type"] == "Ack"
+    server.data_route = routes[0]
+    answer = server.deliver(0, 0, 16)
+    assert (answer["type"], answer["code"]) == ("Nack", "bad_chunk")
+    assert "replica" in peer.result().failure
+
+
+def test_replicas_without_a_layer_are_left_alone(server: Scripted, peer: Fetching) -> None:
+    """Each replica has to have every head of every layer."""
+    server.greet()
+    short = server.geometry | {"layers": 1}
+    stages = [{"rank": 0, "data_port": server.data_port, "geometry": server.geometry}]
+    server.welcome(stages=[*stages, {"rank": 1, "data_port": server.data_port, "geometry": short, "replica": 1}])
     assert server.quiet("Reserve", 0.3)
     assert "mismatch" in peer.result().failure
 

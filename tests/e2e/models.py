@@ -25,6 +25,7 @@ from tests.e2e.harness import Server
 NAME = "tested"
 GREEDY = SamplingParams(temperature=0.0)
 SIZES = "stub:layers=4,vocab=1000,max_len=8192"
+SHARDED_SIZES = f"{SIZES},hidden=128,heads=8,kv_heads=2"
 
 
 class StubOracle:
@@ -85,8 +86,8 @@ class Model(msgspec.Struct, frozen=True):
 
 
 @cache
-def _oracle() -> StubOracle:
-    return StubOracle(SIZES, 8192)
+def _oracle(sizes: str = SIZES) -> StubOracle:
+    return StubOracle(sizes, 8192)
 
 
 @cache
@@ -95,14 +96,19 @@ def _story() -> tuple[int, ...]:
     return tuple(draw.randrange(_oracle().vocab_size) for _ in range(8000))
 
 
-def stub(us_per_token: int) -> Model:
+def stub(us_per_token: int, sizes: str = SIZES) -> Model:
     """The stub. us_per_token: how long it takes, for tests that have to be quicker than the prompt."""
     return Model(
-        ("--model", f"{SIZES},us_per_token={us_per_token}", "--served-model-name", NAME, "--dtype", "float32"),
+        ("--model", f"{sizes},us_per_token={us_per_token}", "--served-model-name", NAME, "--dtype", "float32"),
         _story,
-        lambda prompt, tokens: _oracle().greedy(prompt, tokens),
-        lambda prompt, tokens: _oracle().greedy_text(prompt, tokens),
+        lambda prompt, tokens: _oracle(sizes).greedy(prompt, tokens),
+        lambda prompt, tokens: _oracle(sizes).greedy_text(prompt, tokens),
     )
+
+
+def sharded_stub(us_per_token: int) -> Model:
+    """The stub with 8 query heads and 2 KV heads, to be split over shards."""
+    return stub(us_per_token, SHARDED_SIZES)
 
 
 SMOLLM2 = Model(("--served-model-name", NAME, "--dtype", "float32"), gold.story_ids, gold.greedy, gold.greedy_text)

@@ -1,12 +1,14 @@
 """The stub model: its tokens follow from the prompt alone, and show every wrong page."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from random import Random
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +17,13 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.packed import pack
 from headrace.core.types.request import SamplingParams
+from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.base import Collectives
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
 from headrace.engine.stub_runner import StubRunner
+from tests.engine.collectives.threads import run_ranks
 
 PAGES = 110
 GREEDY = SamplingParams(temperature=0.0)
@@ -206,3 +211,73 @@ def test_rows_that_contradict_themselves_are_refused() -> None:
 def test_time_stays_out_of_the_fingerprint_and_sizes_do_not() -> None:
     assert parse_stub("stub:us_per_token=1").fingerprint() == parse_stub("stub").fingerprint()
     assert parse_stub("stub:layers=9").fingerprint() != parse_stub("stub").fingerprint()
+
+
+SHARDED = "stub:layers=4,hidden=96,heads=6,kv_heads=3,us_per_token=0,max_len=100,vocab=300"
+
+
+def one_shard(tp: Collectives, model: str, work: Callable[[StubRunner], None] | None = None) -> list[int]:
+    """The tokens after a prompt in two chunks, sampled by the first shard and fed to all. work: done in between."""
+    config = ModelConfig(model=model, dtype="float32", device="cpu")
+    made = StubRunner(config, EngineConfig(page_size=4, kv_pages=PAGES), tp=tp)
+    made.pool.tensor.view(torch.uint8).random_(0, 256)
+    made.warm_up()
+    found: list[int] = []
+    pages = list(range(20))
+    rows = [row(1, 0, PROMPT[:11], pages), row(1, 11, PROMPT[11:], pages, sample=True)]
+    rows += [PlanRow(1, len(PROMPT) + step, 1, pack(pages), sample=GREEDY) for step in range(3)]
+    for each in rows:
+        samples = made.sample([each], made.forward([each]))[0]
+        assert tp.rank == 0 or not samples
+        if each.sample is not None:
+            mine = samples[0].token if samples else 0
+            found.append(int(tp.broadcast(torch.tensor([mine]), 0).wait()))
+            made.feed([(1, found[-1])])
+        elif work is not None:
+            work(made)
+    return found
+
+
+PROMPT = [7, 201, 0, 299, 5, 5, 8, 13, 21, 34, 55, 89, 144, 233, 77, 4, 181]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_shards_say_what_one_rank_says(kv_heads: int) -> None:
+    """Uneven splits and copies of KV heads included."""
+    model = SHARDED.replace("kv_heads=3", f"kv_heads={kv_heads}")
+    alone = one_shard(Alone(), model)
+    tried = 0
+    for tp in range(2, 7):
+        with suppress(ConfigError):
+            assert run_ranks(tp, lambda group: one_shard(group, model)) == [alone] * tp
+            tried += 1
+    assert tried >= 2
+
+
+@pytest.mark.parametrize(("shard", "head"), [(0, 0), (1, 0), (1, 1)])
+def test_a_wrong_head_on_any_shard_shows_as_another_token(shard: int, head: int) -> None:
+    """Heads that are stale, and heads that are at the wrong place."""
+    alone = one_shard(Alone(), SHARDED)
+
+    def lose(made: StubRunner) -> None:
+        made.pool.tensor[:10, :, :, head] = 0
+
+    def work(group: Collectives) -> list[int]:
+        return one_shard(group, SHARDED, lose if group.rank == shard else None)
+
+    assert run_ranks(2, work)[0] != alone
+    swap = SHARDED.replace("kv_heads=3", "kv_heads=6")
+
+    def exchange(made: StubRunner) -> None:
+        made.pool.tensor[:10, :, :, [0, 1]] = made.pool.tensor[:10, :, :, [1, 0]]
+
+    found = run_ranks(2, lambda group: one_shard(group, swap, exchange if group.rank == shard else None))
+    assert found[0] != one_shard(Alone(), swap)
+
+
+def test_tokens_and_pool_of_the_model_with_one_head_are_what_they_were() -> None:
+    """Peers of another version have to agree about them."""
+    made = runner(model=NAME)
+    assert generate([made], PROMPT, 4, range(20)) == [238, 192, 141, 78]
+    assert xxhash.xxh3_64_hexdigest(made.pool.read(0, 0, 4).tobytes()) == "497a4ff974b8e7aa"
+    assert made.fingerprint == "f84a68971aa84776b0eddf280a5a9ef4"

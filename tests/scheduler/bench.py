@@ -55,16 +55,17 @@ class Bench:
 
     def up(self) -> None:
         for stage in range(self.config.stages):
-            self.do(
-                StageReady(
-                    stage=stage,
-                    geometry=geometry(self.config.page_size),
-                    fingerprint="f",
-                    data_port=1,
-                    kv_pages=self.config.kv_pages,
-                    vocab_size=1000,
-                )
-            )
+            self.do(self.ready(stage))
+
+    def ready(self, stage: int) -> StageReady:
+        return StageReady(
+            stage=stage,
+            geometry=geometry(self.config.page_size),
+            fingerprint="f",
+            data_port=1,
+            kv_pages=self.config.kv_pages,
+            vocab_size=1000,
+        )
 
     def do(self, event: Event) -> list[Effect]:
         """Handle an event; do not plan."""

@@ -118,7 +118,7 @@ def test_before_any_plan_and_while_the_model_is_stale_seconds_refuse_nothing(lim
     unknown.submit("b", 40, slo_ttft_s=0.001)
     assert unknown.ended("b") == 0, "the costs of the default are no seconds"
     stale = bench(max_queued_tokens=90, **limits)
-    stale.scheduler._state.costs.stale = True
+    stale.scheduler._state.replicas[0].costs.stale = True
     stale.submit("a", 40)
     stale.submit("b", 40, slo_ttft_s=0.001)
     assert stale.ended("b") == 0

@@ -25,6 +25,10 @@ MISTAKES = [
     (["check", "--max-model-len", "999999"], "999999"),
     (["check", "--max-model-len", "64", "--kv-pages", "2"], "--kv-pages"),
     (["check", "--device", "abacus"], "abacus"),
+    (["check", "--tp", "4"], "write --tp 3 or 9"),
+    (["check", "--tp", "2", "--data-port", "65535"], "write 65534 or less"),
+    (["check", "--tp", "2", "--port", "7001", "--data-port", "7000"], "--data-port and --port are both 7001"),
+    (["check", "--tp", "2", "--pp", "2", "--pp-layers", "8,8,7,7"], "is for 4 stages and --pp is 2"),
     (["demo", "--modell", "x"], "did you mean --model?"),
     (["bench", "nothing"], "benchmarks/nothing.py"),
 ]
@@ -56,6 +60,26 @@ def test_check_prints_a_loadable_configuration_and_the_memory(
     path.write_text(out)
     config = load({"config": str(path)}, {})
     assert (config.model.dtype, config.engine.kv_pages, config.scheduler.max_model_len) == ("float32", 64, 512)
+
+
+def test_check_prints_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Uneven heads, copies of KV heads, and ports; all ranks have the same pages."""
+    assert cli.main(["check", "--device", "cpu", "--tp", "2", "--kv-pages", "512", "--data-port", "7000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "# rank 1 (stage 0, replica 0, shard 1): layers 0 to 29, query heads 3 to 8, KV heads 1 to 2, "
+        "MLP columns 864 to 1535, vocabulary rows 24576 to 49151, data port 7001"
+    ) in lines
+    memory = [line for line in lines if line.startswith("# memory of rank ")]
+    assert len(memory) == 2
+    assert all("512 pages" in line for line in memory)
+    assert "threads = 1" in lines or len(os.sched_getaffinity(0)) > 3
+    stub = "stub:layers=2,hidden=64,heads=8,kv_heads=2"
+    assert cli.main(["check", "--device", "cpu", "--pp", "2", "--tp", "4", "--model", stub]) == 0
+    out = capsys.readouterr().out
+    assert "# rank 5 (stage 1, replica 0, shard 1): layer 1, query heads 2 to 3, KV head 0 (a copy), " in out
+    assert cli.main(["check", "--device", "cpu", "--pp", "2", "--model", stub]) == 0
+    assert "# stage 1: layer 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS.items())

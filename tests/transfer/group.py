@@ -25,7 +25,7 @@ PAGES = 64
 
 class Group:
     """All stages of a prefill server and of a decode peer, in one loop. layouts: of the peer's pools; C order
-    unless given."""
+    unless given. ranks: of the senders, where other ranks between them offer nothing."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Group:
         *,
         backend: str = ZMQ,
         layouts: Sequence[PoolLayout] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         self.sources, self.destinations, self.backend = sources, destinations, backend
         self.stores = [random_store(geometry, PAGES, seed=i) for i, geometry in enumerate(sources)]
@@ -54,7 +55,15 @@ class Group:
         for i, target in enumerate(self.targets):
             scramble(target, 50 + i)
         self.senders = [
-            Sender(CONFIG, stage=i, geometry=geometry, store=store, context=context, transports={SHM: ShmTransport()})
+            Sender(
+                CONFIG,
+                stage=ranks[i] if ranks else i,
+                number=i,
+                geometry=geometry,
+                store=store,
+                context=context,
+                transports={SHM: ShmTransport()},
+            )
             for i, (geometry, store) in enumerate(zip(sources, self.stores, strict=True))
         ]
         self.receivers = [

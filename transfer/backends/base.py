@@ -64,7 +64,8 @@ class Transport(Protocol):
     ) -> RemotePages:
         """Open the pool of one stage of a peer.
 
-        stage: our own rank. geometry, memory: of the peer's pool. access: what the peer granted when it attached.
+        stage: our own number in Welcome. geometry, memory: of the peer's pool. access: what the peer granted when it
+        attached.
         Raises OSError or ValueError if the pool cannot be reached or is not what the peer describes.
         """
         ...

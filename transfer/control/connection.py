@@ -196,11 +196,13 @@ class ControlConnection:
         self.state, self.welcome, self._reason = "up", welcome, None
         self._backoff.reset()
         self._next_ping = now + welcome.heartbeat_s
+        replicas = any(stage.replica for stage in welcome.stages)
         up = PrefillUp(
             name=self.name,
             session=welcome.session,
             endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
             geometries=tuple(stage.geometry for stage in welcome.stages),
+            stage_replicas=tuple(stage.replica for stage in welcome.stages) if replicas else (),
             window_bytes=welcome.window_bytes,
             server_key=self._server_key,
             backend=welcome.backend,

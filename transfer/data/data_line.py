@@ -18,6 +18,7 @@ class DataLine:
         source: geometry of the prefill stage, cut to the layers and heads that come here.
         backend: how KV comes, see core/types/backends.py.
         connect: makes a socket that connects to the stage.
+        replica: data-parallel replica of the prefill stage.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class DataLine:
         backend: str,
         connect: Callable[[], Socket],
         attachment: Attachment,
+        replica: int = 0,
     ) -> None:
+        self.replica = replica
         self.session = session
         self.stage = stage
         self.source = source

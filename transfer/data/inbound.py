@@ -28,6 +28,8 @@ class Source:
 
     geometry: Geometry
     """That stage's geometry, cut to the layers and heads that come here."""
+    replica: int = 0
+    """Data-parallel replica of the prefill server that the stage belongs to."""
     chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Chunks written so far: number to (start, count) in tokens."""
     total: int = 0
@@ -47,6 +49,8 @@ class Inbound:
     """What was reserved for it."""
     sources: dict[int, Source]
     """By rank of the prefill stage."""
+    replica: int | None = None
+    """The replica of the prefill server that the first chunk came from: all others come from there, too."""
     first: FirstToken | None = None
     """From the metadata row, which comes with the last chunk."""
     bytes: int = 0
@@ -61,8 +65,10 @@ class Inbound:
 
     @property
     def complete(self) -> bool:
-        """Every chunk of every stage is written."""
-        return all(source.complete for source in self.sources.values())
+        """Every chunk of every stage of the ticket's replica is written."""
+        return self.replica is not None and all(
+            source.complete for source in self.sources.values() if source.replica == self.replica
+        )
 
 
 class AcceptChunk(NamedTuple):
@@ -105,21 +111,27 @@ class InboundTable:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def prepare(self, order: PrepareReceive, sources: Mapping[int, Geometry]) -> str:
-        """Start expecting KV from these prefill stages, which together have all layers and heads, each once.
+    def prepare(
+        self, order: PrepareReceive, sources: Mapping[int, Geometry], replicas: Mapping[int, int] | None = None
+    ) -> str:
+        """Start expecting KV from these prefill stages. Those of each replica together have all layers and heads, each
+        once; the first chunk says which replica the ticket comes from.
 
-        Returns what is wrong with the order, "" if nothing.
+        replicas: of the stages; None: there is one. Returns what is wrong with the order, "" if nothing.
         """
         key = order.session, order.ticket, order.generation
         needed = pages_for(self._geometry.page_size, order.start, order.count)
-        found, wanted = sum(source.token_bytes for source in sources.values()), self._geometry.token_bytes
-        if found != wanted:
-            return f"the stages of the prefill server have {found} of this stage's {wanted} bytes of a token"
+        replicas = replicas or dict.fromkeys(sources, 0)
+        wanted = self._geometry.token_bytes
+        for replica in set(replicas.values()) or {0}:
+            found = sum(source.token_bytes for stage, source in sources.items() if replicas[stage] == replica)
+            if found != wanted:
+                return f"the stages of the prefill server have {found} of this stage's {wanted} bytes of a token"
         if packed_length(order.pages) != needed:
             return f"{packed_length(order.pages)} pages given, {needed} needed"
         if key in self._by_key or order.request in self._requests:
             return "this ticket and generation is expected already"
-        inbound = Inbound(order, {stage: Source(geometry) for stage, geometry in sources.items()})
+        inbound = Inbound(order, {stage: Source(geometry, replicas[stage]) for stage, geometry in sources.items()})
         self._requests[order.request] = self._by_key[key] = inbound
         return ""
 
@@ -143,6 +155,9 @@ class InboundTable:
         source = inbound.sources.get(stage)
         if source is None:
             return RejectChunk(messages.BAD_CHUNK, f"stage {stage} has no part in this ticket", inbound)
+        if inbound.replica not in (None, source.replica):
+            text = f"stage {stage} is of replica {source.replica}, and the ticket comes from replica {inbound.replica}"
+            return RejectChunk(messages.BAD_CHUNK, text, inbound)
         if header.chunk in source.chunks:
             return RepeatChunk()
         problem = self._problem(inbound.order, source, header)
@@ -155,6 +170,7 @@ class InboundTable:
     def written(self, accepted: AcceptChunk, header: Chunk, first: FirstToken | None) -> str:
         """Note a chunk that was written. Returns what is wrong if the chunks do not fit together, or ""."""
         inbound, source, _ = accepted
+        inbound.replica = source.replica
         source.chunks[header.chunk] = (header.start, header.count)
         source.total = header.total or source.total
         inbound.first = first or inbound.first

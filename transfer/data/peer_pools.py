@@ -20,7 +20,7 @@ class PeerPools:
     """Opens and closes peers' pools, and decides which chunks have checksums.
 
     Args:
-        stage: our own rank.
+        stage: our own number in Welcome.
         transports: by backend name.
     """
 

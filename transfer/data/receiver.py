@@ -60,7 +60,8 @@ class Receiver:
     """Receives the KV of one stage. An EventSource[StageEvent, ReceiverOrder].
 
     Args:
-        stage: rank of the stage.
+        stage: rank of the stage, as its events name it.
+        peer_stage: its place among the geometries of the Hello; None: the same.
         geometry: of the stage's pool.
         store: the stage's pool.
         metadata_rows: number of metadata rows, which bounds the row numbers in PrepareReceive.
@@ -79,9 +80,11 @@ class Receiver:
         context: Context,
         metadata_rows: int = 4096,
         registered_pools: Mapping[str, RegisteredPool] | None = None,
+        peer_stage: int | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
+        self._peer_stage = stage if peer_stage is None else peer_stage
         self._geometry = geometry
         self._store = store
         self._context = context
@@ -176,12 +179,13 @@ class Receiver:
                 session=order.session,
                 stage=stage,
                 checksum=kind,
-                peer_stage=self._stage,
+                peer_stage=self._peer_stage,
                 checksum_shm=self._config.checksum_shm,
                 nixl=access,
             )
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
-            self._lines.append(DataLine(order.session, stage, source, order.backend, connect, attachment))
+            replica = order.stage_replicas[stage] if order.stage_replicas else 0
+            self._lines.append(DataLine(order.session, stage, source, order.backend, connect, attachment, replica))
         return self.tick(now)
 
     def _grant(self, order: OpenSession) -> NixlAccess | None:
@@ -210,13 +214,14 @@ class Receiver:
         return closed
 
     def _prepare(self, order: PrepareReceive) -> list[StageEvent]:
-        sources = {line.stage: line.source for line in self._lines if line.session == order.session}
+        lines = [line for line in self._lines if line.session == order.session]
+        sources = {line.stage: line.source for line in lines}
         if not sources:
             return [self._receive_failed(order.request, PEER_GONE, "no data connection of this session is open")]
         if order.row >= len(self._rows) or not self._rows.is_clear(order.row):
             text = f"metadata row {order.row} of {len(self._rows)} does not exist or is in use"
             return [self._receive_failed(order.request, messages.BAD_RESERVATION, text)]
-        problem = self._table.prepare(order, sources)
+        problem = self._table.prepare(order, sources, {line.stage: line.replica for line in lines})
         if problem:
             return [self._receive_failed(order.request, messages.BAD_RESERVATION, problem)]
         return [ReceivePrepared(stage=self._stage, request=order.request)]

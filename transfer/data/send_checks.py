@@ -9,7 +9,7 @@ from headrace.transfer.protocol.messages import Attach, Refuse
 
 
 def attached_lane(session: OutSession | None, stage: int, attach: Attach) -> Lane | Refuse:
-    """The lane that an Attach asks for, or why it is refused. session: the one it names. stage: our own rank."""
+    """The lane that an Attach asks for, or why it is refused. session: the one it names. stage: number in Welcome."""
     if session is None:
         return Refuse(code=messages.NO_SESSION, message="no session of this name is admitted here")
     if attach.stage != stage:

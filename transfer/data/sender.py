@@ -57,9 +57,11 @@ class Sender:
     """Sends the chunks of one stage to its peers. An EventSource[StageEvent, SenderOrder].
 
     Args:
-        stage: rank of the stage.
-        geometry: of the stage's pool.
-        store: the stage's pool.
+        stage: rank, as in events.
+        number: of this rank in Welcome, its place among those that offer KV; None: the same as stage.
+        geometry: of the rank's pool.
+        offers: whether peers are sent anything from here; orders to send are ignored otherwise.
+        store: the rank's pool.
         transfers: records answered parts while tracing is on.
         transports: for writing into peers' pools, by backend name.
 
@@ -77,15 +79,19 @@ class Sender:
         geometry: Geometry,
         store: SourceStore,
         context: Context,
+        number: int | None = None,
+        offers: bool = True,
         transfers: Buffer[TransferTrace] | None = None,
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._config = config
         self._stage = stage
+        self._number = stage if number is None else number
+        self._offers = offers
         self._geometry = geometry
         self._outbound = Outbound(geometry)
         self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
-        self._peer_pools = PeerPools(config, stage, transports or {})
+        self._peer_pools = PeerPools(config, self._number, transports or {})
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_sent_total", 0, (backend,))
@@ -120,6 +126,8 @@ class Sender:
     def apply(self, command: SenderOrder, now: float) -> list[StageEvent]:
         """Carry out an order of the scheduler."""
         match command:
+            case AdmitPeer() | SendChunk() if not self._offers:
+                pass  # other ranks offer the same KV
             case AdmitPeer():
                 self._outbound.admit(command)
             case DropPeer():
@@ -187,14 +195,14 @@ class Sender:
                 return self._answer(lane, message, now)
 
     def _attach(self, arrival: Arrival, attach: Attach, now: float) -> list[StageEvent]:
-        lane = attached_lane(self._outbound.session(attach.session), self._stage, attach)
+        lane = attached_lane(self._outbound.session(attach.session), self._number, attach)
         if isinstance(lane, Refuse):
             return self._refuse(arrival, lane.code, lane.message, now)
         self._peer_pools.open(attach.session, lane, attach)
         for left in self._outbound.attach(lane, arrival.route):
             self._listener.drop(left, ENDED, now)
         self._listener.keep(arrival)
-        self._transmitter.say(lane, Attached(stage=self._stage), now)
+        self._transmitter.say(lane, Attached(stage=self._number), now)
         return self._pump(lane, now)
 
     def _drop(self, session: str, now: float) -> None:

@@ -40,12 +40,15 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Shared-memory host tokens of the stages."""
     nixl: frozenset[str] = frozenset()
     """NIXL versions of the stages."""
+    replicas: tuple[int, ...] = ()
+    """Data-parallel replica of each stage; an empty tuple: there is one."""
 
     def stages(self) -> tuple[StageInfo, ...]:
         """The stages as Welcome lists them."""
         hosts = self.data_hosts or ("",) * len(self.data_ports)
-        columns = zip(self.data_ports, self.geometries, hosts, strict=True)
-        return tuple(StageInfo(rank, port, geometry, host) for rank, (port, geometry, host) in enumerate(columns))
+        replicas = self.replicas or (0,) * len(self.data_ports)
+        columns = zip(self.data_ports, self.geometries, hosts, replicas, strict=True)
+        return tuple(StageInfo(rank, *column) for rank, column in enumerate(columns))
 
 
 class BackendChoice(NamedTuple):
@@ -128,7 +131,10 @@ def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
         return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
     if sorted(welcome.components) != sorted(hello.components):
         return _refuse("components", _named(hello.components), _named(welcome.components))
-    return check_geometries(hello.geometries, tuple(stage.geometry for stage in welcome.stages))
+    replicas = sorted({stage.replica for stage in welcome.stages})
+    each = ([stage.geometry for stage in welcome.stages if stage.replica == replica] for replica in replicas)
+    refusals = (check_geometries(hello.geometries, tuple(geometries)) for geometries in each)
+    return next((refuse for refuse in refusals if refuse is not None), None)
 
 
 def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...]:

@@ -109,6 +109,8 @@ class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     geometry: Geometry
     data_host: Host = ""
     """Host of its data socket; "" is the host at which the peer connected to the control endpoint."""
+    replica: Size = 0
+    """Data-parallel replica: the stages of each have every head of every layer once, and a ticket comes from one."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -24,15 +24,19 @@ def open_tiers(
     disk = None
     if engine.disk_path:
         budget = int((engine.disk_gib << 30) * _share(config))
-        disk = DiskStore(engine.disk_path, Origin(fingerprint, geometry, config.stage), budget)
+        stage = config.layout.place(config.rank).stage
+        shard = config.rank - config.layout.rank(stage)
+        disk = DiskStore(engine.disk_path, Origin(fingerprint, geometry, stage, shard, config.layout.tp), budget)
     host = None
     if engine.host_pages:
         pinned = pool.tensor.device.type == "cuda"
         host = HostStore(engine.host_pages, geometry.page_bytes, pinned=pinned)
-    return Copier(config.stage, PoolPages(pool), host=host, disk=disk, report=report)
+    return Copier(config.rank, PoolPages(pool), host=host, disk=disk, report=report)
 
 
 def _share(config: StageConfig) -> float:
-    """This stage's share of the disk: that of the layers, so that all stages have about as many slots."""
-    layers = config.engine.pp_layers
-    return layers[config.stage] / sum(layers) if layers else 1 / config.stages
+    """This rank's share of the disk: that of the layers, so that all stages have about as many slots, divided by the
+    ranks of the stage."""
+    layers, layout = config.engine.pp_layers, config.layout
+    share = layers[layout.place(config.rank).stage] / sum(layers) if layers else 1 / layout.pp
+    return share / (layout.dp * layout.tp)

@@ -5,7 +5,13 @@ from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
-from headrace.core.messages.kv_events import KvEvent, KvEventMessage
+from headrace.core.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventMessage,
+    ReplicaKvEvent,
+)
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import PeerJoined, PeerReserved
 from headrace.core.types.errors import ErrorInfo
@@ -119,7 +125,9 @@ class Replica:
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case KvEvent():
+                case ReplicaKvEvent():
+                    self._cached(effect.event)
+                case BlockStored() | BlockRemoved() | AllBlocksCleared():
                     self._cached(effect)
                 case Order():
                     self.pipeline.order(effect)

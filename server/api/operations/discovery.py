@@ -120,7 +120,7 @@ def _server_info(model: ServedModel, control: ControlAddress, config: Config) ->
         "instance_id": info.instance if info is not None else "",
         "disaggregation_mode": "null" if server.role == "colocated" else server.role,
         "disaggregation_bootstrap_port": server.bootstrap_port or None,
-        "tp_size": 1,
+        "tp_size": config.scheduler.tp,
         "dp_size": 1,
         "pp_size": config.scheduler.stages,
         "kv_block_size": page_size,

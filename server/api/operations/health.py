@@ -16,9 +16,9 @@ from headrace.server.telemetry.prometheus import CONTENT_TYPE, render
 
 
 def operation_routes(
-    readiness: Readiness, stats: StatsCollector, kv_events: KvEventsConfig, page_size: int
+    readiness: Readiness, stats: StatsCollector, kv_events: KvEventsConfig, page_size: int, replicas: int = 1
 ) -> APIRouter:
-    """Routes for orchestrators, Prometheus, and routers that follow the prefix cache."""
+    """Routes for orchestrators, Prometheus, and routers that follow the prefix cache. replicas: data-parallel ones."""
     router = APIRouter()
 
     @router.get("/health")
@@ -42,13 +42,14 @@ def operation_routes(
     @router.get("/kv_event_sources")
     async def kv_event_sources() -> Response:
         """Where routers can subscribe to events of the prefix cache."""
-        return json_response(_kv_event_sources(kv_events, page_size))
+        return json_response(_kv_event_sources(kv_events, page_size, replicas))
 
     return router
 
 
-def _kv_event_sources(events: KvEventsConfig, page_size: int) -> dict[str, Any]:
-    """Sources by data-parallel rank, of which there is one, as in vLLM 0.32; empty if no events are published."""
+def _kv_event_sources(events: KvEventsConfig, page_size: int, replicas: int) -> dict[str, Any]:
+    """Sources by data-parallel rank, as in vLLM 0.32; empty if no events are published. All ranks share a publisher;
+    each batch says whose it is."""
     if not events.port:
         return {}
     source = {
@@ -59,8 +60,7 @@ def _kv_event_sources(events: KvEventsConfig, page_size: int) -> dict[str, Any]:
         "buffer_steps": events.buffer,
         "hwm": events.buffer,
         "topic": events.topic,
-        "data_parallel_rank": 0,
         "block_size": page_size,
         "block_hash": "headrace-kv-1",
     }
-    return {"0": source}
+    return {str(rank): {**source, "data_parallel_rank": rank} for rank in range(replicas)}

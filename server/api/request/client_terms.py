@@ -6,27 +6,33 @@ from starlette.requests import Request
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.tenants import priority_ranges
-from headrace.server.api.request.sampling import objective_s
+from headrace.server.api.request.sampling import objective_s, replica_number
 from headrace.server.frontend.generation_request import GenerationRequest
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 """The objective for the first token, as llm-d's gateway sends it. A body's slo_ttft_ms goes before it."""
+
+REPLICA_HEADER = "x-data-parallel-rank"
+"""The data-parallel replica, as vLLM's routers name it. A body's data_parallel_rank goes before it."""
 
 MAX_HEADER_CHARS = 32
 
 
 def with_client_terms(request: GenerationRequest, http: Request, config: ServerConfig) -> GenerationRequest:
     """The request, with the tenant of its API key, its priority cut to the range that the tenant may use, and the
-    objective of the header if the body has none. Raises HeadraceError (400) for a header that is no number."""
+    objective and the data-parallel rank of the headers if the body has none. Raises HeadraceError (400) for a header
+    that is no number."""
     tenant = http.scope.get("state", {}).get("tenant", "")
     ranges = priority_ranges(config.priority_ranges)
     low, high = ranges.get(tenant) or ranges.get("") or (request.priority, request.priority)
     objective = request.slo_ttft_s
     if objective is None and (header := http.headers.get(SLO_HEADER)) is not None:
         objective = _header_objective(header)
-    return msgspec.structs.replace(
-        request, tenant=tenant, priority=min(max(request.priority, low), high), slo_ttft_s=objective
-    )
+    replica = request.replica
+    if replica is None and (header := http.headers.get(REPLICA_HEADER)) is not None:
+        replica = _header_replica(header)
+    priority = min(max(request.priority, low), high)
+    return msgspec.structs.replace(request, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
 
 
 def _header_objective(header: str) -> float | None:
@@ -34,3 +40,11 @@ def _header_objective(header: str) -> float | None:
         return objective_s(float(header[:MAX_HEADER_CHARS]), SLO_HEADER)
     except ValueError:
         raise invalid(SLO_HEADER, f"the header {SLO_HEADER} is {shown(header)!r}; it has to be a number") from None
+
+
+def _header_replica(header: str) -> int:
+    """Whether there is such a replica, the scheduler knows."""
+    if not header.isascii() or not header.isdigit() or len(header) > MAX_HEADER_CHARS:
+        text = f"the header {REPLICA_HEADER} is {shown(header)!r}; it has to be a number, from 0"
+        raise invalid("data_parallel_rank", text)
+    return replica_number(int(header))

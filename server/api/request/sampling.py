@@ -61,8 +61,17 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
         "priority": int(_within("priority", body.priority, 0, -(1 << 31), (1 << 31) - 1)),
         "slo_ttft_s": None if body.slo_ttft_ms is None else objective_s(body.slo_ttft_ms, "slo_ttft_ms"),
         "deadline_s": body.deadline_s,
+        "replica": None if body.data_parallel_rank is None else replica_number(body.data_parallel_rank),
         "cache_salt": prefix_salt(body.cache_salt, body.extra_key),
     }
+
+
+def replica_number(given: int) -> int:
+    """A data-parallel rank; whether the server has it, the scheduler says. Raises HeadraceError (400) for a number that
+    none can have."""
+    if not 0 <= given < 1 << 31:
+        raise invalid("data_parallel_rank", "data_parallel_rank is not among the ranks of this server, numbered from 0")
+    return given
 
 
 def objective_s(milliseconds: float, field: str) -> float:

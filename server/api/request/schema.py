@@ -47,6 +47,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Milliseconds within which the client would like its first token, under --policy slo."""
     deadline_s: float | None = None
     """Seconds after which the request fails with 504."""
+    data_parallel_rank: int | None = None
+    """The data-parallel replica that is to compute it; None for the one with the least load."""
     cache_salt: str | None = None
     """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
     extra_key: str | None = None
@@ -182,5 +184,6 @@ class GenerateBody(HandoffParams, kw_only=True):
     extra_key: str | list[str] | None = None
     priority: int | None = None
     slo_ttft_ms: float | None = None
+    data_parallel_rank: int | None = None
     model: str | None = None
     stream: bool | None = None

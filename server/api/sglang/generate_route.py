@@ -152,6 +152,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         prompt_logprobs=(body.top_logprobs_num or 0) if wants_prompt else None,
         priority=body.priority,
         slo_ttft_ms=body.slo_ttft_ms,
+        data_parallel_rank=body.data_parallel_rank,
     )
 
 

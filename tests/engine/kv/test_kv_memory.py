@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here"
 
 GEOMETRY = Geometry("bfloat16", layers=3, kv_heads=2, head_dim=4, page_size=8)
 DECODE = StageConfig(
-    stage=0,
+    rank=0,
     endpoint="",
     model=ModelConfig(device="cpu"),
     engine=EngineConfig(),

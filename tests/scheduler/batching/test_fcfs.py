@@ -19,10 +19,8 @@ class PlainFcfs(Planner):
     """Head of line, found by looking at every request: running prefills in the order in which they were started, then
     waiting requests by arrival. The first that does not fit is waited for, and none overtakes it."""
 
-    def plan(self, now: float) -> None:
-        if not self._due(now):
-            return
-        state, config = self._state, self._state.config
+    def draft(self, now: float) -> BatchBuilder:
+        state, config = self._replica, self._state.config
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
         for request in list(state.queues.prefilling.values()):
@@ -30,8 +28,7 @@ class PlainFcfs(Planner):
                 break
             self._chunk(batch, request)
         self._start(batch, now)
-        if batch.rows:
-            self._order(batch, now)
+        return batch
 
     def start(self, now: float) -> None:
         self._start(None, now)
@@ -45,7 +42,7 @@ class PlainFcfs(Planner):
         starter: Starter = self._starter
         while state.engine.ready and (head := self._head()) is not None:
             to_fetch = isinstance(head.route, FetchFrom) and head.incoming is None
-            full = batch is None or batch.full or state.queues.rows >= state.config.max_running
+            full = batch is None or batch.full or self._replica.queues.rows >= state.config.max_running
             if not to_fetch and full:
                 return
             if not (self._fetch.start(head, now) if to_fetch else starter._lease(head, now)):
@@ -53,8 +50,8 @@ class PlainFcfs(Planner):
             if not to_fetch and batch is not None:
                 self._chunk(batch, head)
 
-    def __init__(self, state, generation, handoff, fetch) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(state, generation, handoff, fetch)
+    def __init__(self, state, replica, generation, handoff, fetch) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(state, replica, generation, handoff, fetch)
         self._fetch = fetch
 
 

@@ -56,7 +56,7 @@ class Followed(Scheduler):
         for effect in effects:
             if isinstance(effect, KvEvent):
                 self._router.hear(effect)
-        assert self._router.pages == contents(self._state.cache._tree)
+        assert self._router.pages == contents(self._state.replicas[0].cache._tree)
         return [effect for effect in effects if not isinstance(effect, KvEvent)]
 
 
@@ -147,4 +147,4 @@ def test_without_kv_events_nothing_is_collected() -> None:
     assert lease is not None
     cache.publish(lease, pack([1, 2]), 2)
     assert [node.digest for node in lease.path] == [None, None]
-    assert Scheduler(SchedulerConfig(kv_pages=4))._state.cache_events is None
+    assert Scheduler(SchedulerConfig(kv_pages=4))._state.replicas[0].cache_events is None

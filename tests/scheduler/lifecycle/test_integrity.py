@@ -50,16 +50,16 @@ def free_rid(state: State) -> None:
 
 
 def lose_from_waiting(state: State) -> None:
-    state.queues.policy.remove(named(state, "send"))
+    state.replicas[0].queues.policy.remove(named(state, "send"))
 
 
 def decode_what_waits(state: State) -> None:
-    state.queues.start_decoding(named(state, "send"))
+    state.replicas[0].queues.start_decoding(named(state, "send"))
 
 
 def queue_twice(state: State) -> None:
-    state.queues.prefilling[named(state, "run").arrival] = named(state, "run")
-    state.queues.start_decoding(named(state, "run"))
+    state.replicas[0].queues.prefilling[named(state, "run").arrival] = named(state, "run")
+    state.replicas[0].queues.start_decoding(named(state, "run"))
 
 
 def change_phase_alone(state: State) -> None:
@@ -76,11 +76,11 @@ def miscount_plans(state: State) -> None:
 
 def plan_unknown_request(state: State) -> None:
     gone = Request(named(state, "run").submit, 99, 99, 0.0, 1, Phase.RUNNING)
-    state.plans.add(Plan(seq=999, tokens=1, rows=(PlannedRow(gone, 99, 1, False),)), 0.0)
+    state.replicas[0].plans.add(Plan(seq=999, tokens=1, rows=(PlannedRow(gone, 99, 1, False),)), 0.0)
 
 
 def drop_held(state: State) -> None:
-    state.held.remove(named(state, "held"))
+    state.replicas[0].held.remove(named(state, "held"))
 
 
 def drop_held_lease(state: State) -> None:

@@ -81,7 +81,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @given(schedules())
 def test_a_bubble_is_time_with_a_plan_in_flight_and_none_computed_by_the_stage(schedule: Schedule) -> None:
     counters = Counters()
-    schedule.play(Bubbles(schedule.stages, counters))
+    schedule.play(Bubbles(range(schedule.stages), counters))
     for stage in range(schedule.stages):
         assert counters.value("stage_bubble_seconds_total", (str(stage),)) == schedule.bubble(stage)
     ends = max(steps[-1][1] for steps in schedule.computed)
@@ -92,7 +92,7 @@ def test_a_bubble_is_time_with_a_plan_in_flight_and_none_computed_by_the_stage(s
 def test_counters_never_fall_whatever_a_stage_claims(reports: list[tuple[int, int]]) -> None:
     """Reports are late by what messages take: one may claim more time than has passed since the one before it."""
     counters = Counters()
-    bubbles = Bubbles(1, counters)
+    bubbles = Bubbles(range(1), counters)
     bubbles.begin(0.0)
     now = claimed = bubble = 0.0
     for passed, took in reports:

@@ -200,5 +200,5 @@ def test_predictions_are_whole_microseconds_and_cost_no_walk_over_the_queue() ->
     assert request is not None
     assert request.predicted_ttft_s is not None
     assert request.predicted_ttft_s == round(request.predicted_ttft_s, 6)
-    assert len(queue.state.queues.policy) == 800
-    assert sum(len(buckets) for buckets in queue.state.queues.backlog._buckets.values()) < 80
+    assert len(queue.state.replicas[0].queues.policy) == 800
+    assert sum(len(buckets) for buckets in queue.state.replicas[0].queues.backlog._buckets.values()) < 80

@@ -46,6 +46,26 @@ async def test_every_form_of_request_carries_priority_objective_and_tenant(
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
 @in_loop
+async def test_every_form_of_request_may_name_a_replica(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    link = FakeLink(saying(tokenizer, "hello"))
+    async with running(link, tokenizer) as service, client(service) as http:
+        for header, more, replica in ((None, {}, None), ("3", {}, 3), ("3", {"data_parallel_rank": 0}, 0)):
+            headers = {} if header is None else {"X-data-parallel-rank": header}
+            response = await http.post(path, json=body | more, headers=headers)
+            assert response.status_code == 200, response.text
+            assert link.of(Submit)[-1].replica == replica
+        sent = len(link.of(Submit))
+        for rank in (-1, 1 << 80, "one", 0.5):
+            response = await http.post(path, json=body | {"data_parallel_rank": rank})
+            assert (response.status_code, json_of(response)["error"]["param"]) == (400, "data_parallel_rank"), rank
+        for header in ("-1", "one", "", "1.5", "9" * 30, "9" * 40):
+            response = await http.post(path, json=body, headers={"X-data-parallel-rank": header})
+            assert (response.status_code, json_of(response)["error"]["param"]) == (400, "data_parallel_rank"), header
+    assert len(link.of(Submit)) == sent
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+@in_loop
 async def test_objectives_that_are_none_are_refused_by_name(
     tokenizer: Tokenizer, path: str, body: dict[str, Any]
 ) -> None:

@@ -13,7 +13,16 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
     "engine": {"cpuinfo"},
-    "scheduler": {"page_size", "kv_pages", "max_model_len", "vocab_size", "metadata_rows", "kv_events"},
+    "scheduler": {
+        "page_size",
+        "kv_pages",
+        "max_model_len",
+        "vocab_size",
+        "metadata_rows",
+        "kv_events",
+        "lockstep",
+        "rules",
+    },
     "transfer": {"max_frame_bytes"},
 }
 
@@ -39,6 +48,7 @@ FLAGS = """\
 --disk-gib N [0..] = 16
 --disk-path TEXT =
 --disk-write-gib-per-day N [0..] = 0
+--dp N [1..] = 1
 --drain-timeout SECONDS [0..] = 30.0
 --dtype {auto,float32,bfloat16,float16} = auto
 --eviction {lru,turns} = turns
@@ -94,6 +104,7 @@ FLAGS = """\
 --tenant-key TEXT =
 --tenant-lag-s SECONDS [0..] = 5.0
 --threads N [0..] = 0
+--tp N [1..64] = 1
 --transfer-backends NAME,NAME,... = shm,zmq
 --transfer-host TEXT = 127.0.0.1
 --transfer-timeout SECONDS [0.001..] = 10.0

@@ -79,8 +79,11 @@ def test_the_front_end_learns_who_this_server_is_before_it_is_ready(front: Front
     front.channel.stages_ready([stage(0, 9), stage(1, 7)])
     front.channel.apply(EngineState(ready=True), 0.0)
     pools = StagePools(
-        fingerprint="fp", kv_pages=7, data_endpoints=("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001")
-    )  # fmt: skip
+        fingerprint="fp",
+        kv_pages=7,
+        data_endpoints=("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"),
+        data_ranks=(0, 1),
+    )
     assert front.heard() == [ServerInfo(instance="i", control_port=5, stages=pools), EngineState(ready=True)]
 
 

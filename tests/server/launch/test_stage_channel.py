@@ -9,15 +9,27 @@ import msgspec
 import pytest
 import zmq
 
-from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Heartbeat, ReleaseRequest, stage_identity
+from headrace.core.messages.orders import (
+    AnyOrder,
+    BeginEpoch,
+    DropPeer,
+    Forward,
+    Heartbeat,
+    ReleaseRequest,
+    ReplicaOrder,
+    stage_identity,
+)
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
 from headrace.core.stats import Stats
+from headrace.core.types.coordinate import Agreement
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.layout import Layout
+from headrace.engine.order_check import OrderCheck
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
@@ -90,7 +102,7 @@ def ready(stage: int, epoch: int) -> StageReady:
 
 
 def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -110,7 +122,7 @@ def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
 
 
 def test_a_silent_stage_fails(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(stages):
         send(socket, ready(stage, 0))
@@ -123,7 +135,7 @@ def test_a_silent_stage_fails(ends: Ends) -> None:
 
 def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(ends: Ends) -> None:
     """The machine was suspended, or the scheduler process stopped."""
-    channel = StageChannel(ends.router, 1, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=1), heartbeat_s=1, silence_s=3)
     socket = ends.stage(0, 0)
     send(socket, ready(0, 0))
     receive(channel, 0.0, 1)
@@ -134,7 +146,7 @@ def test_time_in_which_the_scheduler_was_suspended_is_not_silence_of_a_stage(end
 
 def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> None:
     """Orders decided before BeginEpoch were meant for the previous group and are discarded."""
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     old = [ends.stage(stage, 0) for stage in (0, 1)]
     for stage, socket in enumerate(old):
         send(socket, ready(stage, 0))
@@ -155,7 +167,7 @@ def test_the_stream_of_orders_begins_when_all_stages_are_ready(ends: Ends) -> No
 
 
 def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     send(stages[0], ready(0, 0))
     receive(channel, 0.0, 1)
@@ -174,7 +186,7 @@ def test_a_heartbeat_carries_count_and_digest_of_the_orders(ends: Ends) -> None:
 
 
 def test_the_load_of_experts_is_that_of_the_latest_heartbeats_of_the_group(ends: Ends) -> None:
-    channel = StageChannel(ends.router, 2, heartbeat_s=1, silence_s=3)
+    channel = StageChannel(ends.router, Layout(pp=2), heartbeat_s=1, silence_s=3)
     stages = [ends.stage(stage, 0) for stage in (0, 1)]
     load = ExpertLoad(stage=1, layers=(3,), first=0, rows=bytes(16))
     for stage, socket in enumerate(stages):
@@ -190,3 +202,41 @@ def test_the_load_of_experts_is_that_of_the_latest_heartbeats_of_the_group(ends:
     send(ends.stage(0, 1), ready(0, 1))
     receive(channel, 2.0, 1)
     assert channel.expert_loads() == (), "the counters of a new group begin anew"
+
+
+def test_orders_reach_the_ranks_of_their_replica(ends: Ends) -> None:
+    """S6: two replicas of two stages; each rank's heartbeat has the count and digest of what it got."""
+    layout = Layout(pp=2, dp=2)
+    channel = StageChannel(ends.router, layout, heartbeat_s=1, silence_s=3)
+    ranks = [ends.stage(rank, 0) for rank in layout.ranks]
+    for rank, connection in enumerate(ranks):
+        send(connection, ready(rank, 0))
+    receive(channel, 0.0, 4)
+    agreement = Agreement((0, 0))
+    orders = [
+        BeginEpoch(seq=1, epoch=0),
+        ReplicaOrder(seq=2, replica=1, order=ReleaseRequest(seq=2, request=7)),
+        ReplicaOrder(seq=3, replica=0, order=Forward(seq=3, rows=(), agreement=agreement)),
+        ReplicaOrder(seq=3, replica=1, order=Forward(seq=3, rows=(), agreement=agreement)),
+        DropPeer(seq=4, session="s"),
+    ]
+    for order in orders:
+        assert channel.apply(order, 0.0) == []
+    channel.tick(1.5)
+    for rank, connection in enumerate(ranks):
+        replica = layout.place(rank).replica
+        expected = [
+            order.order if isinstance(order, ReplicaOrder) else order
+            for order in orders
+            if not isinstance(order, ReplicaOrder) or order.replica == replica
+        ]
+        *got, heartbeat = received(connection)
+        assert got == expected
+        assert isinstance(heartbeat, Heartbeat)
+        check = OrderCheck(replica)
+        for order in expected:
+            check.add(ORDERS.encode(order), order)
+        check.check(heartbeat)
+        assert heartbeat.passes == 1
+    [total] = [sample.value for sample in channel.statistics().samples if sample.name == "orders_total"]
+    assert total == len(orders)

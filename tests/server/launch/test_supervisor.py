@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from headrace.core.messages.frontend import StageDown
+from headrace.core.types.layout import Layout
 from headrace.server.launch import supervisor as module
 from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, SPINS, Child, StartFailed, Supervisor
 from tests.scarcity import no_descriptors
@@ -42,7 +43,7 @@ class Site:
         self._plan = plan
         self._served = served
         self.changed = asyncio.Event()
-        self.supervisor = Supervisor(scheduler or child(), self._make, start_timeout_s)
+        self.supervisor = Supervisor(scheduler or child(), self._make, start_timeout_s, Layout(pp=3))
 
     def _make(self, epoch: int) -> list[Child]:
         self.starts.append(epoch)
@@ -187,7 +188,7 @@ async def test_a_watch_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatc
 @timed
 async def test_what_was_started_does_not_stay_behind_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = Child(NAME, Script(), threads=1, environment={"LONG": "x" * (4 << 20)})  # more than a system takes
-    supervisor = Supervisor(child(), lambda epoch: [child(), unfit], 60.0)
+    supervisor = Supervisor(child(), lambda epoch: [child(), unfit], 60.0, Layout(pp=2))
     with pytest.raises(StartFailed, match="too long"):
         await supervisor.start()
     assert children() == []

@@ -21,6 +21,7 @@ from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFa
 from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Stats
 from headrace.core.types.geometry import Geometry
+from headrace.core.types.layout import Layout
 from headrace.server.launch.channels import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import REPLY_BURST, JoinEndpoint
@@ -47,7 +48,7 @@ class Bench:
         self.poller = socket
         endpoint = JoinEndpoint(socket, make_registry(key="k"), start_timeout_s)
         router = ZmqRouter(socket, connections)
-        self.channel = StageChannel(router, 2, heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
+        self.channel = StageChannel(router, Layout(pp=2), heartbeat_s=1.0, silence_s=3.0, join_endpoint=endpoint)
         self.sockets: list[Socket] = []
 
     def connect(self, identity: bytes | None = None) -> Socket:

@@ -16,7 +16,7 @@ from headrace.server.stage_group.membership import Membership
 
 JOIN = JoinRequest(rank=1, world_size=2, incarnation="i", version="1", host="10.0.0.1")
 CONFIG = StageConfig(
-    stage=1, endpoint="", model=ModelConfig(), engine=EngineConfig(), transfer=TransferConfig(peer_timeout_s=3.0),
+    rank=1, endpoint="", model=ModelConfig(), engine=EngineConfig(), transfer=TransferConfig(peer_timeout_s=3.0),
     session="secret",
 )  # fmt: skip
 

@@ -19,11 +19,12 @@ from headrace.core.messages.membership import (
 )
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
+from headrace.core.types.layout import Layout
 from headrace.server.stage_group.registry import StageRegistry
 
 TEMPLATE = StageConfig(
-    stage=0,
-    stages=2,
+    rank=0,
+    layout=Layout(pp=2),
     endpoint="",
     model=ModelConfig(model="m"),
     engine=EngineConfig(pp_layers=(3, 5)),
@@ -71,7 +72,7 @@ def test_all_ranks_are_admitted_when_the_last_one_joins_with_their_configuration
     first, second = (replies[route] for route in (b"a", b"b"))
     assert isinstance(first, JoinAccepted)
     assert isinstance(second, JoinAccepted)
-    assert (first.config.stage, second.config.stage) == (0, 1)
+    assert (first.config.rank, second.config.rank) == (0, 1)
     assert (
         (first.config.epoch, first.config.session) == (second.config.epoch, second.config.session) == (1, "session-1")
     )
@@ -223,7 +224,7 @@ class RandomJoins(RuleBasedStateMachine):
         if isinstance(reply, GroupEnded):
             del self.processes[name]
         elif isinstance(reply, JoinAccepted):
-            assert reply.config.stage == process.rank
+            assert reply.config.rank == process.rank
             self.sessions[name].add(reply.config.session)
             self.processes[name] = replace(process, session=reply.config.session)
 
@@ -237,3 +238,19 @@ class RandomJoins(RuleBasedStateMachine):
 
 RandomJoins.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestRandomJoins = RandomJoins.TestCase
+
+
+def test_with_tensor_parallelism_the_world_has_a_rank_for_each_shard() -> None:
+    registry = make_registry(replace(TEMPLATE, layout=Layout(pp=2, tp=2)))
+    [(_, refused)] = registry.join(b"x", join(0, world_size=2))
+    assert isinstance(refused, JoinRefused)
+    assert "world size is 2 and the server was started with --pp 2, --dp 1, --tp 2: 4 ranks" in refused.message
+    for rank in (0, 1, 2):
+        registry.join(b"%d" % rank, join(rank, world_size=4))
+    assert registry.status() == "waiting for rank 3 of 4 to join at tcp://here:1"
+    replies = dict(registry.join(b"3", join(3, world_size=4)))
+    accepted = replies[b"2"]
+    assert isinstance(accepted, JoinAccepted)
+    assert (accepted.config.rank, accepted.config.layout) == (2, Layout(pp=2, tp=2))
+    assert accepted.config.name == "rank 2 (stage 1, replica 0, shard 0)"
+    assert registry.status() == "all 4 ranks have joined and are loading"

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ReplicaKvEvent
 from headrace.core.types.errors import ConfigError
 from headrace.server.launch.free_port import free_port
 from headrace.server.telemetry.kv_event_publisher import MAX_TOPICS, KvEventPublisher, publisher_endpoint
@@ -110,6 +110,19 @@ def dealer(context: "zmq.Context[Socket]", config: KvEventsConfig, **options: in
 def counted(publisher: KvEventPublisher) -> Callable[..., float]:
     values = {(sample.name, *sample.labels): sample.value for sample in publisher.statistics().samples}
     return lambda *name: values.get(name, 0.0)
+
+
+def test_each_replica_has_batches_of_its_own(context: "zmq.Context[Socket]") -> None:
+    publisher, config = make(context, topic="kv")
+    sub = subscribed(context, publisher, config, "kv")
+    for number in range(4):
+        event = BlockRemoved(block_hashes=(number,))
+        publisher.apply(ReplicaKvEvent(replica=1, event=event) if number % 2 else event, 0.0)
+    publisher.tick(0.0)
+    batches = [msgspec.msgpack.decode(sub.recv_multipart()[2], type=Batch) for _ in range(2)]
+    assert [batch.data_parallel_rank for batch in batches] == [0, 1]
+    found = [[event["block_hashes"] for event in batch.events] for batch in batches]
+    assert found == [[[0], [2]], [[1], [3]]]
 
 
 def test_the_bytes_are_those_of_vllm(context: "zmq.Context[Socket]") -> None:

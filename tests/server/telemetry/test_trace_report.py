@@ -18,6 +18,7 @@ from headrace.core.trace import (
     StageTrace,
     TransferTrace,
 )
+from headrace.core.types.layout import Layout
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Recording
 from tests.server.telemetry.trace_format import check, lanes, of
@@ -199,3 +200,14 @@ def test_missing_parts_are_named() -> None:
     (moment,) = of(trace, "i")
     assert "17 more plans" in moment["name"]
     assert (moment["pid"], moment["ts"]) == (2, pytest.approx(400_000.0))
+
+
+def test_hidden_states_pass_from_a_shard_to_the_same_shard_of_the_next_stage() -> None:
+    first = stage(plan(7, 0.0, 0.001, 0.101, 0.102))
+    second = stage(plan(7, 0.0, 0.1025, 0.2025, 0.203))
+    trace = drawn(scheduler(4, layout=Layout(pp=2, tp=2)), first, first, second, None)
+    assert {event["pid"] for event in of(trace, "X") if event["name"] == "pass on"} == {2, 3}
+    assert {event["pid"] for event in of(trace, "X") if event["name"] == "sample"} == {4}
+    arrows = [(event["ph"], event["pid"]) for event in trace["traceEvents"] if event["ph"] in ("s", "f")]
+    assert arrows == [("s", 2), ("f", 4)]
+    assert trace["otherData"]["missing"] == ["rank 3 (stage 1, replica 0, shard 1)"]

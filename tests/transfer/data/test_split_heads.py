@@ -5,12 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.core.messages.stage_events import ChunkAcked
+from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, ReleaseRequest, SendChunk
+from headrace.core.messages.stage_events import ChunkAcked, SendCancelled, SendFailed
+from headrace.core.types.backends import SHM, ZMQ
+from headrace.core.types.packed import pack
+from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
 from tests.transfer.group import Group
-from tests.transfer.harness import value
+from tests.transfer.harness import CONFIG, Loop, random_store, value
 from tests.transfer.ranks import grid
-from tests.transfer.raw import RawPeer
+from tests.transfer.raw import SESSION, RawPeer
 
 Split = tuple[tuple[int, ...], tuple[int, ...]]  # layers of each pipeline rank, KV heads of each tensor rank
 
@@ -62,6 +66,45 @@ def test_ranks_that_repeat_heads_each_get_them(context: Any) -> None:
         targets, owners = [group.targets[rank] for rank in pair], [ranks[rank] for rank in pair]
         assert np.array_equal(group.positions(targets, owners, range(5, 8), 0, 40), sent)
     group.close()
+
+
+@pytest.mark.parametrize("backend", [ZMQ, SHM])
+def test_senders_between_which_ranks_offer_nothing(context: Any, backend: str) -> None:
+    """Four shards of two KV heads: ranks 0 and 2 send, and are 0 and 1 for the peer."""
+    group = Group(context, grid(16, [4], [1, 1]), grid(16, [2, 2], [2]), backend=backend, ranks=(0, 2))
+    for receiver in group.receivers:
+        group.connect(receiver)
+    group.hand_over(0, 40, [0, 20, 40], range(3), range(5, 8))
+    sent = group.positions(group.stores, group.sources, range(3), 0, 40)
+    assert np.array_equal(group.positions(group.targets, group.destinations, range(5, 8), 0, 40), sent)
+    for sender, rank in zip(group.senders, (0, 2), strict=True):
+        assert {event.stage for event in group.loop.of(sender, ChunkAcked)} == {rank}
+    group.close()
+
+
+def test_a_rank_that_offers_nothing_sends_nothing_and_confirms_cancels(context: Any) -> None:
+    [geometry] = grid(16, [4], [2])
+    store = random_store(geometry, 8)
+    sender = Sender(CONFIG, stage=1, number=1, offers=False, geometry=geometry, store=store, context=context)
+    loop = Loop(sender)
+    loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometries=(geometry,), window_bytes=4096))
+    peer = RawPeer(context, loop, sender.port, stage=1)
+    refused = peer.take()[0]
+    assert isinstance(refused, Refuse)
+    assert refused.code == "no_session"
+    loop.apply(
+        sender,
+        SendChunk(
+            seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=0, start=0, count=16,
+            pages=pack([0]), dst_pages=pack([0]), row=0, dst_row=0,
+        ),
+    )  # fmt: skip
+    loop.apply(sender, CancelSend(seq=0, request=1))
+    loop.apply(sender, ReleaseRequest(seq=0, request=1))
+    loop.apply(sender, DropPeer(seq=0, session=SESSION))
+    assert [(event.stage, event.request) for event in loop.of(sender, SendCancelled)] == [(1, 1)]
+    assert not loop.of(sender, SendFailed)
+    loop.close()
 
 
 def test_the_payload_of_two_ranks_is_the_heads_of_the_layers_that_both_own(context: Any) -> None:

@@ -31,6 +31,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.process import module_command
+from headrace.core.types.layout import Layout
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.stage_connections import FrameRouter
 
@@ -51,8 +52,8 @@ class StageGroup:
         self._log = OrderLog()
         self.seq = 0
         config = StageConfig(
-            stage=0,
-            stages=self.stages,
+            rank=0,
+            layout=Layout(pp=self.stages),
             endpoint=f"{UNIX}{folder}/stages-{epoch}",
             model=ModelConfig(model=str(model), dtype="float32", device="cpu", max_model_len=256),
             engine=EngineConfig(kv_pages=48, threads=1, pp_layers=layers, **engine),
@@ -60,7 +61,7 @@ class StageGroup:
             epoch=epoch,
             rendezvous=f"127.0.0.1:{free_port()}",
         )
-        self._processes = [self._start(msgspec.structs.replace(config, stage=stage)) for stage in range(self.stages)]
+        self._processes = [self._start(msgspec.structs.replace(config, rank=stage)) for stage in range(self.stages)]
         self.ready = self.wait(StageReady)
         self.order(BeginEpoch(seq=0, epoch=epoch))
 
@@ -107,7 +108,7 @@ class StageGroup:
         self._router.close()
 
     def _start(self, config: StageConfig) -> "subprocess.Popen[bytes]":
-        environment = {**os.environ, "WORLD_SIZE": str(self.stages), "RANK": str(config.stage)}
+        environment = {**os.environ, "WORLD_SIZE": str(self.stages), "RANK": str(config.rank)}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = module_command("headrace.engine.stage", str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=sys.stderr)

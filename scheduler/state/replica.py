@@ -1,0 +1,92 @@
+"""One data-parallel replica: its KV pool, its queues, and the plans that its ranks compute.
+
+State ── requests, tickets, peers, metadata rows      of the server
+  ├── replica 0 ── cache, queues, plans, costs …      of one KV pool
+  └── replica 1 ── cache, queues, plans, costs …
+"""
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.orders import AnyOrder, ReplicaOrder
+from headrace.scheduler.costs.backlog import rank_of
+from headrace.scheduler.costs.cost_model import CostModel, Load
+from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.policies.policy import make_policy
+from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.state.bubbles import Bubbles
+from headrace.scheduler.state.copy_table import CopyTable
+from headrace.scheduler.state.events import Effects
+from headrace.scheduler.state.held_pages import HeldPages
+from headrace.scheduler.state.measurements import Measurements
+from headrace.scheduler.state.plan_table import PlanTable
+from headrace.scheduler.state.queues import Queues
+from headrace.scheduler.state.ttft_prediction import TtftPredictor
+
+RUNNING = (Phase.RUNNING, Phase.FETCHING, Phase.GENERATING)
+
+
+class Replica:
+    """What belongs to one KV pool. Raises ConfigError for an unknown policy."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        index: int,
+        out: Effects,
+        metrics: Measurements,
+        awaiting_row: dict[int, Request],
+    ) -> None:
+        """out: takes its orders. awaiting_row: requests of all replicas that need a metadata row, see Queues."""
+        layout = config.layout
+        self.index = index
+        self._out = out
+        self._alone = config.dp == 1
+        self.ranks = layout.replica_ranks(index)
+        """Of all its stages, in ascending order."""
+
+        self.first_stage = layout.rank(0, index)
+        """The rank that computes a plan first."""
+
+        self.sampler = layout.sampler(index)
+        """The rank whose report ends a plan."""
+
+        self.costs = CostModel(config.stages, config.chunk_tokens)
+        """Predicts what computing takes."""
+
+        self.cache_events = CacheEventLog(config.page_size) if config.kv_events else None
+        """What the prefix cache gains and loses, where routers follow it."""
+
+        self.cache = KvCache(
+            config.kv_pages,
+            config.page_size,
+            config.prefix_cache,
+            self.cache_events,
+            config.eviction,
+            disk_turn=config.disk_admission_turn,
+        )
+        self.copies = CopyTable(config, self.ranks)
+        self.queues = Queues(
+            make_policy(config), make_policy(config), self.costs, self.cache, rank_of(config.policy), awaiting_row
+        )
+        self.plans = PlanTable(self.first_stage)
+        self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
+        self.held = HeldPages(self.cache, config.hold_percent)
+        self.bubbles = Bubbles(self.ranks, metrics.counters)
+
+    def order(self, order: AnyOrder) -> None:
+        """Order something of its ranks."""
+        self._out.add(order if self._alone else ReplicaOrder(seq=order.seq, replica=self.index, order=order))
+
+    @property
+    def running(self) -> int:
+        """Requests that have pages and have not ended."""
+        return sum(self.queues.requests[phase] for phase in RUNNING)
+
+    def load_with(self, load: Load, seconds: bool) -> float:
+        """What is left to compute with this load added: predicted seconds, or tokens."""
+        found = self.queues.load.plus(load)
+        return self.costs.load_s(found) if seconds else found.tokens
+
+    def kept_with(self, tokens: int) -> int:
+        """Positions that are in use or waited for, with so many more."""
+        return self.queues.unplanned + self.cache.leased * self.cache.page_size + tokens

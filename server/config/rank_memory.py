@@ -1,0 +1,88 @@
+"""Memory of the local ranks of a server, and in words what each rank holds of the model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.core.types.layout import Layout
+from headrace.engine.device import available_memory, own_device
+from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
+from headrace.engine.model.sharding import Shard
+from headrace.engine.parallel.layer_split import ranges
+
+
+class Plan(Protocol):
+    """plan_memory() of a model, but for what differs between ranks."""
+
+    def __call__(
+        self, kv_pages: int, available_bytes: int, *, layers: range | None = None, shard: Shard | None = None
+    ) -> MemoryPlan:
+        """See plan_memory()."""
+        ...
+
+
+def plan_ranks(
+    plan: Plan,
+    layout: Layout,
+    layers: Sequence[int],
+    shards: Sequence[Shard],
+    *,
+    device: str,
+    kv_pages: int,
+    host_pages: int,
+) -> tuple[MemoryPlan, ...]:
+    """The memory plan of each rank, all with the same pages.
+
+    layers: of each stage. kv_pages, host_pages: as configured. Raises ConfigError when something does not fit.
+    """
+    places = [layout.place(rank) for rank in layout.ranks]
+    held = [(ranges(layers)[place.stage], shards[place.shard]) for place in places]
+    if device != "cpu" and len(held) > 1:
+        rooms = [available_memory(own_device(device, rank)) for rank in layout.ranks]
+        part_of = zip(held, rooms, strict=True)
+        pages = min(plan(kv_pages, room, layers=part, shard=shard).kv_pages for (part, shard), room in part_of)
+        host_room = available_memory("cpu")
+    else:
+        # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. KV heads that
+        # several shards hold are in it once, and take their memory as often as they are held.
+        available = available_memory(device) // (layout.dp if device == "cpu" else 1)
+        heads = sum(len(shard.kv_heads) for shard in shards)
+        whole = plan(kv_pages, available * len({head for shard in shards for head in shard.kv_heads}) // heads)
+        pages, rooms = whole.kv_pages, [available] * len(held)
+        used = whole.weight_bytes + whole.kv_bytes
+        host_room = (available - used) * layout.dp if device == "cpu" else available_memory("cpu")
+        if len(held) == 1:
+            return (add_host_tier(whole, host_pages, host_room),)
+    plans = [plan(pages, room, layers=part, shard=shard) for (part, shard), room in zip(held, rooms, strict=True)]
+    total = sum(each.page_bytes for each in plans)
+    return tuple(add_host_tier(each, host_pages, host_room * each.page_bytes // total) for each in plans)
+
+
+def rank_parts(layout: Layout, layers: Sequence[int], shards: Sequence[Shard]) -> tuple[str, ...]:
+    """What each rank holds of the model; nothing for a single one."""
+    if len(layout.ranks) == 1:
+        return ()
+    return tuple(
+        _part(ranges(layers)[place.stage], shards[place.shard] if layout.tp > 1 else None)
+        for place in map(layout.place, layout.ranks)
+    )
+
+
+def _part(layers: range, shard: Shard | None) -> str:
+    """Layers, and the heads and columns of a shard of them."""
+    text = _span("layer", layers)
+    if shard is None:
+        return text
+    parts = (
+        text,
+        _span("query head", shard.heads),
+        _span("KV head", shard.kv_heads) + ("" if shard.offered else " (a copy)"),
+        _span("MLP column", shard.columns),
+        _span("vocabulary row", shard.vocabulary),
+    )
+    return ", ".join(parts)
+
+
+def _span(what: str, of: range) -> str:
+    if len(of) == 0:
+        return f"no {what}"
+    return f"{what}s {of.start} to {of.stop - 1}" if len(of) > 1 else f"{what} {of.start}"
