@@ -33,7 +33,8 @@ class Shard(msgspec.Struct, frozen=True):
     kv_heads: range
     """KV heads that these query heads attend to, and that the shard's KV pool has."""
     offered: range
-    """KV heads that this shard sends to peers: kv_heads, or none where a shard before it holds the same."""
+    """KV heads that this shard sends to peers: kv_heads, or none where a shard before it holds the same. Of latents all
+    shards hold the same."""
     columns: range
     """Columns of the MLP's inner width."""
     vocabulary: range
@@ -69,7 +70,7 @@ def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
             index=each,
             heads=heads[each],
             kv_heads=kv_heads[each],
-            offered=range(0) if each and kv_heads[each] == kv_heads[each - 1] else kv_heads[each],
+            offered=range(0) if each and (spec.mla or kv_heads[each] == kv_heads[each - 1]) else kv_heads[each],
             columns=columns[each],
             vocabulary=range(ends[each], ends[each + 1]),
             vocabulary_block=block,
