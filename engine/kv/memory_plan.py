@@ -143,7 +143,7 @@ def plan_memory(
             taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
         raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
     if kv_pages:
-        reason = f"{kv_pages} pages were asked for"
+        reason = "a set number"
         if kv_pages < least:
             raise ConfigError(
                 f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
