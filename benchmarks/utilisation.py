@@ -52,7 +52,8 @@ def chunk_flops(spec: ModelSpec, tokens: int) -> float:
     """FLOPs of a prompt of one chunk: attention up to the diagonal, one row of the output head."""
     widths = spec.mla.query_dim + spec.mla.value_dim if spec.mla else 2 * spec.head_dim
     attention = 2.0 * spec.heads * widths * tokens * (tokens + 1) / 2
-    return spec.layers * (layer_flops(spec) * tokens + attention) + head_flops(spec)
+    layers = sum(layer_flops(spec, layer) for layer in range(spec.layers))
+    return layers * tokens + spec.layers * attention + head_flops(spec)
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ def test_flops_are_those_that_torch_counts(name: str, tmp_path_factory: pytest.T
     """Of transformers, which multiplies the whole square of queries and keys."""
     tokens, folder = 40, tmp_path_factory.mktemp(name)
     spec = load_spec(resolve_source(str(save_model(CONFIGS[name], folder).folder)))
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.zeros(1, tokens, dtype=torch.int64), logits_to_keep=1)
     beyond_the_diagonal = tokens * (tokens - 1) // 2

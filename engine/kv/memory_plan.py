@@ -68,7 +68,7 @@ def weight_count(
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
     if spec.mla:
-        biases = spec.mla.biases(spec.hidden_size) * spec.output_bias
+        biases = spec.mla.biases(spec.hidden_size if shard.first else 0) * spec.output_bias
         norms = 2 * spec.hidden_size + spec.mla.norms()
     first, last = layers.start == 0, layers.stop == spec.layers
     tables = int(first) + int(last and not (spec.tied and first))

@@ -154,9 +154,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+CLOSED = "Invalid file descriptor: -1"  # what selectors say of a closed socket
+
+
 class LoopErrors:
     """Exception handler of an event loop that rate-limits accept() errors: without free descriptors asyncio reports one
-    for each connection that waits, with a traceback, every second. It goes on accepting by itself."""
+    for each connection that waits, with a traceback, every second. It goes on accepting by itself. If the server has
+    been closed by then, it fails to for each of them, which is not reported."""
 
     def __init__(self) -> None:
         self._quiet = LogThrottle()
@@ -166,6 +170,8 @@ class LoopErrors:
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle an exception of the event loop."""
         error = context.get("exception")
+        if isinstance(error, ValueError) and str(error) == CLOSED:
+            return
         if not isinstance(error, OSError) or error.errno not in SHORTAGES:
             loop.default_exception_handler(context)
             return

@@ -201,6 +201,22 @@ def test_where_all_connections_are_busy_a_new_one_is_told(crowded: int) -> None:
         assert answer(crowded, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "one has ended"
 
 
+def test_accepting_anew_at_a_closed_server_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
+        closed = socket.socket()
+        closed.close()
+        loop.call_soon(loop.add_reader, closed.fileno(), print)
+        loop.call_soon(loop.add_reader, "a name", print)
+        await asyncio.sleep(0)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    [record] = caplog.records
+    assert "add_reader('a name'" in record.getMessage()
+
+
 def test_a_lack_of_descriptors_is_said_once_and_passes(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         errors = LoopErrors()

@@ -29,7 +29,7 @@ def flags(*given: str) -> dict[str, Any]:
             TORCHRUN,
             RankInfo(
                 rank=3, world_size=4, local_rank=1, local_world_size=2, rendezvous="node-0:29411",
-                rendezvous_hosted=True, under_torchrun=True,
+                rendezvous_hosted=True, under_launcher=True,
             ),
         ),
         (
@@ -53,7 +53,7 @@ def test_flags_take_precedence_over_the_environment() -> None:
         assert read_rank_info(given, environ) == expected
     torchrun = read_rank_info(given, TORCHRUN)
     assert (torchrun.rank, torchrun.rendezvous, torchrun.rendezvous_hosted) == (1, "10.0.0.1:99", False)
-    assert torchrun.under_torchrun, "it ends with torchrun's agent, wherever its rank comes from"
+    assert torchrun.under_launcher, "it ends with torchrun's agent, wherever its rank comes from"
 
 
 @pytest.mark.parametrize(
