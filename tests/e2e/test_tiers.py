@@ -30,19 +30,28 @@ def text(server: Server, seed: int, tokens: int = TOKENS, model: str = "smollm2"
     return reply["choices"][0]["text"], details.get("cached_tokens", 0)
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_pages_come_back_from_the_host_tier_with_equal_text(stages: int) -> None:
-    with serving(*FLAGS, "--threads", "1", "--pp", str(stages), "--host-pages", "1000") as server:
-        first = text(server, 1)
+@pytest.mark.parametrize(
+    ("model", "stages"),
+    [
+        ("stub", 2),
+        pytest.param("smollm2", 1, marks=pytest.mark.full),
+        pytest.param("smollm2", 2, marks=pytest.mark.full),
+    ],
+)
+def test_pages_come_back_from_the_host_tier_with_equal_text(model: str, stages: int) -> None:
+    flags = (*FLAGS, *(STUB if model == "stub" else ()), "--threads", "1", "--pp", str(stages))
+    with serving(*flags, "--host-pages", "1000") as server:
+        first = text(server, 1, model=model)
         for seed in (2, 3):
-            text(server, seed)
-        again = text(server, 1)
+            text(server, seed, model=model)
+        again = text(server, 1, model=model)
         assert again[0] == first[0]
         assert again[1] >= 1900
         assert server.total("headrace_kv_tier_hit_tokens_total") > 1000
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Path) -> None:
     flags = (*FLAGS, "--pp", str(stages), "--disk-path", str(tmp_path / "kv"), "--disk-admission-turn", "0")
     with serving(*flags) as server:
@@ -59,7 +68,7 @@ def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        pytest.param("stub", STUB, id="stub"),
+        pytest.param("stub", STUB, id="stub", marks=pytest.mark.full),
         pytest.param("stub", (*STUB, "--pp", "2"), id="stub-pp2"),
         pytest.param("smollm2", ("--threads", "1"), id="smollm2", marks=pytest.mark.full),
     ],
