@@ -15,6 +15,12 @@ from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 FLAGS = ("--role", "prefill", "--dtype", "float32", "--max-model-len", "1024", "--no-prefix-cache")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    """Two would spin for each other while the servers use the cores."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serving(*FLAGS) as made:
