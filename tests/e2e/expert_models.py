@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from headrace.engine.model.stub import stub_tokenizer
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from tests.e2e.harness import Server
 from tests.e2e.models import spoken
+from tests.engine.models import CONFIGS
 
 VOCABULARY = 300
 TOKENS = 6
@@ -22,6 +23,8 @@ QWEN3_MOE = Qwen3MoeConfig(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, num_experts=6, num_experts_per_tok=2,
     moe_intermediate_size=16, mlp_only_layers=[0], norm_topk_prob=True, initializer_range=0.3,
 )  # fmt: skip
+_TOKENS = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None}
+DEEPSEEK_V3 = DeepseekV3Config(**{**CONFIGS["deepseek-v3"].to_dict(), **_TOKENS})
 Texts = dict[tuple[int, ...], str]
 
 

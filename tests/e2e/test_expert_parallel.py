@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.expert_models import FLAGS, TOKENS, Texts, clear_texts, save_experts, text_after
-from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+from tests.e2e.expert_models import DEEPSEEK_V3, FLAGS, TOKENS, Texts, clear_texts, save_experts, text_after
+from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.test_pipeline import stages_of
 
 FULL = pytest.mark.full
@@ -60,6 +60,25 @@ def test_texts_are_those_of_transformers(folder: Path, texts: Texts, flags: tupl
         wait_until(lambda: server.total("headrace_stage_expert_rows_total") == LAYERS * rows, 10, "rows counted")
         layers = server.get("/debug/experts").json()["layers"]
         assert [(len(each["rows"]), sum(each["rows"])) for each in layers] == [(EXPERTS, rows)] * LAYERS
+
+
+@pytest.mark.full
+def test_texts_of_deepseek_v3_are_those_of_transformers(tmp_path: Path) -> None:
+    """Latents whole on every shard, shared experts, and routers that choose by groups."""
+    texts = clear_texts(save_experts(tmp_path, DEEPSEEK_V3))
+    flags = ("--dp", "2", "--tp", "2", "--max-model-len", "256")
+    with serving("--model", str(tmp_path), *SHARED, *flags) as server:
+        check(server, texts, 2)
+        wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
+
+
+@pytest.mark.full
+def test_prompts_are_handed_over_between_replicas_that_share_experts(folder: Path, texts: Texts) -> None:
+    shared = ("--model", str(folder), "--threads", "1", "--dp", "2", "--expert-parallel", *FLAGS)
+    with pair(shared, (*shared, "--exchange", "alltoall")) as servers:
+        check(servers[1], texts, 2)
+        for server in servers:
+            wait_until(lambda server=server: pages_in_use(server) == 0, 5, "pages back")
 
 
 @pytest.mark.full
