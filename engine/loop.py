@@ -111,7 +111,9 @@ class StageLoop:
         hidden = links.receive(plan)
         meter.mark()
         self._drain_inbox()
-        hidden = runner.forward(plan.rows, hidden)
+        agreed = plan.agreement
+        tokens, padded = (agreed.tokens, agreed.padded) if agreed is not None else ((), 0)
+        hidden = runner.forward(plan.rows, hidden, tokens, padded)
         meter.mark()
         result = PlanResult([], [], [])
         if links.last:

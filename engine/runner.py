@@ -120,11 +120,14 @@ class Runner(Protocol):
         """Take part in a pass of lockstep replicas in which this one has no rows: its experts work for the others."""
         ...
 
-    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+    ) -> Tensor:
         """Run this stage's layers; afterwards the KV of the rows is in the pool.
 
         hidden: states [tokens, hidden size] from the previous stage, None on the first; tokens in the order of the
-        rows. Returns states [tokens, hidden size].
+        rows. tokens, padded: of the pass's agreement; () and 0 for a single replica, and where all have as many.
+        Returns states [tokens, hidden size].
         """
         ...
 
@@ -261,8 +264,8 @@ class ModelRunner:
     def forward(
         self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
     ) -> Tensor:
-        """See Runner. tokens, padded: of the pass, see Exchange.begin(); () where there is one replica. Without rows
-        only the exchanges of a pass are entered, for other replicas' tokens.
+        """See Runner. tokens, padded: see Exchange.begin(). Without rows only the exchanges of a pass are entered, for
+        other replicas' tokens.
 
         Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
@@ -294,7 +297,8 @@ class ModelRunner:
             return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
 
     def join(self, agreement: Agreement) -> None:
-        """See Runner. Replicas of a model without experts exchange nothing."""
+        """See Runner."""
+        self.forward((), None, agreement.tokens, agreement.padded)
 
     def release(self, request: int) -> None:
         """See Runner."""

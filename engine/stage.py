@@ -7,7 +7,6 @@ The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) 
 import logging
 import queue
 import sys
-from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,7 +19,6 @@ from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import DISK, HOST
-from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.collectives.startup import least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
@@ -30,6 +28,7 @@ from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import connect_scheduler
+from headrace.engine.parallel.expert_plan import plan_experts
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
@@ -64,7 +63,7 @@ def run(config: StageConfig) -> int:
 
 
 def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
-    runner = _make_runner(config, memory, groups.tp)
+    runner = _make_runner(config, memory, groups)
     links = PipelineLinks(config.layout, config.rank, runner.hidden_spec, groups.tokens)
     context: Context = zmq.Context()
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
@@ -76,7 +75,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     sender, receiver = _data_sockets(config, runner, memory, recorder, context, offered)
     copies = _start_copies(config, runner, context)
     ready = _ready(
-        config, runner, memory, sender.port, copies, groups.tp, offered
+        config, runner, memory, sender.port, copies, groups, offered
     )  # measures, before rows per expert are counted
     io_thread = StageIoThread(
         control=connect_scheduler(
@@ -156,7 +155,7 @@ def _ready(
     memory: KvMemory,
     data_port: int,
     copies: Copies | None,
-    tp: Collectives,
+    groups: Groups,
     offer: Offer,
 ) -> StageReady:
     slots = copies.copier.slots if copies is not None else {}
@@ -172,7 +171,7 @@ def _ready(
         host_pages=slots.get(HOST, 0),
         disk_pages=slots.get(DISK, 0),
         epoch=config.epoch,
-        cost=_measured_cost(config, runner, tp),
+        cost=_measured_cost(config, runner, groups),
         backends=memory.backends,
         host=memory.host,
         nixl=memory.nixl,
@@ -180,14 +179,27 @@ def _ready(
     )
 
 
-def _make_runner(config: StageConfig, memory: KvMemory, tp: Collectives) -> Runner:
+def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runner:
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
     stage = config.layout.place(config.rank).stage
     layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
-    make: Callable[..., Runner] = StubRunner if is_stub(config.model.model) else ModelRunner
-    runner = make(config.model, config.engine, layer_range=layers, allocate=memory.allocate, tp=tp)
+    runner: Runner
+    if is_stub(config.model.model):
+        runner = StubRunner(config.model, config.engine, layers, memory.allocate, tp=groups.tp)
+    else:
+        spec = load_spec(resolve_source(config.model.model))
+        experts = plan_experts(config.model, config.engine, config.layout, spec)
+        runner = ModelRunner(
+            config.model,
+            config.engine,
+            layer_range=layers,
+            allocate=memory.allocate,
+            exchange=experts.exchange(groups) if experts is not None else None,
+            exchange_bytes=experts.exchange_bytes if experts is not None else 0,
+            tp=groups.tp,
+        )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
-    runner.warm_up()
+    runner.warm_up()  # ranks that share experts enter the same exchanges, each replica for as many tokens
     return runner
 
 
@@ -198,12 +210,13 @@ def _offer(config: StageConfig) -> Offer:
     return offer(config.layout, config.rank, load_spec(resolve_source(config.model.model)))
 
 
-def _measured_cost(config: StageConfig, runner: Runner, tp: Collectives) -> tuple[float, float, float] | None:
+def _measured_cost(config: StageConfig, runner: Runner, groups: Groups) -> tuple[float, float, float] | None:
     """Coefficients of this stage's prefill time (StageReady.cost); None unless the scheduler sizes chunks by time."""
     if not config.measure_tokens:
         return None
-    # All shards have to measure the same lengths, whatever memory each of them has found.
-    room = least(tp, runner.pool.pages, config.model.device) * runner.geometry.page_size
+    # All ranks of a group have to measure the same lengths, whatever memory each of them has found.
+    group = groups.ep if config.engine.expert_parallel else groups.tp
+    room = least(group, runner.pool.pages, config.model.device) * runner.geometry.page_size
     limit = min(config.model.max_model_len, room)
     return measure(runner, config.measure_tokens, limit, first=config.layout.place(config.rank).stage == 0)
 
@@ -219,7 +232,7 @@ def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown
     except LinkBroken as error:
         if loop.shutdown_within(shutdown_wait_s):  # the supervisor knows which stage failed first
             return 0
-        other = "rank" if config.layout.tp > 1 else "stage"
+        other = "rank" if config.layout.dp * config.layout.tp > 1 else "stage"
         log.error("%s: the link to another %s is broken: %s", config.name, other, error)
         outbox.post(StageFailed(stage=config.rank, message=f"the link to another {other} is broken: {error}"))
     except Exception as error:

@@ -121,7 +121,9 @@ class StubRunner:
         model, started = self._model, time.perf_counter()
         self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
 
-    def forward(self, rows: Sequence[PlanRow], hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+    ) -> Tensor:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         started = time.perf_counter()

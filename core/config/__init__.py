@@ -2,7 +2,7 @@
 
 from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
-from headrace.core.config.model import Compile, Dtype, EngineConfig, MlaForm, ModelConfig, Quantize
+from headrace.core.config.model import Compile, Dtype, EngineConfig, ExpertExchange, MlaForm, ModelConfig, Quantize
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import Role, Routing, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
@@ -14,6 +14,7 @@ __all__ = [
     "Config",
     "Dtype",
     "EngineConfig",
+    "ExpertExchange",
     "Flag",
     "GroupConfig",
     "KvEventsConfig",

@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
+ExpertExchange = Literal["auto", "allgather", "alltoall"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,5 +77,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "auto: absorbed on the CPU, where results then do not depend on chunks, length on GPUs",
         ),
     ] = "auto"
+    expert_parallel: Annotated[
+        bool,
+        Flag(
+            "expert-parallel",
+            STAGES,
+            "divide the experts of MoE layers among all ranks of a stage, of all data-parallel replicas",
+        ),
+    ] = False
+    exchange: Annotated[
+        ExpertExchange,
+        Flag(
+            "exchange",
+            STAGES,
+            "how tokens reach the experts of other ranks, with --expert-parallel: allgather brings all tokens to all "
+            "ranks, alltoall each one to the ranks of its experts; auto: allgather on GPUs and with few ranks",
+        ),
+    ] = "auto"
+    pass_tokens: int = 0
+    """Copy of SchedulerConfig.chunk_tokens: token budget of one forward pass of a replica."""
     cpuinfo: str = "/proc/cpuinfo"
     """File with the flags of this machine's CPU, in the format of /proc/cpuinfo; set by HEADRACE_CPUINFO."""

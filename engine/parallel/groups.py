@@ -2,6 +2,8 @@
 
     world    all ranks: hidden states, point to point
     tp       the shards of one stage: all-reduces and gathers of sharded layers
+    dp       the same shard of one stage in all replicas: exchange of tokens between experts by all-gather
+    ep       all ranks of one stage, of all replicas: exchange of tokens between experts by all-to-all
     tokens   all ranks of one replica: sampled tokens, over a communicator of their own
 
 Creating a group is a collective operation of all ranks, its members or not: every rank creates all groups of all kinds,
@@ -30,6 +32,10 @@ class Groups(NamedTuple):
 
     tp: Collectives = Alone()
     """The shards of its stage and replica."""
+    dp: Collectives = Alone()
+    """The same shard of its stage in all replicas, where they share experts."""
+    ep: Collectives = Alone()
+    """All ranks of its stage, where they share experts."""
     tokens: dist.ProcessGroup | None = None
     """The ranks of its replica; None where it is the only one."""
 
@@ -42,23 +48,43 @@ def join_groups(config: StageConfig, device: torch.device) -> Groups:
     if len(config.layout.ranks) == 1:
         return Groups()
     _join_world(config, device)
-    return make_groups(config.layout, config.rank, config.stage_timeout_s)
+    return make_groups(config.layout, config.rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
 
 
-def make_groups(layout: Layout, rank: int, timeout_s: float) -> Groups:
-    """Create all groups of a layout within the world; returns those of this rank. timeout_s: of one operation. Raises
-    LinkBroken when a rank is gone."""
+def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False) -> Groups:
+    """Create all groups of a layout within the world; returns those of this rank.
+
+    timeout_s: of one operation. experts: the ranks of a stage share experts. Raises LinkBroken when a rank is gone.
+    """
     groups = Groups()
     for first in layout.ranks[:: layout.tp] if layout.tp > 1 else ():
         made = make_group(layout.shards(first), timeout_s)
         if rank in layout.shards(first):
             groups = groups._replace(tp=TorchCollectives(made))
+    if experts:
+        groups = _add_expert_groups(groups, layout, rank, timeout_s)
     for replica in range(layout.dp):
         members = layout.replica_ranks(replica)
         if len(members) > 1:
             made = make_group(members, timeout_s)
             if rank in members:
                 groups = groups._replace(tokens=made)
+    return groups
+
+
+def _add_expert_groups(groups: Groups, layout: Layout, rank: int, timeout_s: float) -> Groups:
+    """Create the dp and ep groups of all stages, and add those of this rank."""
+    for stage in range(layout.pp):
+        for shard in range(layout.tp if layout.dp > 1 else 0):
+            members = layout.across_replicas(layout.rank(stage, 0, shard))
+            made = make_group(members, timeout_s)
+            if rank in members:
+                groups = groups._replace(dp=TorchCollectives(made))
+        members = layout.stage_ranks(stage)
+        if len(members) > 1:
+            made = make_group(members, timeout_s)
+            if rank in members:
+                groups = groups._replace(ep=TorchCollectives(made))
     return groups
 
 

@@ -136,6 +136,10 @@ def _check_engine(config: Config) -> None:
             )
     if engine.disk_path and not engine.disk_gib:
         raise ConfigError("--disk-path needs room: write --disk-gib 1 or more, or leave it out")
+    if engine.exchange != "auto" and not engine.expert_parallel:
+        raise ConfigError(
+            f"--exchange {engine.exchange} is for experts that ranks share: add --expert-parallel, or leave it out"
+        )
     if model.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
 

@@ -88,7 +88,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 def copy_shared(config: Config) -> Config:
-    """Fills the scheduler's copies of fields that belong to other slices."""
+    """Fills the copies of fields that belong to other slices."""
     scheduler = msgspec.structs.replace(
         config.scheduler,
         page_size=config.engine.page_size,
@@ -96,4 +96,5 @@ def copy_shared(config: Config) -> Config:
         max_model_len=config.model.max_model_len,
         kv_events=config.kv_events.port != 0,
     )
-    return msgspec.structs.replace(config, scheduler=scheduler)
+    engine = msgspec.structs.replace(config.engine, pass_tokens=scheduler.chunk_tokens)
+    return msgspec.structs.replace(config, scheduler=scheduler, engine=engine)

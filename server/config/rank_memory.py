@@ -1,12 +1,14 @@
 """Memory of the local ranks of a server, and in words what each rank holds of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
-from headrace.core.types.layout import Layout
+from headrace.core.types.layout import Layout, Place
 from headrace.engine.device import available_memory, own_device
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
 from headrace.engine.model.sharding import Shard
+from headrace.engine.parallel.expert_plan import ExpertPlan
 from headrace.engine.parallel.layer_split import ranges
 
 
@@ -14,7 +16,14 @@ class Plan(Protocol):
     """plan_memory() of a model, but for what differs between ranks."""
 
     def __call__(
-        self, kv_pages: int, available_bytes: int, *, layers: range | None = None, shard: Shard | None = None
+        self,
+        kv_pages: int,
+        available_bytes: int,
+        *,
+        layers: range | None = None,
+        shard: Shard | None = None,
+        experts: int | None = None,
+        exchange_bytes: int = 0,
     ) -> MemoryPlan:
         """See plan_memory()."""
         ...
@@ -25,6 +34,7 @@ def plan_ranks(
     layout: Layout,
     layers: Sequence[int],
     shards: Sequence[Shard],
+    experts: ExpertPlan | None = None,
     *,
     device: str,
     kv_pages: int,
@@ -32,52 +42,77 @@ def plan_ranks(
 ) -> tuple[MemoryPlan, ...]:
     """The memory plan of each rank, all with the same pages.
 
-    layers: of each stage. kv_pages, host_pages: as configured. Raises ConfigError when something does not fit.
+    layers: of each stage. experts: None where each rank holds all of its layers' experts. kv_pages, host_pages: as
+    configured. Raises ConfigError when something does not fit.
     """
-    places = [layout.place(rank) for rank in layout.ranks]
-    held = [(ranges(layers)[place.stage], shards[place.shard]) for place in places]
+    held = [_plan_of(plan, place, layers, shards, experts) for place in map(layout.place, layout.ranks)]
     if device != "cpu" and len(held) > 1:
         rooms = [available_memory(own_device(device, rank)) for rank in layout.ranks]
-        part_of = zip(held, rooms, strict=True)
-        pages = min(plan(kv_pages, room, layers=part, shard=shard).kv_pages for (part, shard), room in part_of)
+        pages = min(each(kv_pages, room).kv_pages for each, room in zip(held, rooms, strict=True))
         host_room = available_memory("cpu")
     else:
         # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. KV heads that
         # several shards hold are in it once, and take their memory as often as they are held.
         available = available_memory(device) // (layout.dp if device == "cpu" else 1)
         heads = sum(len(shard.kv_heads) for shard in shards)
-        whole = plan(kv_pages, available * len({head for shard in shards for head in shard.kv_heads}) // heads)
+        whole = plan(
+            kv_pages,
+            available * len({head for shard in shards for head in shard.kv_heads}) // heads,
+            experts=experts.held_by_replica if experts is not None else None,
+            exchange_bytes=experts.exchange_bytes * layout.pp * layout.tp if experts is not None else 0,
+        )
         pages, rooms = whole.kv_pages, [available] * len(held)
         used = whole.weight_bytes + whole.kv_bytes
         host_room = (available - used) * layout.dp if device == "cpu" else available_memory("cpu")
         if len(held) == 1:
             return (add_host_tier(whole, host_pages, host_room),)
-    plans = [plan(pages, room, layers=part, shard=shard) for (part, shard), room in zip(held, rooms, strict=True)]
+    plans = [each(pages, room) for each, room in zip(held, rooms, strict=True)]
     total = sum(each.page_bytes for each in plans)
     return tuple(add_host_tier(each, host_pages, host_room * each.page_bytes // total) for each in plans)
 
 
-def rank_parts(layout: Layout, layers: Sequence[int], shards: Sequence[Shard]) -> tuple[str, ...]:
-    """What each rank holds of the model; nothing for a single one."""
+def _plan_of(
+    plan: Plan, place: Place, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None
+) -> Callable[[int, int], MemoryPlan]:
+    """plan_memory() of one rank, for so many pages and bytes of available memory."""
+    return partial(
+        plan,
+        layers=ranges(layers)[place.stage],
+        shard=shards[place.shard],
+        experts=len(experts.own(place)) if experts is not None else None,
+        exchange_bytes=experts.exchange_bytes if experts is not None else 0,
+    )
+
+
+def rank_parts(
+    layout: Layout, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None = None
+) -> tuple[str, ...]:
+    """What each rank holds of the model; nothing for a single one. experts: as for plan_ranks()."""
     if len(layout.ranks) == 1:
         return ()
     return tuple(
-        _part(ranges(layers)[place.stage], shards[place.shard] if layout.tp > 1 else None)
+        _part(
+            ranges(layers)[place.stage],
+            shards[place.shard] if layout.tp > 1 else None,
+            experts.own(place) if experts is not None else None,
+        )
         for place in map(layout.place, layout.ranks)
     )
 
 
-def _part(layers: range, shard: Shard | None) -> str:
-    """Layers, and the heads and columns of a shard of them."""
+def _part(layers: range, shard: Shard | None, experts: range | None) -> str:
+    """Layers, and the heads, columns and experts of a shard of them."""
     text = _span("layer", layers)
+    routed = () if experts is None else (_span("expert", experts),)
     if shard is None:
-        return text
+        return ", ".join((text, *routed))
     parts = (
         text,
         _span("query head", shard.heads),
         _span("KV head", shard.kv_heads) + ("" if shard.offered else " (a copy)"),
         _span("MLP column", shard.columns),
         _span("vocabulary row", shard.vocabulary),
+        *routed,
     )
     return ", ".join(parts)
 

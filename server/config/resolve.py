@@ -6,12 +6,14 @@ from functools import partial
 import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
+from headrace.core.types.coordinate import Rules
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import computes_in, resolve_device, resolve_dtype
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.expert_plan import ExpertPlan, check_experts, plan_experts
 from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
@@ -50,14 +52,16 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
+    experts = plan_experts(config.model, config.engine, layout, spec)
     memory = plan_ranks(
-        plan, layout, layers, shards,
+        plan, layout, layers, shards, experts,
         device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
     )  # fmt: skip
     threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
-    return Resolved(_completed(config, spec, model, engine), memory, rank_parts(layout, layers, shards))
+    completed = _completed(_coordinated(config, experts), spec, model, engine)
+    return Resolved(completed, memory, rank_parts(layout, layers, shards, experts))
 
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
@@ -66,7 +70,17 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
+    check_experts(engine, layout, spec)
     return Resolved(_completed(config, spec, model, engine), (), rank_parts(layout, engine.pp_layers, shards))
+
+
+def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
+    """With the rules of lockstep passes, where replicas share experts."""
+    if experts is None or experts.dp == 1:
+        return config
+    rules = Rules(multiple=experts.tp, pad="max" if experts.way == "allgather" else "none")
+    scheduler = msgspec.structs.replace(config.scheduler, lockstep=True, rules=rules)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:

@@ -10,6 +10,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import AnyOrder, Forward, PlanRow, ShutdownStage
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.coordinate import Agreement
+from headrace.core.types.layout import Layout
 from headrace.core.types.packed import pack
 from headrace.core.types.request import SamplingParams
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
@@ -25,7 +26,7 @@ class Links(PipelineLinks):
     """Those of a middle stage, and what passes over them."""
 
     def __init__(self, runner: StubRunner) -> None:
-        super().__init__(0, 1, runner.hidden_spec, 1.0)
+        super().__init__(Layout(), 0, runner.hidden_spec, None)
         self.first = self.last = False
         self.used: list[str] = []
 
@@ -61,7 +62,7 @@ def test_a_pass_without_rows_is_reported(runner: StubRunner) -> None:
     """S4: the replica takes its part and says that it is done; its next pass is as ever."""
     idle = Forward(seq=5, rows=(), agreement=Agreement((0, 3)))
     busy = Forward(seq=9, rows=(row(1, 2, 3),), agreement=Agreement((3, 0)))
-    links = PipelineLinks(0, 1, runner.hidden_spec, 1.0)
+    links = PipelineLinks(Layout(), 0, runner.hidden_spec, None)
     first, second = computed(4, runner, links, idle, busy)
     assert (first.done.stage, first.done.seq, first.done.samples) == (4, 5, ())
     assert (second.done.seq, len(second.done.samples)) == (9, 1)
@@ -79,6 +80,6 @@ def test_an_idle_replica_takes_the_time_of_the_busiest(runner: StubRunner) -> No
         ModelConfig(model=f"{STUB},us_per_token=1000", device="cpu", dtype="float32"),
         EngineConfig(page_size=16, kv_pages=8),
     )
-    links = PipelineLinks(0, 1, slow.hidden_spec, 1.0)
+    links = PipelineLinks(Layout(), 0, slow.hidden_spec, None)
     [done] = computed(0, slow, links, Forward(seq=5, rows=(), agreement=Agreement((0, 30, 10))))
     assert done.done.duration_s >= 0.03

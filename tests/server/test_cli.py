@@ -29,6 +29,7 @@ MISTAKES = [
     (["check", "--tp", "2", "--data-port", "65535"], "write 65534 or less"),
     (["check", "--tp", "2", "--port", "7001", "--data-port", "7000"], "--data-port and --port are both 7001"),
     (["check", "--tp", "2", "--pp", "2", "--pp-layers", "8,8,7,7"], "is for 4 stages and --pp is 2"),
+    (["check", "--dp", "2", "--expert-parallel"], "this model is dense; leave it out"),
     (["demo", "--modell", "x"], "did you mean --model?"),
     (["bench", "nothing"], "benchmarks/nothing.py"),
 ]

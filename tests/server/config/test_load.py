@@ -68,6 +68,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--role", "decode", "--prefill", "http://a:1", "--curve-key", "b.key_secret"]
         elif key == "curve-allowed":
             role = ["--role", "prefill", "--curve-key", "b.key_secret"]
+        elif key == "exchange":
+            role = ["--expert-parallel"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
@@ -171,6 +173,7 @@ MISTAKES = [
     (["--host-pages", "5", "--no-prefix-cache"], "--host-pages keeps pages of the prefix cache"),
     (["--disk-path", "kv", "--no-prefix-cache"], "--disk-path keeps pages of the prefix cache"),
     (["--disk-path", "kv", "--disk-gib", "0"], "write --disk-gib 1 or more"),
+    (["--exchange", "alltoall", "--dp", "2"], "add --expert-parallel, or leave it out"),
 ]
 
 

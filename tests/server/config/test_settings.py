@@ -12,7 +12,7 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
-    "engine": {"cpuinfo"},
+    "engine": {"cpuinfo", "pass_tokens"},
     "scheduler": {
         "page_size",
         "kv_pages",
@@ -52,6 +52,8 @@ FLAGS = """\
 --drain-timeout SECONDS [0..] = 30.0
 --dtype {auto,float32,bfloat16,float16} = auto
 --eviction {lru,turns} = turns
+--exchange {auto,allgather,alltoall} = auto
+--expert-parallel/--no-expert-parallel SWITCH = False
 --fallback {none,local} = none
 --hold-lease SECONDS [0.001..] = 30.0
 --hold-limit SECONDS [0.001..] = 600.0

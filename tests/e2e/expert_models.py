@@ -1,0 +1,78 @@
+"""Small models with experts for servers under test, and what transformers says after prompts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from headrace.engine.model.stub import stub_tokenizer
+from headrace.server.tokenizer.tokenizer import load_tokenizer
+from tests.e2e.harness import Server
+from tests.e2e.models import spoken
+from tests.engine.models import CONFIGS
+
+VOCABULARY = 300
+TOKENS = 6
+LENGTHS = (1, 16, 40, 150)
+CLEAR = 1e-2  # by which the best logit of every position compared is above the second
+FLAGS = ("--served-model-name", "experts", "--kv-pages", "128", "--chunk-tokens", "64")
+QWEN3_MOE = Qwen3MoeConfig(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, num_experts=6, num_experts_per_tok=2,
+    moe_intermediate_size=16, mlp_only_layers=[0], norm_topk_prob=True, initializer_range=0.3,
+)  # fmt: skip
+_TOKENS = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None}
+DEEPSEEK_V3 = DeepseekV3Config(**{**CONFIGS["deepseek-v3"].to_dict(), **_TOKENS})
+Texts = dict[tuple[int, ...], str]
+
+
+def save_experts(folder: Path, config: PreTrainedConfig = QWEN3_MOE) -> Path:
+    """Save a random model, and a tokenizer of bytes. Returns the folder."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def clear_texts(folder: Path, lengths: Sequence[int] = LENGTHS) -> Texts:
+    """What transformers says after a prompt of each length, of which no rounding can change anything."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(str(folder), "")
+    found: Texts = {}
+    for length in lengths:
+        for seed in range(100):
+            generator = torch.Generator().manual_seed(1000 * length + seed)  # prompts share no prefix
+            prompt = torch.randint(0, 256, (length,), generator=generator).tolist()
+            if (tokens := _clear_greedy(model, prompt)) is not None:
+                found[tuple(prompt)] = spoken(tokenizer, prompt, tokens)
+                break
+    assert len(found) == len(lengths)
+    return found
+
+
+def _clear_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int] | None:
+    """Greedy tokens, or None where a second token comes close."""
+    tokens = list(prompt)
+    for _ in range(TOKENS):
+        with torch.inference_mode():
+            best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+        if best.values[0] - best.values[1] < CLEAR:
+            return None
+        tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+def text_after(server: Server, prompt: Sequence[int], **fields: Any) -> str:
+    """The text of a server, greedy."""
+    body = {"model": "experts", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **fields}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def check(server: Server, texts: Texts) -> None:
+    """Ask for all texts, one by one."""
+    for prompt, expected in texts.items():
+        assert text_after(server, prompt) == expected

@@ -1,0 +1,80 @@
+"""What --expert-parallel resolves to: which rank holds which experts, passes of replicas, memory; and refusals."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import Config
+from headrace.core.types.coordinate import Rules
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.expert_plan import plan_experts
+from headrace.server.config.resolve import Resolved, resolve
+from tests.e2e.expert_models import save_experts
+from tests.server.config.test_load import configure
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE with six experts, of which a token takes two."""
+    return save_experts(tmp_path_factory.mktemp("experts"))
+
+
+def configured(folder: Path, flags: Sequence[str]) -> Config:
+    common = ("--model", str(folder), "--device", "cpu", "--dtype", "float32", "--max-model-len", "256")
+    return configure(*common, "--threads", "1", *flags)
+
+
+def resolved(folder: Path, *flags: str) -> Resolved:
+    return resolve(configured(folder, flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "lockstep", "rules"),
+    [
+        ("--dp 2 --expert-parallel", True, Rules(pad="max")),  # allgather: as many ranks as experts of a token
+        ("--dp 3 --expert-parallel", True, Rules()),
+        ("--dp 3 --expert-parallel --exchange allgather", True, Rules(pad="max")),
+        ("--dp 2 --tp 2 --expert-parallel", True, Rules(multiple=2)),
+        ("--dp 2 --expert-parallel --exchange alltoall", True, Rules()),
+        ("--tp 2 --expert-parallel", False, Rules()),
+        ("--dp 2", False, Rules()),
+    ],
+)
+def test_only_replicas_that_share_experts_are_in_lockstep(
+    folder: Path, flags: str, lockstep: bool, rules: Rules
+) -> None:
+    scheduler = resolved(folder, *flags.split()).config.scheduler
+    assert (scheduler.lockstep, scheduler.rules) == (lockstep, rules)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (3, 2), (1, 2)])
+def test_ranks_of_a_stage_hold_each_expert_once_and_plan_their_memory(folder: Path, dp: int, tp: int) -> None:
+    flags = ("--pp", "2", "--dp", str(dp), "--tp", str(tp), "--expert-parallel")
+    config = configured(folder, flags)
+    layout = config.scheduler.layout
+    plan = plan_experts(config.model, config.engine, layout, load_spec(resolve_source(str(folder))))
+    assert plan is not None
+    for stage in range(2):
+        held = [plan.own(layout.place(rank)) for rank in layout.stage_ranks(stage)]
+        assert [expert for each in held for expert in each] == list(range(6))
+    memory, parts = resolve(config).memory, resolve(config).parts
+    assert "expert 5" in parts[-1] or "to 5" in parts[-1]
+    assert all(f"exchange {plan.exchange_bytes / (1 << 20):.1f} MiB" in each.explanation for each in memory)
+    everything = resolved(folder, "--pp", "2", "--tp", str(tp)).memory
+    for rank, each in enumerate(memory):
+        whole = everything[layout.place(rank).stage * tp + layout.place(rank).shard]
+        assert each.weight_bytes <= whole.weight_bytes
+        assert (each.weight_bytes < whole.weight_bytes) == (dp > 1)
+
+
+def test_replicas_that_share_nothing_hold_all_experts(folder: Path) -> None:
+    shared, whole = resolved(folder, "--dp", "2", "--expert-parallel"), resolved(folder, "--dp", "2")
+    one = 3 * 3 * 32 * 16 * 4  # bytes of an expert in three layers
+    assert [each.weight_bytes for each in whole.memory] == [shared.memory[0].weight_bytes + 3 * one] * 2
+
+
+def test_more_ranks_than_experts_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the 6 experts .* among 8 ranks .*product is 6 or less"):
+        resolved(folder, "--dp", "4", "--tp", "2", "--expert-parallel")
