@@ -105,6 +105,7 @@ def test_a_server_that_dies_is_named(role: str) -> None:
         assert shown.lines[-1] == f"failed: the {role} server ended with status -9"
 
 
+@pytest.mark.full
 def test_a_stage_that_dies_is_named() -> None:
     with running(*SLOW) as shown:
         stages = [each for each in shown.server("decode").children() if "headrace.engine.stage" in each.cmdline()]

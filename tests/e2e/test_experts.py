@@ -20,7 +20,7 @@ def texts(folder: Path) -> Texts:
     return clear_texts(folder)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_texts_are_those_of_transformers_and_every_row_is_counted(folder: Path, texts: Texts, stages: int) -> None:
     with serving("--role", "colocated", "--model", str(folder), "--pp", str(stages), *FLAGS) as server:
         check(server, texts)

@@ -67,6 +67,7 @@ def hand_over(page: int, peer_page: int, chunk: int, lengths: tuple[int, ...]) -
         check(decode, lengths)
 
 
+@pytest.mark.full
 def test_colocated_texts_equal_transformers() -> None:
     with serving("--role", "colocated", "--dtype", "float32") as server:
         check(server, LENGTHS)

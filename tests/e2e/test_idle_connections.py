@@ -64,6 +64,7 @@ def test_a_pair_behind_a_crowd() -> None:
         assert "Traceback" not in prefill.log
 
 
+@pytest.mark.full
 def test_external_stages_join_through_a_crowd() -> None:
     port = free_port()
     flags = ("--stages", "external", "--stage-port", str(port), "--peer-timeout", "2", "--threads", "1")

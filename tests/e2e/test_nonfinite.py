@@ -91,7 +91,7 @@ def check(server: Server, behind: Server) -> None:
     assert behind.metrics()['headrace_requests_total{outcome="failed",reason="nonfinite_values"}'] == 2 * len(bad)
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
+@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_bad_prompts_among_good_ones(folder: Path, stages: str) -> None:
     with serving("--role", "colocated", "--model", str(folder), "--pp", stages, *FLAGS) as server:
         check(server, server)

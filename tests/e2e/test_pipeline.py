@@ -108,7 +108,8 @@ def test_death_and_silence_of_every_stage() -> None:
         server.started()
 
 
-@pytest.mark.parametrize("turns", [2, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("turns", [2, 50])
 def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
     """A pair with two stages each: whichever dies or stops, whenever, all in flight end within seconds at both ends,
     nothing leaks, and the pair works again."""

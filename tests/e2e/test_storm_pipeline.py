@@ -64,7 +64,7 @@ def judge(storm: Storm, requests: int) -> None:
 @pytest.mark.parametrize(
     ("stages", "peer_stages", "requests"),
     [
-        (4, 2, 300),
+        pytest.param(4, 2, 300, marks=pytest.mark.full),
         pytest.param(2, 4, 5000, marks=pytest.mark.full),
         pytest.param(4, 3, 5000, marks=pytest.mark.full),
         pytest.param(8, 2, 5000, marks=pytest.mark.full),

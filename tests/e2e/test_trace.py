@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.harness import Server, pair, serving
 from tests.server.telemetry.trace_format import Event, check, lanes, of
@@ -105,6 +106,7 @@ def begun_and_done(trace: dict[str, Any]) -> dict[str, list[Event]]:
     return found
 
 
+@pytest.mark.full
 def test_a_prefill_server_with_three_stages_and_its_peer() -> None:
     with (
         pair((*FLAGS, "--pp", str(STAGES)), FLAGS) as (prefill, decode),
