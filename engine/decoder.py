@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
-from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
@@ -24,7 +24,6 @@ from headrace.engine.model.rope import rotary_tables
 from headrace.engine.model.sharding import Shard, whole_model
 from headrace.engine.model.weights import LayerReader, load_head
 
-ALONE = Alone()
 LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
 
 

@@ -19,9 +19,10 @@ from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention, resolve_form
+from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.startup import check_equal_sums, least
-from headrace.engine.decoder import ALONE, Decoder
+from headrace.engine.decoder import Decoder
 from headrace.engine.device import (
     available_memory,
     computes_in,

@@ -24,6 +24,7 @@ from headrace.engine.collectives.startup import least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.tiers import open_tiers
+from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
@@ -194,8 +195,8 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
             config.engine,
             layer_range=layers,
             allocate=memory.allocate,
-            exchange=experts.exchange(groups) if experts is not None else None,
-            exchange_bytes=experts.exchange_bytes if experts is not None else 0,
+            exchange=make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep) if experts else None,
+            exchange_bytes=experts.exchange_bytes if experts else 0,
             tp=groups.tp,
         )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system

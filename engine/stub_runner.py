@@ -26,7 +26,7 @@ from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
 from headrace.core.types.coordinate import Agreement
 from headrace.core.types.request import SamplingParams, TokenLogprob
-from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.device import available_memory, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES
@@ -39,7 +39,6 @@ from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, PlanResult
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 
-ALONE = Alone()
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.exchange.ways import TILE_ROWS
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
-
-TILE_ROWS = 512  # rows of one expert that are computed together: scratch is bounded however tokens are routed
 
 
 class Experts:

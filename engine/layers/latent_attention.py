@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.attention.latent import LatentPass, LatentRows
-from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.latent_projections import HeadsApart, HeadsTogether, LatentProjections
@@ -23,8 +23,6 @@ from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.mla_spec import INNER_NORM_EPS, MlaSpec
 from headrace.engine.model.weights import LayerReader
-
-ALONE = Alone()
 
 
 class LatentAttentionBlock:

@@ -6,6 +6,7 @@ norms of the query and key heads, the rotary scaling. DeepSeek-V2 and -V3 have m
 the rest of the engine does not depend on the family (but for the order of weights in GGUF files).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -13,7 +14,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config_fields import integer as _integer
-from headrace.engine.model.mla_spec import MlaSpec, yarn_score_factor
+from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.model.moe_spec import LayerKind, MoeSpec, read_moe
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
@@ -58,6 +59,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """yarn: round the bounds of the ramp to whole dimensions."""
     divisors: tuple[float, ...] = ()
     """divisors: what each of the head_dim / 2 frequencies is divided by, from a GGUF file (rope_freqs.weight)."""
+
+    def magnitude(self, mscale: float) -> float:
+        """YaRN's growth of scores with the context (section 3.4 of its paper), for one of its coefficients."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,5 +248,5 @@ def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
         rope_dim=_integer(config, "qk_rope_head_dim"),
         value_dim=_integer(config, "v_head_dim"),
         query_rank=0 if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank"),
-        score_factor=yarn_score_factor(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0,
+        score_factor=rope.magnitude(rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0,
     )

@@ -81,10 +81,3 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     def biases(self, hidden: int) -> int:
         """Elements of the biases of one attention block that has them."""
         return self.query_rank + self.slot_dim + hidden
-
-
-def yarn_score_factor(factor: float, mscale_all_dim: float | None) -> float:
-    """Square of YaRN's magnitude for mscale_all_dim, by which scores are multiplied. factor: of the context."""
-    if not mscale_all_dim or factor <= 1:
-        return 1.0
-    return float((0.1 * mscale_all_dim * math.log(factor) + 1.0) ** 2)

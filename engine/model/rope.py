@@ -85,10 +85,6 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     """YaRN's factor on cos and sin, which scales attention scores by its square (section 3.4 of the paper)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return rope.magnitude(rope.mscale) / rope.magnitude(rope.mscale_all_dim)
+    return rope.magnitude(1.0)

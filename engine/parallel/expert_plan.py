@@ -4,14 +4,12 @@ from typing import NamedTuple
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import ITEM_BYTES
 from headrace.core.types.layout import Layout, Place
 from headrace.engine.device import computes_in, resolve_device, resolve_dtype
-from headrace.engine.dtypes import TORCH_DTYPES
-from headrace.engine.layers.exchange.base import Exchange, own_experts
-from headrace.engine.layers.exchange.choose import Way, choose_way, exchange_bytes, make_exchange
+from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes, own_experts
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.moe_spec import MoeSpec
-from headrace.engine.parallel.groups import Groups
 
 
 class ExpertPlan(NamedTuple):
@@ -35,10 +33,6 @@ class ExpertPlan(NamedTuple):
     def held_by_replica(self) -> int:
         """How many experts of a layer the shards of one replica hold together, at most."""
         return -(-self.moe.experts // self.dp)
-
-    def exchange(self, groups: Groups) -> Exchange:
-        """The exchange of one rank, over the groups that it is a member of."""
-        return make_exchange(self.way, self.moe, groups.tp, groups.dp, groups.ep)
 
 
 def check_experts(engine: EngineConfig, layout: Layout, spec: ModelSpec) -> None:
@@ -66,7 +60,7 @@ def plan_experts(model: ModelConfig, engine: EngineConfig, layout: Layout, spec:
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
     native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
-    item_bytes = TORCH_DTYPES[dtype if native else "float32"].itemsize
+    item_bytes = ITEM_BYTES[dtype if native else "float32"]
     dp, tp = layout.dp if engine.expert_parallel else 1, layout.tp
     way: Way = "replicated"
     if engine.expert_parallel:

@@ -18,6 +18,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from headrace.core.config import STAGE_KEY_VARIABLE, Config
+from headrace.core.config.stages import GroupConfig
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.process import module_command
 from headrace.core.types.addresses import host_port
@@ -52,7 +53,7 @@ class _Up:
         self._ranks = ranks
         self._count = len(config.scheduler.layout.ranks)
         self._serve_flags = serve_flags
-        self._host = config.group.host if "--stage-host" in " ".join(serve_flags) else ranks.own_address
+        self._host = ranks.own_address if config.group.host == GroupConfig().host else config.group.host
         self._port = config.group.port or free_port()
         key = config.group.key or secrets.token_urlsafe(32)
         self._environment = {**environ, STAGE_KEY_VARIABLE: key}

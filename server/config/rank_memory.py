@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from headrace.core.types.layout import Layout, Place
 from headrace.engine.device import available_memory, own_device
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
 from headrace.engine.model.sharding import Shard
+from headrace.engine.parallel.expert_plan import ExpertPlan
 from headrace.engine.parallel.layer_split import ranges
-
-if TYPE_CHECKING:
-    from headrace.engine.parallel.expert_plan import ExpertPlan
 
 
 class Plan(Protocol):
@@ -36,7 +34,7 @@ def plan_ranks(
     layout: Layout,
     layers: Sequence[int],
     shards: Sequence[Shard],
-    experts: "ExpertPlan | None" = None,
+    experts: ExpertPlan | None = None,
     *,
     device: str,
     kv_pages: int,
@@ -74,7 +72,7 @@ def plan_ranks(
 
 
 def _plan_of(
-    plan: Plan, place: Place, layers: Sequence[int], shards: Sequence[Shard], experts: "ExpertPlan | None"
+    plan: Plan, place: Place, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None
 ) -> Callable[[int, int], MemoryPlan]:
     """plan_memory() of one rank, for so many pages and bytes of available memory."""
     return partial(
@@ -87,7 +85,7 @@ def _plan_of(
 
 
 def rank_parts(
-    layout: Layout, layers: Sequence[int], shards: Sequence[Shard], experts: "ExpertPlan | None" = None
+    layout: Layout, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None = None
 ) -> tuple[str, ...]:
     """What each rank holds of the model; nothing for a single one. experts: as for plan_ranks()."""
     if len(layout.ranks) == 1:

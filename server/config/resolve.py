@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,14 +13,12 @@ from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.expert_plan import ExpertPlan, check_experts, plan_experts
 from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
 from headrace.server.config.load import copy_shared
 from headrace.server.config.rank_memory import plan_ranks, rank_parts
-
-if TYPE_CHECKING:
-    from headrace.engine.parallel.expert_plan import ExpertPlan
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -55,7 +52,7 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
-    experts = _plan_experts(config, spec)
+    experts = plan_experts(config.model, config.engine, layout, spec)
     memory = plan_ranks(
         plan, layout, layers, shards, experts,
         device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
@@ -73,23 +70,11 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
-    if engine.expert_parallel:
-        from headrace.engine.parallel.expert_plan import check_experts  # torch takes seconds to load
-
-        check_experts(engine, layout, spec)
+    check_experts(engine, layout, spec)
     return Resolved(_completed(config, spec, model, engine), (), rank_parts(layout, engine.pp_layers, shards))
 
 
-def _plan_experts(config: Config, spec: ModelSpec) -> "ExpertPlan | None":
-    """The division of experts among ranks. A dense model needs none, and the front end no torch for it."""
-    if spec.moe is None and not config.engine.expert_parallel:
-        return None
-    from headrace.engine.parallel.expert_plan import plan_experts
-
-    return plan_experts(config.model, config.engine, config.scheduler.layout, spec)
-
-
-def _coordinated(config: Config, experts: "ExpertPlan | None") -> Config:
+def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
     """With the rules of lockstep passes, where replicas share experts."""
     if experts is None or experts.dp == 1:
         return config

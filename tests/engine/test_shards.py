@@ -12,7 +12,7 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.memory_plan import weight_count
-from headrace.engine.layers.exchange.base import own_experts
+from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
 from headrace.engine.model.int8 import Int8Weight

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
-from headrace.engine.layers.exchange.base import Mixture, own_experts
+from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.parcels import pack, unpack
 from headrace.engine.layers.exchange.replicated import add_shared
-
-TILE_TOKENS = 1024  # of each replica, that are exchanged at once
+from headrace.engine.layers.exchange.ways import TILE_TOKENS, own_experts
 
 
 class AllGather:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.choice import NO_EXPERT, Choice
-from headrace.engine.layers.exchange.base import Mixture, own_experts
+from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.parcels import pack, unpack
 from headrace.engine.layers.exchange.replicated import shard_rows
-
-TILE_TOKENS = 1024  # of each rank, that are exchanged at once: bounds the rows that a rank receives
+from headrace.engine.layers.exchange.ways import TILE_TOKENS, own_experts
 
 
 class AllToAll:

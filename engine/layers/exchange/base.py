@@ -46,11 +46,6 @@ class Exchange(Protocol):
         ...
 
 
-def own_experts(experts: int, ranks: int, rank: int) -> range:
-    """The experts of a rank, of so many in a layer: consecutive ones, equally many but for one."""
-    return range(rank * experts // ranks, (rank + 1) * experts // ranks)
-
-
 class NoExchange:
     """Exchange of a rank that holds all experts."""
 

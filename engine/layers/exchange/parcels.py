@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.layers.choice import NO_EXPERT, Choice
-
-WORD = 4  # bytes of an int32, in which parcels are exchanged
+from headrace.engine.layers.exchange.ways import WORD
 
 
 def pack(x: Tensor, choice: Choice, rows: int = 0) -> Tensor:
@@ -29,8 +28,3 @@ def unpack(parcels: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Choice]
     hidden = parcels.shape[1] - 2 * k
     weights = parcels[:, hidden + k :].contiguous().view(torch.float32)
     return parcels[:, :hidden].view(dtype), Choice(parcels[:, hidden : hidden + k].long(), weights)
-
-
-def parcel_bytes(hidden: int, k: int, item_bytes: int) -> int:
-    """Bytes of one parcel. hidden: hidden size. k: experts per token."""
-    return hidden * item_bytes + 2 * WORD * k

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
-from headrace.engine.layers.exchange.base import Mixture, own_experts
+from headrace.engine.layers.exchange.base import Mixture
+from headrace.engine.layers.exchange.ways import own_experts
 
 
 class Replicated:

@@ -1,5 +1,7 @@
 """What --expert-parallel resolves to: which rank holds which experts, passes of replicas, memory; and refusals."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,3 +80,16 @@ def test_replicas_that_share_nothing_hold_all_experts(folder: Path) -> None:
 def test_more_ranks_than_experts_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the 6 experts .* among 8 ranks .*product is 6 or less"):
         resolved(folder, "--dp", "4", "--tp", "2", "--expert-parallel")
+
+
+def test_a_front_end_plans_experts_without_loading_torch(folder: Path) -> None:
+    program = f"""
+import os, sys
+from headrace.server.config.load import load
+from headrace.server.config.resolve import resolve
+given = {{"model": {str(folder)!r}, "device": "cpu", "dp": "2", "expert-parallel": True, "kv-pages": "64"}}
+assert resolve(load(given, os.environ)).config.scheduler.lockstep
+print("torch" in sys.modules)
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (child.stdout, child.returncode) == ("False\n", 0), child.stderr

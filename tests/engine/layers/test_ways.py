@@ -9,8 +9,9 @@ from headrace.engine.kv.memory_plan import plan_memory, weight_count
 from headrace.engine.layers.choice import Choice
 from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.choose import Way, choose_way, exchange_bytes, make_exchange
+from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.replicated import Replicated
+from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.config import spec_from_config
 from tests.engine.collectives.threads import ThreadCollectives

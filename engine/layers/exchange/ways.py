@@ -1,20 +1,21 @@
-"""Chooses how the ranks of a stage exchange tokens of experts, and how much memory that takes at most."""
+"""Ways in which the ranks of a stage share experts, which experts each holds, and the memory that it takes. Pure
+arithmetic."""
 
 from typing import Literal
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.layers.exchange import all_gather, all_to_all
-from headrace.engine.layers.exchange.all_gather import AllGather
-from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.exchange.parcels import parcel_bytes
-from headrace.engine.layers.exchange.replicated import Replicated
-from headrace.engine.layers.experts import TILE_ROWS
 from headrace.engine.model.moe_spec import MoeSpec
 
 Way = Literal["replicated", "allgather", "alltoall"]
+TILE_ROWS = 512  # rows of one expert that are computed together: scratch is bounded however tokens are routed
+TILE_TOKENS = 1024  # of each rank, that are exchanged at once: bounds the rows that a rank receives
 SUM_BYTES = 4  # of an element of the sums, which are in float32
+WORD = 4  # bytes of an int32, in which parcels are exchanged
+
+
+def own_experts(experts: int, ranks: int, rank: int) -> range:
+    """The experts of a rank, of so many in a layer: consecutive ones, equally many but for one."""
+    return range(rank * experts // ranks, (rank + 1) * experts // ranks)
 
 
 def choose_way(wanted: Literal["auto", "allgather", "alltoall"], moe: MoeSpec, *, dp: int, tp: int, device: str) -> Way:
@@ -37,16 +38,9 @@ def choose_way(wanted: Literal["auto", "allgather", "alltoall"], moe: MoeSpec, *
     return "allgather" if ranks <= moe.top_k or device != "cpu" else "alltoall"
 
 
-def make_exchange(way: Way, moe: MoeSpec, tp: Collectives, dp: Collectives, ep: Collectives) -> Exchange:
-    """The exchange of one rank. tp: shards of its replica. dp: ranks of the same shard of all replicas. ep: all ranks
-    of its stage, by replica and shard."""
-    match way:
-        case "replicated":
-            return Replicated(moe.experts, tp)
-        case "allgather":
-            return AllGather(moe.experts, tp, dp)
-        case "alltoall":
-            return AllToAll(moe.experts, tp, ep)
+def parcel_bytes(hidden: int, k: int, item_bytes: int) -> int:
+    """Bytes of one parcel. hidden: hidden size. k: experts per token."""
+    return hidden * item_bytes + 2 * WORD * k
 
 
 def exchange_bytes(way: Way, moe: MoeSpec, hidden: int, item_bytes: int, tokens: int, *, dp: int, tp: int) -> int:
@@ -62,11 +56,11 @@ def exchange_bytes(way: Way, moe: MoeSpec, hidden: int, item_bytes: int, tokens:
         case "replicated":
             return tile + sums
         case "allgather":
-            rows = min(tokens, all_gather.TILE_TOKENS)
+            rows = min(tokens, TILE_TOKENS)
             return tile + sums + rows * (1 + dp) * (parcel + row_sum)
         case "alltoall":
             own = -(-tokens // tp)
-            rows = min(own, all_to_all.TILE_TOKENS)
+            rows = min(own, TILE_TOKENS)
             copies = rows * min(moe.top_k, dp * tp)  # of tokens sent, and of results that come back
             received = rows * dp * tp  # every rank sends every token to this one
             whole = own * row_sum + (2 * sums if tp > 1 else 0)
