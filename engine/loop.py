@@ -23,7 +23,8 @@ from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, Shu
 from headrace.core.messages.stage_events import PlanDone
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.runner import PlanResult, Runner
+from headrace.engine.row_sampler import PlanResult
+from headrace.engine.runner import Runner
 from headrace.engine.telemetry.meter import Meter
 
 

@@ -1,6 +1,5 @@
 """Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
-import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
 from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import SamplingParams, TokenLogprob
+from headrace.core.types.request import SamplingParams
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention, resolve_form
@@ -46,12 +44,10 @@ from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import Kernels, load_kernels
-from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
-from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
+from headrace.engine.row_sampler import PlanResult, RowSampler
 
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
 WARM_UP_TOKENS = 32
-PLACEHOLDER = 0  # in place of the token of a nonfinite row, for rows of its request that are planned already
 
 
 class HiddenSpec(NamedTuple):
@@ -60,19 +56,6 @@ class HiddenSpec(NamedTuple):
     size: int
     dtype: torch.dtype
     device: torch.device
-
-
-class PlanResult(NamedTuple):
-    """The result of a plan on the last stage; empty on its shards other than the first."""
-
-    samples: list[SampledToken]
-    """In the order of the rows that sample; none for nonfinite rows."""
-
-    prompt_logprobs: list[PromptLogprobs]
-    """In the order of the rows that ask for them."""
-
-    nonfinite: list[int]
-    """Requests whose rows came out NaN or infinite."""
 
 
 class Runner(Protocol):
@@ -221,8 +204,6 @@ class ModelRunner:
             mla_form=resolve_form(engine.mla, device),
         )
         self.expert_rows = self._decoder.expert_rows
-        self._samples = shard.first
-        self._gathers = tp.size > 1
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
@@ -233,8 +214,7 @@ class ModelRunner:
             if spec.mla is not None
             else choose_attention(self.pool, native_units=native, kernels=kernels)
         )
-        self._sampler = Sampler(random.SystemRandom())
-        self._sampled: dict[int, int] = {}  # request → its last sampled token
+        self._sampler = RowSampler(self._decoder, tp.rank, tp.size)
 
     def warm_up(self) -> None:
         """Run a chunk and a decoding row, so that kernels and threads exist before the first plan."""
@@ -260,7 +240,7 @@ class ModelRunner:
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
         """See Runner."""
-        self._sampled.update(tokens)
+        self._sampler.feed(tokens)
 
     def forward(
         self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
@@ -286,16 +266,8 @@ class ModelRunner:
             return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
-        """See Runner. Empty on shards other than the first, which take part in the gathers of logits.
-
-        A row is nonfinite by the logits of its last position, or by its hidden state if it is not sampled. That
-        position attends to all positions before it, so a NaN anywhere in their KV, on any stage, shows there.
-        """
-        ends = np.cumsum([row.count for row in rows]).tolist()
-        with torch.inference_mode():
-            samples, nonfinite = self._sample(rows, ends, hidden)
-            nonfinite += self._nonfinite_chunks(rows, ends, hidden)
-            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
+        """See Runner and RowSampler."""
+        return self._sampler.sample(rows, hidden)
 
     def join(self, agreement: Agreement) -> None:
         """See Runner."""
@@ -303,13 +275,14 @@ class ModelRunner:
 
     def release(self, request: int) -> None:
         """See Runner."""
-        self._sampled.pop(request, None)
+        self._sampler.release(request)
 
     def _ids(self, row: PlanRow) -> NDArray[np.int32]:
         if not row.tokens:
-            if row.count != 1 or row.request not in self._sampled:
+            last = self._sampler.last(row.request)
+            if row.count != 1 or last is None:
                 raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
-            return np.array([self._sampled[row.request]], dtype=np.int32)
+            return np.array([last], dtype=np.int32)
         ids = np.frombuffer(row.tokens, dtype="<i4")
         if len(ids) != row.count or row.count < 1:
             raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
@@ -323,71 +296,9 @@ class ModelRunner:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
         return pages
 
-    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[list[SampledToken], list[int]]:
-        """Samples, and the requests of rows whose logits are not finite."""
-        asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
-        if not asked:
-            return [], []
-        wanted = [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
-        tokens, logprobs = self._draw(hidden[[end - 1 for _, end, _ in asked]], wanted)
-        if not self._samples:
-            return [], []
-        samples, nonfinite = _split_samples([row.request for row, _, _ in asked], tokens, logprobs)
-        self._sampled.update((sampled.request, sampled.token) for sampled in samples)
-        self._sampled.update(dict.fromkeys(nonfinite, PLACEHOLDER))
-        return samples, nonfinite
-
-    def _draw(self, hidden: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
-        """A token per row, NO_TOKEN if its logits are not finite, and the logprobs it asks for; none on shards other
-        than the first. hidden: states of the rows [rows, hidden size]."""
-        if self._gathers and not needs_logits(rows):
-            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows)
-        logits = self._decoder.logits(hidden)
-        if not self._samples:
-            return [], []
-        tokens = self._sampler.sample(logits, rows)
-        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
-
-    def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
-        """Requests of rows that are not sampled and whose hidden states are not finite.
-
-        CPU only: on a GPU the copy to the host would have to be waited for. There the NaN is found when the request is
-        sampled.
-        """
-        chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
-        if not chunks or not self._samples or hidden.device.type != "cpu":
-            return []
-        finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
-        return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
-
-    def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
-        results = []
-        for row, end in zip(rows, ends, strict=True):
-            if row.prompt_logprobs is None:
-                continue
-            targets = packed.unpack(row.tokens)[1:].tolist()
-            targets += [] if row.next_token is None else [row.next_token]
-            rows_of = hidden[end - row.count : end - row.count + len(targets)]
-            if not self._samples:
-                if targets:
-                    self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
-                continue
-            entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
-            results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
-        return results
-
 
 def _kernels(cpuinfo: str) -> Kernels | None:
     """The native kernels for what the CPU has. cpuinfo: as in EngineConfig."""
     return load_kernels(
         wide=has_wide_vectors(cpuinfo), bfloat16=has_bfloat16_vectors(cpuinfo), vnni=has_int8_vectors(cpuinfo)
     )
-
-
-def _split_samples(
-    requests: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
-) -> tuple[list[SampledToken], list[int]]:
-    """The samples of rows that have a token, and the requests of rows that have none."""
-    entries = list(zip(requests, tokens, logprobs, strict=True))
-    samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
-    return samples, [request for request, token, _ in entries if token == NO_TOKEN]

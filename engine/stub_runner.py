@@ -35,7 +35,8 @@ from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, PlanResult
+from headrace.engine.row_sampler import PlanResult
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.geometry import ITEM_BYTES, Geometry
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard, attention_weights, whole_model
 
@@ -115,6 +115,7 @@ def plan_memory(
     shard: Shard | None = None,
     experts: int | None = None,
     exchange_bytes: int = 0,
+    kv_copies: float = 1.0,
 ) -> MemoryPlan:
     """Decide in which dtype weights are held and how many KV pages to allocate.
 
@@ -123,55 +124,69 @@ def plan_memory(
     not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
     8 bits. shard: the part of weights and KV heads that is held; None takes all. experts: how many of an MoE layer's
     routed ones are held; None for all. exchange_bytes: kept free for the exchange of tokens between ranks that share
-    experts. Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do
-    not.
+    experts. kv_copies: how often the memory holds each page, in ranks that share it. Raises ConfigError when the
+    weights and one request of max_model_len do not fit, or the configured pages do not.
     """
     length = spec.resolve_length(max_model_len)
     geometry = stage_geometry(spec, dtype, page_size, layers, shard)
-    count = weight_count(spec, layers, shard, experts)
-    kept = _never_in_8_bits(spec, layers, shard) if int8 else 0
-    in_8_bits = linear_count(spec, layers, shard, experts) - kept if int8 else 0
-    wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
-    weight_dtype = "float32" if wide else dtype
-    weights = (count - in_8_bits) * (4 if wide else geometry.item_bytes) + in_8_bits
-    weights += 0 if native_units else kept * (4 - geometry.item_bytes)
-    room = available_bytes - weights - exchange_bytes
-    least = geometry.pages_for(length)
+    weights, weight_dtype = _weights(spec, dtype, available_bytes, layers, native_units, int8, shard, experts)
+    room = int((available_bytes - weights - exchange_bytes) / kv_copies)
     if room < geometry.page_bytes:
         taken = f"the weights take {_mib(weights)}"
         if exchange_bytes:
             taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
         raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
-    if kv_pages:
-        reason = "a set number"
-        if kv_pages < least:
-            raise ConfigError(
-                f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
-                f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
-            )
-    else:
-        kv_pages, reason = _default_pages(geometry, least, available_bytes, room)
-    fitting = room // geometry.page_bytes
-    if kv_pages < least or kv_pages > fitting:
-        needed = max(kv_pages, least) * geometry.page_bytes
+    least = geometry.pages_for(length)
+    pages, reason = kv_pages, "a set number"
+    if not kv_pages:
+        pages, reason = _default_pages(geometry, least, int(available_bytes / kv_copies), room)
+    elif kv_pages < least:
         raise ConfigError(
-            f"{_mib(needed)} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
-            f"{_mib(weights)}; write --max-model-len {max(1, min(kv_pages, fitting)) * page_size} or less"
+            f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
+            f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
+        )
+    fitting = room // geometry.page_bytes
+    if pages < least or pages > fitting:
+        raise ConfigError(
+            f"{_mib(int(max(pages, least) * geometry.page_bytes * kv_copies))} of KV pages do not fit: "
+            f"{_mib(available_bytes)} are available and the weights take {_mib(weights)}; "
+            f"write --max-model-len {max(1, min(pages, fitting)) * page_size} or less"
         )
     return MemoryPlan(
         weight_bytes=weights,
         weight_dtype=weight_dtype,
         page_bytes=geometry.page_bytes,
-        kv_pages=kv_pages,
+        kv_pages=pages,
         available_bytes=available_bytes,
         explanation=(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
-            f"KV {_mib(kv_pages * geometry.page_bytes)} = {kv_pages} pages × "
+            f"KV {_mib(pages * geometry.page_bytes)} = {pages} pages × "
             f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
     )
+
+
+def _weights(
+    spec: ModelSpec,
+    dtype: str,
+    available_bytes: int,
+    layers: range | None,
+    native_units: bool,
+    int8: bool,
+    shard: Shard | None,
+    experts: int | None,
+) -> tuple[int, str]:
+    """Bytes of weights, and the dtype of those that are not in 8 bits. All as in plan_memory()."""
+    count = weight_count(spec, layers, shard, experts)
+    kept = _never_in_8_bits(spec, layers, shard) if int8 else 0
+    in_8_bits = linear_count(spec, layers, shard, experts) - kept if int8 else 0
+    wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
+    item_bytes = ITEM_BYTES["float32" if wide else dtype]
+    weights = (count - in_8_bits) * item_bytes + in_8_bits
+    weights += 0 if native_units else kept * (4 - item_bytes)
+    return weights, "float32" if wide else dtype
 
 
 def _default_pages(geometry: Geometry, least: int, available_bytes: int, room: int) -> tuple[int, str]:

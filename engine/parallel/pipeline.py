@@ -23,7 +23,8 @@ from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.layout import Layout
 from headrace.engine.collectives.link import breakable
 from headrace.engine.parallel.groups import leave_groups
-from headrace.engine.runner import PLACEHOLDER, HiddenSpec
+from headrace.engine.row_sampler import PLACEHOLDER
+from headrace.engine.runner import HiddenSpec
 
 RELEASED = -1  # in the place of a released request
 TAGS = 1 << 31  # tags of point-to-point messages are below this

@@ -24,6 +24,7 @@ class Plan(Protocol):
         shard: Shard | None = None,
         experts: int | None = None,
         exchange_bytes: int = 0,
+        kv_copies: float = 1.0,
     ) -> MemoryPlan:
         """See plan_memory()."""
         ...
@@ -51,18 +52,19 @@ def plan_ranks(
         pages = min(each(kv_pages, room).kv_pages for each, room in zip(held, rooms, strict=True))
         host_room = available_memory("cpu")
     else:
-        # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. KV heads that
-        # several shards hold are in it once, and take their memory as often as they are held.
+        # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. Each shard that
+        # does not offer its KV heads, or its latents, holds what another one has too.
+        copies = len(shards) / sum(len(shard.offered) > 0 for shard in shards)
         available = available_memory(device) // (layout.dp if device == "cpu" else 1)
-        heads = sum(len(shard.kv_heads) for shard in shards)
         whole = plan(
             kv_pages,
-            available * len({head for shard in shards for head in shard.kv_heads}) // heads,
+            available,
             experts=experts.held_by_replica if experts is not None else None,
             exchange_bytes=experts.exchange_bytes * layout.pp * layout.tp if experts is not None else 0,
+            kv_copies=copies,
         )
         pages, rooms = whole.kv_pages, [available] * len(held)
-        used = whole.weight_bytes + whole.kv_bytes
+        used = whole.weight_bytes + int(whole.kv_bytes * copies)
         host_room = (available - used) * layout.dp if device == "cpu" else available_memory("cpu")
         if len(held) == 1:
             return (add_host_tier(whole, host_pages, host_room),)

@@ -11,7 +11,6 @@ from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     AnySchedulerReply,
     ServerInfo,
-    Shutdown,
     StageDown,
     StageLost,
     StagePools,
@@ -51,12 +50,15 @@ class ExpertSource(Protocol):
         ...
 
 
+class FrontEndGone(Exception):
+    """The front end has ended without Shutdown: it was killed."""
+
+
 class FrontChannel:
     """Frames to and from the front end: an event source of the scheduler's loop.
 
     Adds ServerInfo, which the scheduler does not know, to what the scheduler says; completes StatsReply with the
     counters of the other ports; turns the supervisor's StageLost into the StageFailed that a silent stage causes too.
-    A front end that is gone is a Shutdown.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class FrontChannel:
         return (self._frames.fileno(),)
 
     def receive(self, now: float) -> Sequence[AnyFrontendRequest | StageFailed]:
-        """Requests of the front end; Shutdown if it has closed the connection."""
+        """Requests of the front end. Raises FrontEndGone."""
         try:
             messages = [self._in.decode(frame) for frame in self._frames.receive()]
-        except ConnectionClosed:
-            return [Shutdown()]
+        except ConnectionClosed as error:
+            # No Shutdown: external stages would end as if they had been told to, and not be started again.
+            raise FrontEndGone from error
         return [
             StageFailed(stage=message.stage, message=message.message) if isinstance(message, StageLost) else message
             for message in messages

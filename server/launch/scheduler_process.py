@@ -25,7 +25,7 @@ from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
 from headrace.scheduler.scheduler import Event, Scheduler
-from headrace.server.launch.channels import FrontChannel, StageChannel
+from headrace.server.launch.channels import FrontChannel, FrontEndGone, StageChannel
 from headrace.server.launch.control_clients import ControlClients
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
@@ -69,7 +69,10 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(config: SchedulerProcessConfig) -> None:
-    """Run the scheduler's loop until the front end sends Shutdown. Raises ConfigError for an address in use."""
+    """Run the scheduler's loop until the front end sends Shutdown.
+
+    Raises ConfigError for an address in use, FrontEndGone for a front end that was killed.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
@@ -213,6 +216,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 2
+    except FrontEndGone:
+        return 1
     return 0
 
 

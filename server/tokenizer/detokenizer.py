@@ -28,12 +28,16 @@ class Detokenizer:
     def __init__(self, decoder: TokenDecoder, prompt: Sequence[int] = ()) -> None:
         self._decoder = decoder
         self._ids = list(prompt[-self.KEEP :])
-        self._given = self._stable_length(self._text())
+        text = self._text()
+        self._given = self._stable_length(text)
+        self._prompt_end = len(text)
 
     def push(self, token: int) -> str:
         """The text that this token adds; may be empty."""
         self._ids.append(token)
         text = self._text()
+        if len(text) > self._prompt_end:
+            self._pass_prompt(text)
         end = max(self._given, self._stable_length(text))
         new, self._given = text[self._given : end], end
         if len(self._ids) > self.WINDOW:
@@ -44,8 +48,15 @@ class Detokenizer:
     def flush(self) -> str:
         """The text that was held back. Call it when no token follows."""
         text = self._text()
+        self._pass_prompt(text)
         new, self._given = text[self._given :], len(text)
         return new
+
+    def _pass_prompt(self, text: str) -> None:
+        """A U+FFFD that the prompt ended with, and that no token has made another character, is the prompt's own."""
+        if text[self._given : self._prompt_end] == REPLACEMENT:
+            self._given = self._prompt_end
+        self._prompt_end = 0
 
     def _text(self) -> str:
         return self._decoder.decode(self._ids) if self._ids else ""

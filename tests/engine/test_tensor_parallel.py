@@ -14,7 +14,8 @@ from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.request import SamplingParams
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
-from headrace.engine.runner import ModelRunner, PlanResult
+from headrace.engine.row_sampler import PlanResult
+from headrace.engine.runner import ModelRunner
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks
 from tests.engine.models import (
     CONFIGS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.server.tokenizer.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, TextStream
@@ -26,6 +26,9 @@ def test_text_of_characters_over_several_tokens_comes_whole(tokenizer: Tokenizer
 
 
 @given(st.text(), st.text(max_size=20))
+@example("", REPLACEMENT)
+@example("a", REPLACEMENT)
+@example(REPLACEMENT, REPLACEMENT)
 def test_any_text_comes_back_after_any_prompt(text: str, prompt: str) -> None:
     detokenizer = Detokenizer(Bytes(), list(prompt.encode()))
     pieces = [detokenizer.push(byte) for byte in text.encode()]

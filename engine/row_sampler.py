@@ -1,0 +1,131 @@
+"""Samples tokens and computes prompt logprobs for the rows of a plan, from the hidden states after the last layer."""
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.messages.orders import PlanRow
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.types import packed
+from headrace.core.types.request import TokenLogprob
+from headrace.engine.decoder import Decoder
+from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
+from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
+
+PLACEHOLDER = 0  # in place of the token of a nonfinite row, for rows of its request that are planned already
+
+
+class PlanResult(NamedTuple):
+    """The result of a plan on the last stage; empty on its shards other than the first."""
+
+    samples: list[SampledToken]
+    """In the order of the rows that sample; none for nonfinite rows."""
+
+    prompt_logprobs: list[PromptLogprobs]
+    """In the order of the rows that ask for them."""
+
+    nonfinite: list[int]
+    """Requests whose rows came out NaN or infinite."""
+
+
+class RowSampler:
+    """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples."""
+
+    def __init__(self, decoder: Decoder, shard: int, shards: int) -> None:
+        """decoder: has the output head. shard: this one's number, of so many."""
+        self._decoder = decoder
+        self._samples = shard == 0
+        self._gathers = shards > 1
+        self._sampler = Sampler(random.SystemRandom())
+        self._last: dict[int, int] = {}  # request → its last sampled token
+
+    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """Take (request, token) pairs sampled elsewhere."""
+        self._last.update(tokens)
+
+    def last(self, request: int) -> int | None:
+        """The token sampled last for a request."""
+        return self._last.get(request)
+
+    def release(self, request: int) -> None:
+        """Drop what is kept for a request; unknown requests are ignored."""
+        self._last.pop(request, None)
+
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+        """Results of rows, in their order. hidden: states [tokens, hidden size] after the last layer. Empty on shards
+        other than the first, which take part in the gathers of logits.
+
+        A row is nonfinite by the logits of its last position, or by its hidden state if it is not sampled. That
+        position attends to all positions before it, so a NaN anywhere in their KV, on any stage, shows there.
+        """
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        with torch.inference_mode():
+            samples, nonfinite = self._sample(rows, ends, hidden)
+            nonfinite += self._nonfinite_chunks(rows, ends, hidden)
+            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
+
+    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[list[SampledToken], list[int]]:
+        """Samples, and the requests of rows whose logits are not finite."""
+        asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
+        if not asked:
+            return [], []
+        wanted = [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
+        tokens, logprobs = self._draw(hidden[[end - 1 for _, end, _ in asked]], wanted)
+        if not self._samples:
+            return [], []
+        samples, nonfinite = _split_samples([row.request for row, _, _ in asked], tokens, logprobs)
+        self._last.update((sampled.request, sampled.token) for sampled in samples)
+        self._last.update(dict.fromkeys(nonfinite, PLACEHOLDER))
+        return samples, nonfinite
+
+    def _draw(self, hidden: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
+        """A token per row, NO_TOKEN if its logits are not finite, and the logprobs it asks for; none on shards other
+        than the first. hidden: states of the rows [rows, hidden size]."""
+        if self._gathers and not needs_logits(rows):
+            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows)
+        logits = self._decoder.logits(hidden)
+        if not self._samples:
+            return [], []
+        tokens = self._sampler.sample(logits, rows)
+        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
+
+    def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
+        """Requests of rows that are not sampled and whose hidden states are not finite.
+
+        CPU only: on a GPU the copy to the host would have to be waited for. There the NaN is found when the request is
+        sampled.
+        """
+        chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
+        if not chunks or not self._samples or hidden.device.type != "cpu":
+            return []
+        finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
+        return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
+
+    def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
+        results = []
+        for row, end in zip(rows, ends, strict=True):
+            if row.prompt_logprobs is None:
+                continue
+            targets = packed.unpack(row.tokens)[1:].tolist()
+            targets += [] if row.next_token is None else [row.next_token]
+            rows_of = hidden[end - row.count : end - row.count + len(targets)]
+            if not self._samples:
+                if targets:
+                    self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
+                continue
+            entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
+            results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
+        return results
+
+
+def _split_samples(
+    requests: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+) -> tuple[list[SampledToken], list[int]]:
+    """The samples of rows that have a token, and the requests of rows that have none."""
+    entries = list(zip(requests, tokens, logprobs, strict=True))
+    samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
+    return samples, [request for request, token, _ in entries if token == NO_TOKEN]

@@ -1,0 +1,36 @@
+"""Memory of ranks that share one machine: KV that several shards hold is counted as often as it is held."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.parallel.expert_plan import plan_experts
+from headrace.server.config import rank_memory
+from headrace.server.config.resolve import resolve
+from tests.e2e.expert_models import DEEPSEEK_V3, save_experts
+from tests.server.config.test_load import configure
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3, whose latents every shard holds whole."""
+    return save_experts(tmp_path_factory.mktemp("latents"), DEEPSEEK_V3)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_latents_count_once_per_shard(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--model", str(folder), "--device", "cpu", "--dtype", "float32", "--tp", str(tp))
+    config = configure(*flags, "--kv-pages", "64")
+    plans = resolve(config).memory
+    page = tp * plans[0].page_bytes
+    assert sum(plan.page_bytes for plan in plans) == page
+    experts = plan_experts(config.model, config.engine, config.scheduler.layout, load_spec(resolve_source(str(folder))))
+    other = resolve(configure(*flags[:-1], "1")).memory[0].weight_bytes + (
+        experts.exchange_bytes * tp if experts else 0
+    )
+    monkeypatch.setattr(rank_memory, "available_memory", lambda _: other + 64 * page)
+    assert len(resolve(config).memory) == tp
+    with pytest.raises(ConfigError, match="of KV pages do not fit"):
+        resolve(configure(*flags, "--kv-pages", "65"))
