@@ -1,11 +1,14 @@
 """Small random models of every family, and transformers' own results for them."""
 
 import os
+import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,6 +38,7 @@ from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
 
+CONVERTED = Path(__file__).parents[2] / ".pytest_cache" / "models"
 VOCABULARY = 199
 GREEDY = SamplingParams(temperature=0.0, logprobs=VOCABULARY)
 _SIZES: dict[str, Any] = {
@@ -116,11 +120,23 @@ def transformers_tokenizer(model: str) -> Any:
 
 @cache
 def smollm2() -> PreTrainedModel:
-    """The bundled model in transformers, float32; reading it takes seconds."""
+    """The bundled model in transformers, float32."""
     path = resolve_source("smollm2").path
+    converted = CONVERTED / f"smollm2-{transformers.__version__}-{path.stat().st_size}"
+    if not converted.exists():  # reading GGUF takes transformers a quarter of a minute, in every process of a test run
+        CONVERTED.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CONVERTED) as scratch, suppress(OSError):  # another process was faster
+            _from_gguf(path).save_pretrained(f"{scratch}/model")
+            os.rename(f"{scratch}/model", converted)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
+    return model
+
+
+def _from_gguf(path: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    ).eval()
+    )
+    model.config.quantization_config = None
     return model
 
 
