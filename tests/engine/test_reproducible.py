@@ -251,19 +251,24 @@ def staged(runners: list[ModelRunner]) -> Execute:
     return execute
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-@pytest.mark.parametrize(
-    ("name", "mla"),
-    [
-        ("llama", "auto"),
-        ("qwen3", "auto"),
-        ("qwen3-moe", "auto"),
-        ("deepseek-v2", "auto"),
-        ("deepseek-v3", "auto"),
-        ("deepseek-v3", "expanded"),
-    ],
-)
+MODELS = (
+    ("llama", "auto"), ("qwen3", "auto"), ("qwen3-moe", "auto"), ("deepseek-v2", "auto"), ("deepseek-v3", "auto"),
+    ("deepseek-v3", "expanded"),
+)  # fmt: skip
+FORMS = (("float32", "none", "avx2"), ("bfloat16", "none", "bf16"), ("bfloat16", "int8", "bf16"))
+
+
+def cases() -> list[Any]:
+    """Every model in every dtype on every kind of CPU; all but the native one of each dtype in the full run only."""
+    return [
+        pytest.param(*model, dtype, quantize, kind, marks=() if (dtype, quantize, kind) in FORMS else pytest.mark.full)
+        for model in MODELS
+        for dtype, quantize, _ in FORMS
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize(("name", "mla", "dtype", "quantize", "kind"), cases())
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
