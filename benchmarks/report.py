@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.core.types.errors import ConfigError
+from headrace.server.launch.local_server import ServerFailed
 
 console = Console()
 
@@ -36,10 +37,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a benchmark as a command; ConfigError and Ctrl-C end it without a traceback."""
+    """Run a benchmark as a command; mistakes, a server that fails, and Ctrl-C end it without a traceback."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
+    except (ConfigError, ServerFailed) as error:
         sys.exit(f"{sys.argv[0]}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
