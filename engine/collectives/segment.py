@@ -60,7 +60,7 @@ class Segment:
         self._map = mmap.mmap(part.memory, 0)
         self._memory = (ctypes.c_char * len(self._map)).from_buffer(self._map)
         self.address = ctypes.addressof(self._memory)
-        own = part.sockets[:rank] + (-1,) + part.sockets[rank:]
+        own = (*part.sockets[:rank], -1, *part.sockets[rank:])
         self.sockets = (ctypes.c_int32 * self.size)(*own)
         """The socket to each rank, and -1."""
 
@@ -112,12 +112,20 @@ def form_segment(group: Collectives, memory_bytes: int) -> Segment | None:
                 part = _give(listener, make_parts(group.size, memory_bytes), deadline)
             else:
                 part = _receive(told[0][_HOST:], group.rank, group.size, deadline)
-            segment = Segment(part, group.rank)
+            segment = _mapped(part, group.rank)
     if all(each == b"\1" for each in _told(group, bytes([segment is not None]))):
         return segment
     if segment is not None:
         segment.close()
     return None
+
+
+def _mapped(part: Part, rank: int) -> Segment:
+    try:
+        return Segment(part, rank)
+    except OSError:
+        part.close()
+        raise
 
 
 def _told(group: Collectives, own: bytes) -> list[bytes]:
@@ -147,8 +155,8 @@ def _listen(name: bytes, backlog: int) -> socket.socket:
 
 
 def _give(listener: socket.socket, parts: Sequence[Part], deadline: float) -> Part:
-    """Give each other rank the part that it asks for by its number. Returns the first part. Raises OSError when one does
-    not come in time."""
+    """Give each other rank the part that it asks for by its number. Returns the first part. Raises OSError when a rank
+    does not ask in time."""
     waiting = dict(enumerate(parts))
     try:
         while len(waiting) > 1:

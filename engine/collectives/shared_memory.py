@@ -1,4 +1,4 @@
-"""Collective operations of ranks on one machine through shared memory (shared_sums.c), for tensor parallelism on the CPU.
+"""Collective operations of ranks on the CPU of one machine, through shared memory (shared_sums.c).
 
 Sums are made in order of rank, in float32 for float32 and bfloat16, and rounded once: they depend on nothing but the
 numbers. What shared memory does not do goes over the group that it was formed by.
@@ -49,7 +49,6 @@ class SharedMemoryCollectives:
         self._library = library
         self._segment = segment
         self._others = others
-        self._timeout_s = timeout_s
         # Where ranks share cores, spinning would only keep the rank that is waited for from its core.
         spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) >= self.size else 0
         self._record = GroupRecord(
@@ -58,8 +57,17 @@ class SharedMemoryCollectives:
             size=self.size,
             rank=self.rank,
             spin_ns=spin_ns,
-            timeout_ns=int(timeout_s * 1e9),
         )
+        self.timeout_s = timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that an operation waits for another rank."""
+        return float(self._record.timeout_ns) / 1e9
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._record.timeout_ns = int(seconds * 1e9)
 
     def all_reduce(self, x: Tensor) -> Pending:
         """See Collectives."""
@@ -117,7 +125,7 @@ class SharedMemoryCollectives:
     def _check(self, result: int) -> None:
         problem, rank = divmod(result, MOST_RANKS)
         if problem:
-            text = _PROBLEMS[problem].format(seconds=self._timeout_s)
+            text = _PROBLEMS[problem].format(seconds=self.timeout_s)
             raise LinkBroken(f"shard {rank} {text}")
 
 
