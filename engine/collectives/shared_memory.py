@@ -5,6 +5,7 @@ numbers. What shared memory does not do goes over the group that it was formed b
 """
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from headrace.engine.collectives.alone import Done
 from headrace.engine.collectives.base import Collectives, Pending
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.collectives.segment import MOST_RANKS, Segment, form_segment
+
+log = logging.getLogger(__name__)
 
 SPIN_NS = 100_000  # before a waiting rank sleeps: about as long as it takes to wake up twice
 ALL = -1
@@ -136,6 +139,8 @@ def on_one_machine(group: Collectives, timeout_s: float) -> Collectives:
     """
     library = shared_sums()
     segment = form_segment(group, library.headrace_shared_bytes(group.size) if library is not None else 0)
+    if group.rank == 0:
+        log.info("shards add up %s", "over Gloo" if segment is None else "through shared memory")
     if library is None or segment is None:
         return group
     return SharedMemoryCollectives(library, segment, group, timeout_s)
