@@ -16,7 +16,7 @@ ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 
 # What pip compiles.
-COMPILED := $(wildcard engine/native/*.[ch]) transfer/backends/streaming.c
+COMPILED := $(wildcard engine/native/*.[ch]) engine/collectives/shared_sums.c transfer/backends/streaming.c
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
 FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)

@@ -1,8 +1,8 @@
 """Tensor parallelism on the CPU: tokens/s of shards with one thread each beside one process with as many threads.
 
-`python -m benchmarks.tensor_parallel`. The shards are processes that sum over Gloo, as those of a server on one machine
-do; both sides take turns, prompt by prompt, on the same cores. Also the share of a forward pass that the shards are
-blocked in collective operations, waiting for the slower one included.
+`python -m benchmarks.tensor_parallel`. The shards are processes that sum through shared memory, as those of a server on
+one machine do, and others over Gloo; all sides take turns, prompt by prompt, on the same cores. Also the share of a
+forward pass that the shards are blocked in collective operations, waiting for the slower one included.
 """
 
 import multiprocessing
@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,13 @@ from benchmarks.report import console, print_table, prompt, run, spread
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.geometry import ceil_div
-from headrace.engine.collectives.base import Pending
+from headrace.engine.collectives.base import Collectives, Pending
+from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.free_port import free_port
 
+T = TypeVar("T")
 TIMEOUT_S = 120.0
 
 
@@ -43,6 +46,7 @@ class Setup(NamedTuple):
     size: int  # shards
     rank: int
     threads: int
+    shared: bool  # sums go through shared memory, not over Gloo
 
 
 class Timing(NamedTuple):
@@ -63,28 +67,44 @@ class _Timed(NamedTuple):
         return self.timed(self.pending.wait)
 
 
-class TimedCollectives(TorchCollectives):
+class TimedCollectives:
     """Collectives that sum the time that calls and waits take."""
 
-    seconds = 0.0
+    def __init__(self, group: Collectives) -> None:
+        self.size, self.rank = group.size, group.rank
+        self.seconds = 0.0
+        self._group = group
 
-    def all_reduce(self, x: Tensor) -> _Timed:  # type: ignore[override]  # any Pending will do
+    def all_reduce(self, x: Tensor) -> Pending:
         """See Collectives."""
-        started = time.perf_counter()
-        pending = super().all_reduce(x)
-        self.seconds += time.perf_counter() - started
-        return _Timed(pending, self._timed)
+        return self._begun(lambda: self._group.all_reduce(x))
 
-    def gather(self, x: Tensor, destination: int) -> _Timed:  # type: ignore[override]
+    def all_gather(self, x: Tensor) -> Pending:
         """See Collectives."""
-        started = time.perf_counter()
-        pending = super().gather(x, destination)
-        self.seconds += time.perf_counter() - started
-        return _Timed(pending, self._timed)
+        return self._begun(lambda: self._group.all_gather(x))
 
-    def _timed(self, wait: Callable[[], Tensor]) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        """See Collectives."""
+        return self._begun(lambda: self._group.reduce_scatter(x))
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """See Collectives."""
+        return self._begun(lambda: self._group.all_to_all(x, sent, received))
+
+    def broadcast(self, x: Tensor, source: int) -> Pending:
+        """See Collectives."""
+        return self._begun(lambda: self._group.broadcast(x, source))
+
+    def gather(self, x: Tensor, destination: int) -> Pending:
+        """See Collectives."""
+        return self._begun(lambda: self._group.gather(x, destination))
+
+    def _begun(self, begin: Callable[[], Pending]) -> Pending:
+        return _Timed(self._timed(begin), self._timed)
+
+    def _timed(self, step: Callable[[], T]) -> T:
         started = time.perf_counter()
-        result = wait()
+        result = step()
         self.seconds += time.perf_counter() - started
         return result
 
@@ -95,7 +115,8 @@ def serve(setup: Setup, orders: Connection) -> None:
     timeout = timedelta(seconds=TIMEOUT_S)
     store = TCPStore("127.0.0.1", setup.port, setup.size, is_master=setup.rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.size, timeout=timeout)
-    group = TimedCollectives(make_group(range(setup.size), TIMEOUT_S))
+    over_gloo = TorchCollectives(make_group(range(setup.size), TIMEOUT_S))
+    group = TimedCollectives(on_one_machine(over_gloo, TIMEOUT_S) if setup.shared else over_gloo)
     engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=setup.threads)
     model = ModelConfig(model=setup.model, dtype=setup.dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
     runner = ModelRunner(model, engine, MAX_TOKENS, tp=group)
@@ -113,15 +134,15 @@ def serve(setup: Setup, orders: Connection) -> None:
 class Side:
     """The processes of one side of the comparison. A context manager, which ends them."""
 
-    def __init__(self, model: str, dtype: str, chunk: int, shards: int, threads: int) -> None:
-        """Start them and wait until they are ready. threads: of each."""
+    def __init__(self, model: str, dtype: str, chunk: int, shards: int, threads: int, *, shared: bool) -> None:
+        """Start them and wait until they are ready. threads: of each. shared: see Setup."""
         spawn = multiprocessing.get_context("spawn")
         port = free_port()
         self._ends = []
         self._processes = []
         for rank in range(shards):
             end, other = spawn.Pipe()
-            setup = Setup(model, dtype, chunk, port, shards, rank, threads)
+            setup = Setup(model, dtype, chunk, port, shards, rank, threads, shared)
             process = spawn.Process(target=serve, args=(setup, other), daemon=True)
             process.start()
             other.close()  # so that a process that ends is noticed
@@ -149,19 +170,21 @@ class Side:
             process.join()
 
 
-def measure(sharded: Side, whole: Side, length: int, rounds: int) -> tuple[str, ...]:
-    """A row of the table: the sides in turns, after a prompt each to warm up."""
-    found: list[tuple[Timing, Timing]] = []
+def measure(sides: Sequence[Side], length: int, rounds: int) -> tuple[str, ...]:
+    """A row of the table: the sides in turns, after a prompt each to warm up. The last side is one process."""
+    found: list[list[Timing]] = []
     for seed in range(rounds + 1):
         ids = prompt(length, seed)
-        first, second = (sharded, whole) if seed % 2 else (whole, sharded)
-        one, other = first.prefill(ids), second.prefill(ids)
-        found.append((one, other) if seed % 2 else (other, one))
-    own, alone = (list(side) for side in zip(*found[1:], strict=True))
-    rates, other_rates = ([length / each.seconds for each in side] for side in (own, alone))
-    ratio = statistics.median(mine / other for mine, other in zip(rates, other_rates, strict=True))
-    blocked = statistics.median(each.blocked / each.seconds for each in own)
-    return f"{length:,}", spread(rates), spread(other_rates), f"{ratio:.2f}", f"{blocked:.1%}"
+        order = range(len(sides)) if seed % 2 else range(len(sides) - 1, -1, -1)
+        timings = {number: sides[number].prefill(ids) for number in order}
+        found.append([timings[number] for number in range(len(sides))])
+    *shards, whole = zip(*found[1:], strict=True)
+    cells = [f"{length:,}", spread([length / each.seconds for each in whole])]
+    for side in shards:
+        ratio = statistics.median(other.seconds / mine.seconds for mine, other in zip(side, whole, strict=True))
+        blocked = statistics.median(each.blocked / each.seconds for each in side)
+        cells += [spread([length / each.seconds for each in side]), f"{ratio:.2f}", f"{blocked:.1%}"]
+    return tuple(cells)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -174,16 +197,21 @@ def main(arguments: Sequence[str]) -> int:
     add_rounds(parser, 5)
     given = parser.parse_args(arguments)
     with ExitStack() as stack, console.status("starting") as status:
-        sharded = stack.enter_context(Side(given.model, given.dtype, given.chunk_tokens, given.tp, threads=1))
-        whole = stack.enter_context(Side(given.model, given.dtype, given.chunk_tokens, 1, threads=given.tp))
+        start = partial(Side, given.model, given.dtype, given.chunk_tokens)
+        sides = [
+            stack.enter_context(start(given.tp, threads=1, shared=True)),
+            stack.enter_context(start(given.tp, threads=1, shared=False)),
+            stack.enter_context(start(1, threads=given.tp, shared=False)),
+        ]
         rows = []
         for length in given.lengths:
             status.update(f"{length} tokens")
-            rows.append(measure(sharded, whole, length, given.rounds))
+            rows.append(measure(sides, length, given.rounds))
+    columns = [f"{part}, {by}" for by in ("shared memory", "Gloo") for part in ("tokens/s", "ratio", "blocked")]
     print_table(
         f"{given.model}, {given.dtype}: {given.tp} shards of one thread beside one process of {given.tp}; median "
-        f"(range) of {given.rounds} rounds",
-        ("tokens", "tokens/s, shards", "tokens/s, one process", "ratio", "blocked in collectives"),
+        f"(range) of {given.rounds} rounds; blocked: in collectives",
+        ("tokens", "tokens/s, one process", *columns),
         rows,
     )
     return 0

@@ -3,8 +3,8 @@
     SmolLM2 (9 query heads, 3 KV heads, MLP 1536 wide) on two shards:
 
                KV heads   query heads   MLP columns
-    shard 0      0          0 to 2        864           less attention, more MLP: both take equal time
-    shard 1      1, 2       3 to 8        672
+    shard 0      0          0 to 2        768           shards wait for each other after attention and after the MLP,
+    shard 1      1, 2       3 to 8        768           so more MLP does not make up for less attention
 
 Query heads stay with the KV head that they share. With more shards than KV heads, several shards hold a copy of the
 same KV head and divide its query heads. Pure arithmetic.
@@ -62,7 +62,7 @@ def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
         copies, part = tp // spec.kv_heads, spec.heads // tp
         kv_heads = [range(each // copies, each // copies + 1) for each in range(tp)]
         heads = [range(each * part, (each + 1) * part) for each in range(tp)]
-    columns = _columns(spec, [2 * (len(q) + len(kv)) * spec.head_dim for q, kv in zip(heads, kv_heads, strict=True)])
+    columns = _columns(spec.intermediate_size, [len(each) for each in heads])
     block = ceil_div(spec.vocab_size, tp)
     ends = [min(each * block, spec.vocab_size) for each in range(tp + 1)]
     return tuple(
@@ -107,18 +107,17 @@ def _divides_heads(spec: ModelSpec, tp: int) -> bool:
     return tp <= spec.kv_heads or (tp % spec.kv_heads == 0 and (spec.heads // spec.kv_heads) % copies == 0)
 
 
-def _columns(spec: ModelSpec, attention: list[int]) -> list[range]:
-    """MLP columns of each shard, so that the matrices of attention and MLP take equal time on all shards.
+def _columns(width: int, heads: list[int]) -> list[range]:
+    """MLP columns of each shard: equally many, as far as whole units allow. heads: of each shard; what is left over
+    goes to those with the fewest.
 
-    attention: rows of each shard's attention matrices, each as long as the model is wide; a column of the MLP has three
-    of them. Unit by unit goes to the shard with the least so far, which minimises the cost of the slowest shard.
+    Uneven heads are not made up for: the outputs of attention are added up before the MLP begins, so that a layer takes
+    the time of the slowest attention and that of the slowest MLP.
     """
-    width = spec.intermediate_size
-    unit = next((unit for unit in COLUMN_UNITS if width // unit >= UNITS_PER_SHARD * len(attention)), 1)
-    units = [1] * len(attention)
-    for _ in range(ceil_div(width, unit) - len(units)):
-        units[min(range(len(units)), key=lambda each: attention[each] + 3 * unit * units[each])] += 1
-    ends = [min(unit * end, width) for end in accumulate(units)]
+    unit = next((unit for unit in COLUMN_UNITS if width // unit >= UNITS_PER_SHARD * len(heads)), 1)
+    each, left = divmod(ceil_div(width, unit), len(heads))
+    more = sorted(range(len(heads)), key=heads.__getitem__)[:left]
+    ends = [min(unit * end, width) for end in accumulate(each + (shard in more) for shard in range(len(heads)))]
     return [range(*ends_of) for ends_of in pairwise((0, *ends))]
 
 

@@ -1,7 +1,8 @@
 """Process groups of the ranks of a server (torch.distributed, NCCL or Gloo).
 
     world    all ranks: hidden states, point to point
-    tp       the shards of one stage: all-reduces and gathers of sharded layers
+    tp       the shards of one stage: all-reduces and gathers of sharded layers, through shared memory if all are on the
+             CPU of one machine
     dp       the same shard of one stage in all replicas: exchange of tokens between experts by all-gather
     ep       all ranks of one stage, of all replicas: exchange of tokens between experts by all-to-all
     tokens   all ranks of one replica: sampled tokens, over a communicator of their own
@@ -24,6 +25,7 @@ from headrace.core.types.layout import Layout
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 
 
@@ -48,7 +50,10 @@ def join_groups(config: StageConfig, device: torch.device) -> Groups:
     if len(config.layout.ranks) == 1:
         return Groups()
     _join_world(config, device)
-    return make_groups(config.layout, config.rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
+    groups = make_groups(config.layout, config.rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
+    if config.layout.tp > 1 and device.type == "cpu":
+        groups = groups._replace(tp=on_one_machine(groups.tp, config.stage_timeout_s))
+    return groups
 
 
 def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False) -> Groups:

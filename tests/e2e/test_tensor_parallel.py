@@ -88,6 +88,7 @@ def test_death_and_silence_of_a_rank(struck: tuple[int, int, int]) -> None:
             at = time.monotonic()
             answers = [each.result() for each in load]
         assert time.monotonic() - at < 5
+        assert "shards add up through shared memory" in server.log
         for answer in answers:
             assert answer.status_code == 503
             assert name in answer.json()["error"]["message"], answer.text

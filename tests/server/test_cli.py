@@ -69,7 +69,7 @@ def test_check_prints_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert (
         "# rank 1 (stage 0, replica 0, shard 1): layers 0 to 29, query heads 3 to 8, KV heads 1 to 2, "
-        "MLP columns 864 to 1535, vocabulary rows 24576 to 49151, data port 7001"
+        "MLP columns 768 to 1535, vocabulary rows 24576 to 49151, data port 7001"
     ) in lines
     memory = [line for line in lines if line.startswith("# memory of rank ")]
     assert len(memory) == 2

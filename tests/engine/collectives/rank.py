@@ -1,4 +1,5 @@
-"""A rank of a group of processes, which checks the collective operations: `python -m … PORT SIZE RANK`."""
+"""A rank of a group of processes, which checks the collective operations, over Gloo and through shared memory:
+`python -m … PORT SIZE RANK`."""
 
 import sys
 from datetime import timedelta
@@ -6,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from tests.engine.collectives.test_collectives import check, operations
 
@@ -18,8 +20,11 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = TorchCollectives(make_group(range(size), TIMEOUT_S))
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        check(size, rank, operations(group, dtype), dtype)
+    shared = on_one_machine(group, TIMEOUT_S)
+    assert isinstance(shared, SharedMemoryCollectives)
+    for each in (group, shared):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+            check(size, rank, operations(each, dtype), dtype)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""Every implementation of Collectives gives the same results: threads, processes over Gloo, and one rank alone."""
+"""Every implementation of Collectives gives the same results: threads, processes over Gloo and through shared memory,
+and one rank alone."""
 
 import socket
 import subprocess
@@ -70,7 +71,7 @@ def test_alone() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes(size: int, tmp_path: Path) -> None:
-    """Gloo does all of them, in float32 and bfloat16, unequal and empty splits included."""
+    """Gloo and shared memory do all of them, in float32 and bfloat16, unequal and empty splits included."""
     store = socket.create_server(("127.0.0.1", 0))
     port = store.getsockname()[1]
     store.close()

@@ -30,10 +30,6 @@ def splits(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     return spec_of(heads, kv_heads, inner, draw(st.integers(1, 500)), draw(st.sampled_from([8, 64, 128]))), tp
 
 
-def cost(spec: ModelSpec, shard: Shard) -> int:
-    return 2 * (len(shard.heads) + len(shard.kv_heads)) * spec.head_dim + 3 * len(shard.columns)
-
-
 @given(splits())
 def test_everything_is_held_once(case: tuple[ModelSpec, int]) -> None:
     spec, tp = case
@@ -62,14 +58,12 @@ def test_query_heads_have_their_kv_heads_with_them(case: tuple[ModelSpec, int]) 
 
 
 @given(splits())
-def test_shards_take_equal_time_as_far_as_whole_units_allow(case: tuple[ModelSpec, int]) -> None:
-    """A shard that is slower than another by more than two units of columns has no more than one unit to give."""
+def test_columns_are_even_as_far_as_whole_units_allow(case: tuple[ModelSpec, int]) -> None:
+    """Whatever the heads are: shards wait for each other between attention and the MLP."""
     spec, tp = case
-    shards = split_model(spec, tp)
-    costs = [cost(spec, shard) for shard in shards]
-    slowest = costs.index(max(costs))
-    if len(shards[slowest].columns) > 32:
-        assert max(costs) - min(costs) <= 2 * 3 * 32
+    counts = [len(shard.columns) for shard in split_model(spec, tp)]
+    unit = next((unit for unit in (32, 16, 8, 4, 2, 1) if spec.intermediate_size // unit >= 4 * tp), 1)
+    assert max(counts) - min(counts) < 2 * unit
 
 
 def test_one_shard_holds_all() -> None:
@@ -78,8 +72,8 @@ def test_one_shard_holds_all() -> None:
 
 def test_the_bundled_model_on_two_shards() -> None:
     first, second = split_model(load_spec(resolve_source("smollm2")), 2)
-    assert (first.heads, first.kv_heads, first.columns) == (range(3), range(1), range(864))
-    assert (second.heads, second.kv_heads, second.columns) == (range(3, 9), range(1, 3), range(864, 1536))
+    assert (first.heads, first.kv_heads, first.columns) == (range(3), range(1), range(768))
+    assert (second.heads, second.kv_heads, second.columns) == (range(3, 9), range(1, 3), range(768, 1536))
     assert (first.offered, second.offered) == (range(1), range(1, 3))
 
 
@@ -92,6 +86,11 @@ def test_more_shards_than_kv_heads() -> None:
 
 def test_even_heads_have_even_columns() -> None:
     assert [len(shard.columns) for shard in split_model(spec_of(32, 8, 14336), 8)] == [1792] * 8
+
+
+def test_what_is_left_over_goes_to_those_with_the_fewest_heads() -> None:
+    assert [len(shard.columns) for shard in split_model(spec_of(9, 3, inner=32 * 25), 2)] == [13 * 32, 12 * 32]
+    assert [len(shard.columns) for shard in split_model(spec_of(8, 4, inner=32 * 25), 3)] == [9 * 32, 8 * 32, 8 * 32]
 
 
 def test_columns_come_in_units_of_32_where_there_are_enough() -> None:
