@@ -5,44 +5,22 @@ do; both sides take turns, prompt by prompt, on the same cores. Also the share o
 blocked in collective operations, waiting for the slower one included.
 """
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # public in torch.distributed, but typed here only
 
 from benchmarks.arguments import add_lengths, add_model, add_rounds, make_parser
 from benchmarks.profile import MAX_TOKENS, PAGE, rows_of
+from benchmarks.ranks import TIMEOUT_S, Rank, Ranks
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.timed_collectives import TimedCollectives
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.geometry import ceil_div
-from headrace.engine.collectives.base import Pending
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.runner import ModelRunner
-from headrace.server.launch.free_port import free_port
-
-TIMEOUT_S = 120.0
-
-
-class Setup(NamedTuple):
-    """What a process is told."""
-
-    model: str
-    dtype: str
-    chunk: int  # tokens
-    port: int  # of the rendezvous
-    size: int  # shards
-    rank: int
-    threads: int
 
 
 class Timing(NamedTuple):
@@ -52,110 +30,38 @@ class Timing(NamedTuple):
     blocked: float  # in collective operations
 
 
-class _Timed(NamedTuple):
-    """A Pending whose wait is timed."""
-
-    pending: Pending
-    timed: Callable[[Callable[[], Tensor]], Tensor]
-
-    def wait(self) -> Tensor:
-        """See Pending."""
-        return self.timed(self.pending.wait)
-
-
-class TimedCollectives(TorchCollectives):
-    """Collectives that sum the time that calls and waits take."""
-
-    seconds = 0.0
-
-    def all_reduce(self, x: Tensor) -> _Timed:  # type: ignore[override]  # any Pending will do
-        """See Collectives."""
-        started = time.perf_counter()
-        pending = super().all_reduce(x)
-        self.seconds += time.perf_counter() - started
-        return _Timed(pending, self._timed)
-
-    def gather(self, x: Tensor, destination: int) -> _Timed:  # type: ignore[override]
-        """See Collectives."""
-        started = time.perf_counter()
-        pending = super().gather(x, destination)
-        self.seconds += time.perf_counter() - started
-        return _Timed(pending, self._timed)
-
-    def _timed(self, wait: Callable[[], Tensor]) -> Tensor:
-        started = time.perf_counter()
-        result = wait()
-        self.seconds += time.perf_counter() - started
-        return result
-
-
-def serve(setup: Setup, orders: Connection) -> None:
-    """Compute the prompts that arrive as lists of ids; answer with a Timing each. None ends the process."""
-    torch.set_num_threads(setup.threads)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store = TCPStore("127.0.0.1", setup.port, setup.size, is_master=setup.rank == 0, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.size, timeout=timeout)
-    group = TimedCollectives(make_group(range(setup.size), TIMEOUT_S))
-    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=setup.threads)
-    model = ModelConfig(model=setup.model, dtype=setup.dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
-    runner = ModelRunner(model, engine, MAX_TOKENS, tp=group)
+def shard(rank: Rank, model: str, dtype: str, chunk: int) -> Callable[[list[int]], Timing]:
+    """In a process: computes prompts in chunks of so many tokens."""
+    group = TimedCollectives(TorchCollectives(make_group(range(rank.size), TIMEOUT_S)))
+    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=rank.threads)
+    config = ModelConfig(model=model, dtype=dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
+    runner = ModelRunner(config, engine, MAX_TOKENS, tp=group)
     keep_freed_memory()
     runner.warm_up()
-    orders.send(None)  # ready
-    while (ids := orders.recv()) is not None:
-        group.seconds, started = 0.0, time.perf_counter()
-        for row in rows_of(ids, setup.chunk):
+
+    def compute(ids: list[int]) -> Timing:
+        group.clear()
+        started = time.perf_counter()
+        for row in rows_of(ids, chunk):
             runner.execute([row])
-        orders.send(Timing(time.perf_counter() - started, group.seconds))
-    dist.destroy_process_group()
+        return Timing(time.perf_counter() - started, group.seconds)
+
+    return compute
 
 
-class Side:
-    """The processes of one side of the comparison. A context manager, which ends them."""
-
-    def __init__(self, model: str, dtype: str, chunk: int, shards: int, threads: int) -> None:
-        """Start them and wait until they are ready. threads: of each."""
-        spawn = multiprocessing.get_context("spawn")
-        port = free_port()
-        self._ends = []
-        self._processes = []
-        for rank in range(shards):
-            end, other = spawn.Pipe()
-            setup = Setup(model, dtype, chunk, port, shards, rank, threads)
-            process = spawn.Process(target=serve, args=(setup, other), daemon=True)
-            process.start()
-            other.close()  # so that a process that ends is noticed
-            self._ends.append(end)
-            self._processes.append(process)
-        for end in self._ends:
-            end.recv()
-
-    def prefill(self, ids: list[int]) -> Timing:
-        """Compute a prompt: seconds of the slowest process, and the longest that one was blocked."""
-        for end in self._ends:
-            end.send(ids)
-        timings: list[Timing] = [end.recv() for end in self._ends]
-        return Timing(max(each.seconds for each in timings), max(each.blocked for each in timings))
-
-    def __enter__(self) -> "Side":
-        """The side itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the processes."""
-        for end in self._ends:
-            end.send(None)
-        for process in self._processes:
-            process.join()
+def prefill(side: Ranks, ids: list[int]) -> Timing:
+    """Compute a prompt: seconds of the slowest process, and the longest that one was blocked."""
+    timings: list[Timing] = side.ask(ids)
+    return Timing(max(each.seconds for each in timings), max(each.blocked for each in timings))
 
 
-def measure(sharded: Side, whole: Side, length: int, rounds: int) -> tuple[str, ...]:
+def measure(sharded: Ranks, whole: Ranks, length: int, rounds: int) -> tuple[str, ...]:
     """A row of the table: the sides in turns, after a prompt each to warm up."""
     found: list[tuple[Timing, Timing]] = []
     for seed in range(rounds + 1):
         ids = prompt(length, seed)
         first, second = (sharded, whole) if seed % 2 else (whole, sharded)
-        one, other = first.prefill(ids), second.prefill(ids)
+        one, other = prefill(first, ids), prefill(second, ids)
         found.append((one, other) if seed % 2 else (other, one))
     own, alone = (list(side) for side in zip(*found[1:], strict=True))
     rates, other_rates = ([length / each.seconds for each in side] for side in (own, alone))
@@ -174,8 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     add_rounds(parser, 5)
     given = parser.parse_args(arguments)
     with ExitStack() as stack, console.status("starting") as status:
-        sharded = stack.enter_context(Side(given.model, given.dtype, given.chunk_tokens, given.tp, threads=1))
-        whole = stack.enter_context(Side(given.model, given.dtype, given.chunk_tokens, 1, threads=given.tp))
+        setup = (given.model, given.dtype, given.chunk_tokens)
+        sharded = stack.enter_context(Ranks(given.tp, shard, *setup))
+        whole = stack.enter_context(Ranks(1, shard, *setup, threads=given.tp))
         rows = []
         for length in given.lengths:
             status.update(f"{length} tokens")
