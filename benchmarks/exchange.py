@@ -113,8 +113,8 @@ def main(arguments: Sequence[str]) -> int:
                     status.update(f"{way}, {tokens} tokens")
                     rows.append(measure(ranks, way, tokens, spec.layers, given.rounds))
     print_table(
-        f"{given.experts} experts of which a token takes {given.top_k}, hidden size {given.hidden}, float32, two replicas; "
-        f"per layer and replica, medians of {given.rounds} rounds",
+        f"{given.experts} experts of which a token takes {given.top_k}, hidden size {given.hidden}, float32, two "
+        f"replicas; per layer and replica, medians of {given.rounds} rounds",
         ("way", "tokens", "MB", "alone, ms", "copy, ms", "/ copy", "/ layer", "blocked"),
         rows,
     )

@@ -48,8 +48,8 @@ FLOAT32_BYTES = 4
 
 @contextmanager
 def vllm(python: Path, model: Path, *flags: str) -> Iterator[Compute]:
-    """A vLLM of two processes with a thread each, and no prefix cache. Raises AssertionError, with its log, when it does
-    not start."""
+    """A vLLM of two processes with a thread each, and no prefix cache. Raises AssertionError, with its log, when it
+    does not start."""
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(map(str, cores[:2])) if len(cores) > 1 else "nobind"
     environment = {**vllm_server.THREADS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack, console.status("making a model") as status:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         spec, _ = save_moe(folder, given)
-        flags = ("--role", "prefill", "--model", str(folder), "--dtype", "float32", "--threads", "1", "--kv-pages", "1024",
-                 "--no-prefix-cache", "--max-model-len", "4096")  # fmt: skip
+        flags = ("--role", "prefill", "--model", str(folder), "--dtype", "float32", "--threads", "1",
+                 "--kv-pages", "1024", "--no-prefix-cache", "--max-model-len", "4096")  # fmt: skip
         status.update("starting")
         sides: dict[str, Compute] = {}
         for way, own in WAYS.items():

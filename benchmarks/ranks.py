@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,14 @@ class Ranks:
         for end in self._ends:
             end.send(order)
         return [end.recv() for end in self._ends]
+
+    def post(self, number: int, order: Any) -> None:
+        """Give an order to one process, whose answer done() returns. It may have others already."""
+        self._ends[number].send(order)
+
+    def done(self, timeout_s: float | None) -> list[Any]:
+        """Answers that have come; waits for the first of them, at most so long."""
+        return [end.recv() for end in wait(self._ends, timeout_s) if isinstance(end, Connection)]
 
     def __enter__(self) -> "Ranks":
         """The world itself."""
