@@ -14,6 +14,7 @@ from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import Model, both
 from tests.e2e.strikes import come_back, ranks_of, strike
+from tests.e2e.texts import check_alone, check_together, text_of
 
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 TOKENS = 8
@@ -25,19 +26,12 @@ def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **more}
 
 
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
 def check_texts(server: Server) -> None:
     """One by one, then all at once."""
     prompts = [gold.story_ids()[:length] for length in LENGTHS]
-    expected = [gold.greedy_text(prompt, TOKENS) for prompt in prompts]
-    assert [text_of(server.post("/v1/completions", body(prompt))) for prompt in prompts] == expected
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: text_of(server.post("/v1/completions", body(prompt))), prompts))
-    assert together == expected
+    expected = {prompt: gold.greedy_text(prompt, TOKENS) for prompt in prompts}
+    check_alone(server, expected, TOKENS)
+    check_together(server, expected, TOKENS)
 
 
 @pytest.mark.parametrize("stages", ["2", pytest.param("3", marks=pytest.mark.full)])
