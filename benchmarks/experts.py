@@ -6,6 +6,7 @@ while one computes, the others are idle. Also the bytes of weights that the rank
 """
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,8 @@ from benchmarks import vllm_server
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.degrees import rates_of, ratio
 from benchmarks.peers import Compute
-from benchmarks.random_moe import add_sizes, save_moe
-from benchmarks.report import console, print_table, run, spread
+from benchmarks.random_moe import VOCABULARY, add_sizes, save_moe
+from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import prefill_all_seconds, serving
 from benchmarks.vllm_server import Vllm
 from headrace.engine.kv.memory_plan import weight_count
@@ -48,8 +49,8 @@ FLOAT32_BYTES = 4
 
 @contextmanager
 def vllm(python: Path, model: Path, *flags: str) -> Iterator[Compute]:
-    """A vLLM of two processes with a thread each, and no prefix cache. Raises AssertionError, with its log, when it
-    does not start."""
+    """A vLLM of two processes with a thread each, and no prefix cache. Raises RuntimeError with what its log
+    names as errors when it does not start or cannot compute a prompt."""
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(map(str, cores[:2])) if len(cores) > 1 else "nobind"
     environment = {**vllm_server.THREADS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
@@ -63,6 +64,12 @@ def vllm(python: Path, model: Path, *flags: str) -> Iterator[Compute]:
 
     try:
         server.wait_ready()
+        seconds([prompt(64, 1, VOCABULARY)])
+    except AssertionError:
+        errors = dict.fromkeys(re.findall(r"\w+Error\b[^\n]*", server.log))
+        server.close()
+        raise RuntimeError(", ".join(errors) or "no error in its log") from None
+    try:
         yield seconds
     finally:
         server.close()
@@ -96,8 +103,8 @@ def main(arguments: Sequence[str]) -> int:
         for way, own in VLLM_WAYS.items() if given.vllm else ():
             try:
                 sides[way] = stack.enter_context(vllm(given.vllm, folder, *own))
-            except AssertionError as error:
-                console.print(f"{way} did not start:\n{error}")
+            except RuntimeError as error:
+                console.print(f"{way} cannot do it: {error}")
         for name, load in LOADS.items():
             status.update(name)
             rates = rates_of(sides, load, given.rounds)
