@@ -8,7 +8,7 @@ import pytest
 from headrace.core.types.layout import Layout
 from headrace.engine.order_check import OrderMismatch
 from tests.e2e.models import StubOracle
-from tests.engine.parallel.thread_ranks import ORDERS, SIZES, Asked, Damage, ThreadServer, patched
+from tests.engine.parallel.thread_ranks import ORDERS, SIZES, Asked, Damage, ThreadServer, serving
 
 ORACLE = StubOracle(SIZES, 128)
 LAYOUTS = [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 1), Layout(2, 2, 2), Layout(1, 4, 2)]
@@ -38,10 +38,8 @@ def check(server: ThreadServer, asked: list[Asked]) -> None:
 def test_random_streams(layout: Layout, seed: int) -> None:
     """S2, S4, S6, S9: every rank gets the orders of its replica and takes part in every pass; digests are equal."""
     asked = requests(random.Random(seed), 5 * layout.dp)
-    with patched() as world:
-        server = ThreadServer(world, layout, seed)
+    with serving(layout, seed) as server:
         server.serve(asked)
-        server.end()
     assert server.failures == []
     assert server.passes > 5
     check(server, asked)
@@ -56,8 +54,8 @@ def swapped(two: list[bytes]) -> list[bytes]:
 
 
 def altered(two: list[bytes]) -> list[bytes]:
-    order = ORDERS.decode(two[1])
-    return [two[0], ORDERS.encode(msgspec.structs.replace(order, seq=order.seq + 1000))]
+    order = ORDERS.decode(two[0])
+    return [ORDERS.encode(msgspec.structs.replace(order, seq=order.seq + 1000)), two[1]]
 
 
 @pytest.mark.parametrize(
@@ -73,10 +71,8 @@ def altered(two: list[bytes]) -> list[bytes]:
 @pytest.mark.parametrize("damage", [dropped, swapped, altered])
 def test_damage_for_one_rank_ends_all_at_the_next_heartbeat(layout: Layout, rank: int, damage: Damage) -> None:
     asked = [Asked(each.prompt, each.tokens) for each in requests(random.Random(5), 5 * layout.dp)]
-    with patched() as world:
-        server = ThreadServer(world, layout, seed=5)
+    with serving(layout, seed=5) as server:
         server.damage(rank, 9, damage)
         server.serve(asked)
-        server.end()
     assert [error for number, error in server.failures if number == rank and isinstance(error, OrderMismatch)]
     assert not [error for number, error in server.failures if number != rank and isinstance(error, OrderMismatch)]

@@ -25,6 +25,7 @@ from headrace.core.config import EngineConfig, ModelConfig, SchedulerConfig
 from headrace.core.messages.frontend import Abort, RequestFailed, RequestFinished, Submit, Tokens
 from headrace.core.messages.orders import (
     AnyOrder,
+    DropPeer,
     Forward,
     Heartbeat,
     Order,
@@ -51,79 +52,13 @@ from headrace.engine.telemetry.meter import Meter
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.launch.replica_streams import ReplicaStreams
 from tests.engine.collectives.threads import Meeting, ThreadCollectives
+from tests.engine.parallel.thread_world import DEADLINE_S, World
 
 SIZES = "stub:layers=4,hidden=64,heads=4,kv_heads=2,vocab=300,max_len=128"
 PAGE = 4
 KV_PAGES = 60
-DEADLINE_S = 30.0  # for any wait of a rank for another
 DELAY_S = 0.002  # the longest of each delay
 ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
-
-
-class Work(NamedTuple):
-    """An operation of a World under way. key: of the message that it waits for; None for a sender."""
-
-    world: "World"
-    key: object | None = None
-    tensor: Tensor | None = None
-
-    def is_completed(self) -> bool:
-        return self.key is None or self.world.has(self.key)
-
-    def wait(self) -> None:
-        if self.tensor is not None and self.key is not None:
-            self.tensor.copy_(self.world.take(self.key))
-
-
-class World:
-    """The calls of torch.distributed that PipelineLinks makes, among threads."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._mail: dict[object, Tensor] = {}
-        self._turns: Counter[object] = Counter()  # broadcasts of a rank
-        self._own = threading.local()
-        self._broken = ""
-
-    def enter(self, rank: int) -> None:
-        """This thread is a rank from now on."""
-        self._own.rank = rank
-
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._post((self._own.rank, dst, tag), tensor)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        return Work(self, (src, self._own.rank, tag), tensor)
-
-    def broadcast(self, tensor: Tensor, src: int, group: object, async_op: bool) -> Work:
-        assert async_op
-        self._turns[self._own.rank] += 1
-        key = (group, self._turns[self._own.rank])
-        return self._post(key, tensor) if self._own.rank == src else Work(self, key, tensor)
-
-    def has(self, key: object) -> bool:
-        with self._condition:
-            return key in self._mail
-
-    def take(self, key: object) -> Tensor:
-        with self._condition:
-            there = self._condition.wait_for(lambda: self._broken or key in self._mail, DEADLINE_S)
-            if self._broken or not there:
-                raise RuntimeError(self._broken or f"{key} did not come")
-            return self._mail[key]
-
-    def leave(self, reason: str) -> None:
-        """Break it: all that wait raise."""
-        with self._condition:
-            self._broken = reason
-            self._condition.notify_all()
-
-    def _post(self, key: object, tensor: Tensor) -> Work:
-        with self._condition:
-            assert key not in self._mail, f"{key} is sent twice"
-            self._mail[key] = tensor.clone()
-            self._condition.notify_all()
-        return Work(self)
 
 
 class MeetingRunner(StubRunner):
@@ -191,7 +126,7 @@ class ThreadRank:
         server.world.enter(self.rank)
         place = layout.place(self.rank)
         runner = MeetingRunner(
-            ModelConfig(model=server.model, dtype="float32", device="cpu"),
+            ModelConfig(model=SIZES, dtype="float32", device="cpu"),
             EngineConfig(page_size=PAGE, kv_pages=KV_PAGES),
             ranges([4 // layout.pp] * layout.pp)[place.stage],
             tp=ThreadCollectives(server.meetings[layout.shards(self.rank)], place.shard),
@@ -204,7 +139,7 @@ class ThreadRank:
         ranks = layout.replica_ranks(place.replica)
         group: Any = ranks if len(ranks) > 1 else None
         links = PipelineLinks(layout, self.rank, runner.hidden_spec, group)
-        offered = offer(layout, self.rank, load_spec(resolve_source(server.model)))
+        offered = offer(layout, self.rank, load_spec(resolve_source(SIZES)))
         self.post(
             StageReady(
                 stage=self.rank, geometry=runner.geometry, offered=None if offered.offers else (),
@@ -241,15 +176,14 @@ class Asked(NamedTuple):
 
 
 Damage = Callable[[list[bytes]], list[bytes]]
-"""What becomes of the orders of a rank from one number on: of two of them."""
+"""What becomes of two orders to a rank."""
 
 
 class ThreadServer:
-    """A scheduler and its ranks. Used within patched()."""
+    """A scheduler and its ranks; made by serving()."""
 
-    def __init__(self, world: World, layout: Layout, seed: int, *, model: str = SIZES) -> None:
+    def __init__(self, world: World, layout: Layout, seed: int) -> None:
         self.layout = layout
-        self.model = model
         self.world = world
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.meetings: dict[range, Meeting] = {}
@@ -269,15 +203,15 @@ class ThreadServer:
                 stages=layout.pp, dp=layout.dp, tp=layout.tp, lockstep=layout.dp > 1,
             )
         )  # fmt: skip
-        self._damaged: tuple[int, int, Damage] | None = None
-        self._taken: list[bytes] = []  # of the damaged rank, from the number on
+        self._damaged: tuple[int, int, Damage] = (-1, 0, list)
+        self._struck = False
         self._sent: Counter[int] = Counter()
         self._ranks = [ThreadRank(self, rank) for rank in layout.ranks]
         for each in self._ranks:
             each.start()
 
     def damage(self, rank: int, number: int, damage: Damage) -> None:
-        """Damage two orders to a rank, from this number on; a heartbeat follows them."""
+        """Damage the order of this number to a rank, and one behind it that changes nothing; a heartbeat follows."""
         self._damaged = (rank, number, damage)
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -297,7 +231,9 @@ class ThreadServer:
             ready = self.events.get(timeout=DEADLINE_S)
             assert isinstance(ready, StageReady), ready
             self._take(ready)
+        until = time.monotonic() + 2 * DEADLINE_S
         while len(self._ended) < len(asked) and not self.failures:
+            assert time.monotonic() < until, f"{len(self._ended)} of {len(asked)} have ended"
             if waiting and self._random.random() < 0.4:
                 number, each = waiting.pop(0)
                 self._submit(str(number), each)
@@ -311,11 +247,10 @@ class ThreadServer:
             while any(isinstance(order, Forward) for order in self._do(self._scheduler.plan(time.monotonic()))):
                 pass
             if self._random.random() < 0.2:
-                self._heartbeats()
+                self.heartbeats()
 
     def end(self) -> None:
-        """End all ranks in order, after a last heartbeat."""
-        self._heartbeats()
+        """End all ranks, once they have done what they were told."""
         for rank in self._ranks:
             rank.frames.put(ORDERS.encode(ShutdownStage(seq=0)))
         for rank in self._ranks:
@@ -353,39 +288,44 @@ class ThreadServer:
                     self._ended.add(effect.rid)
                 case _:
                     pass
+        if self._struck:  # once both replicas have their orders of a pass
+            self._struck = False
+            self.heartbeats()
         return orders
 
     def _send(self, replicas: Sequence[int], order: AnyOrder) -> None:
+        frames = [self._log(replicas, order)]
+        ranks = [rank for replica in replicas for rank in self.layout.replica_ranks(replica)]
+        self._sent.update(ranks)
+        damaged, number, damage = self._damaged
+        struck = damaged in ranks and self._sent[damaged] == number
+        if struck:
+            frames.append(self._log(replicas, DropPeer(seq=0, session="any")))
+        for rank in ranks:
+            own = damage(frames) if struck and rank == damaged else frames
+            for frame in own:
+                self._ranks[rank].frames.put(frame)
+        self._struck |= struck
+
+    def _log(self, replicas: Sequence[int], order: AnyOrder) -> bytes:
         frame = ORDERS.encode(order)
         self._streams.add(replicas, frame, order)
-        for replica in replicas:
-            for rank in self.layout.replica_ranks(replica):
-                self._sent[rank] += 1
-                for each in self._arriving(rank, frame):
-                    self._ranks[rank].frames.put(each)
+        return frame
 
-    def _arriving(self, rank: int, frame: bytes) -> list[bytes]:
-        """The frames that reach a rank in the place of one that was sent."""
-        if self._damaged is None or self._damaged[0] != rank or self._sent[rank] < self._damaged[1]:
-            return [frame]
-        self._taken.append(frame)
-        if len(self._taken) < 2:
-            return []
-        heartbeat = self._streams.heartbeat(self.layout.place(rank).replica)
-        damaged = [*self._damaged[2](self._taken), ORDERS.encode(heartbeat)]
-        self._damaged = None
-        return damaged
-
-    def _heartbeats(self) -> None:
-        if self._taken and self._damaged is not None:
-            return  # two orders are being held back, and would be missed
+    def heartbeats(self) -> None:
+        """One to each rank."""
         for rank in self._ranks:
             rank.frames.put(ORDERS.encode(self._streams.heartbeat(self.layout.place(rank.rank).replica)))
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[World]:
-    """A World in the place of torch.distributed."""
+def serving(layout: Layout, seed: int) -> Iterator[ThreadServer]:
+    """A server for the length of a with block, after which its ranks are ended."""
     world = World()
     with patch("headrace.engine.parallel.pipeline.dist", world):
-        yield world
+        server = ThreadServer(world, layout, seed)
+        try:
+            yield server
+            server.heartbeats()
+        finally:
+            server.end()
