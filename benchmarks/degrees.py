@@ -5,36 +5,38 @@ one machine they share its cores, so what is seen is the cost of each way, not w
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from benchmarks.arguments import add_model, add_rounds, make_parser
+from benchmarks.peers import Compute
 from benchmarks.report import console, print_table, prompt, run, spread
-from benchmarks.server import prefill_all_seconds, prefill_seconds, serving
-from headrace.server.launch.local_server import LocalServer
+from benchmarks.server import prefill_all_seconds, serving
 
+VOCABULARY = 2000  # ids below this are in every model's vocabulary
 WAYS = {
     "one rank": ("--threads", "2"),
     "--tp 2": ("--tp", "2", "--threads", "1"),
     "--pp 2": ("--pp", "2", "--threads", "1"),
     "--dp 2": ("--dp", "2", "--threads", "1"),
 }
-CONCURRENT, EACH = 32, 256  # prompts at once, and their tokens
-Load = tuple[str, int, Callable[[LocalServer, int], float]]  # name, tokens, seconds for a seed
+LOADS: dict[str, tuple[int, ...]] = {"128": (128,), "512": (512,), "2,048": (2048,), "32 x 256": (256,) * 32}
 
 
-def single(length: int) -> Load:
-    """One prompt."""
-    return f"{length:,}", length, lambda server, seed: prefill_seconds(server, prompt(length, seed))
+def rates_of(sides: Mapping[str, Compute], load: Sequence[int], rounds: int) -> dict[str, list[float]]:
+    """tokens/s of each side for prompts at once of so many tokens: side by side in each round, after one to warm up."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        prompts = [prompt(length, 1000 * number + index, VOCABULARY) for index, length in enumerate(load)]
+        for side, seconds in sides.items():
+            rates[side].append(sum(load) / seconds(prompts))
+    return {side: found[1:] for side, found in rates.items()}
 
 
-def together(count: int, length: int) -> Load:
-    """Several prompts at once."""
-
-    def seconds(server: LocalServer, seed: int) -> float:
-        return prefill_all_seconds(server, [prompt(length, seed * count + number) for number in range(count)])
-
-    return f"{count} x {length}", count * length, seconds
+def ratio(rates: Sequence[float], others: Sequence[float]) -> str:
+    """Median of the ratios of the rounds, as text."""
+    return f"{statistics.median(one / other for one, other in zip(rates, others, strict=True)):.2f}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,18 +49,14 @@ def main(arguments: Sequence[str]) -> int:
              "--kv-pages", "1024", "--max-model-len", "4096")  # fmt: skip
     rows = []
     with ExitStack() as stack:
-        servers = {way: stack.enter_context(serving(*flags, *own)) for way, own in WAYS.items()}
-        for name, tokens, seconds in (single(128), single(512), single(2048), together(CONCURRENT, EACH)):
-            rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        sides = {
+            way: partial(prefill_all_seconds, stack.enter_context(serving(*flags, *own))) for way, own in WAYS.items()
+        }
+        for name, load in LOADS.items():
             with console.status(name):
-                for seed in range(given.rounds + 1):
-                    for way, server in servers.items():
-                        rates[way].append(tokens / seconds(server, seed))
-            alone, *others = (of_way[1:] for of_way in rates.values())  # the first round warms up
-            ratios = [
-                statistics.median(mine / whole for mine, whole in zip(each, alone, strict=True)) for each in others
-            ]
-            rows.append((name, spread(alone), *(f"{ratio:.2f}" for ratio in ratios)))
+                rates = rates_of(sides, load, given.rounds)
+            alone, *others = rates.values()
+            rows.append((name, spread(alone), *(ratio(each, alone) for each in others)))
     print_table(
         f"{given.model}, {given.dtype}: tokens/s of one rank with two threads, and of two ranks with one thread beside "
         f"it; median (range) of {given.rounds} rounds",

@@ -28,6 +28,18 @@ PASS_S = 0.05  # of a pass, in the scheduler's own time
 VOCABULARY = 30_000
 
 
+def started(config: SchedulerConfig) -> Scheduler:
+    """A scheduler whose ranks are ready."""
+    scheduler = Scheduler(config)
+    geometry = Geometry("float32", 1, 1, 1, config.page_size)
+    for rank in config.layout.ranks:
+        ready = StageReady(
+            stage=rank, geometry=geometry, fingerprint="f", data_port=1, kv_pages=config.kv_pages, vocab_size=VOCABULARY
+        )
+        scheduler.handle(ready, 0.0)
+    return scheduler
+
+
 class Bench:
     """One scheduler with full queues."""
 
@@ -44,17 +56,11 @@ class Bench:
         )
         self._dp = dp
         self._length = length
-        self._scheduler = Scheduler(config)
+        self._scheduler = started(config)
         self._encoder = msgspec.msgpack.Encoder()
         self._random = random.Random(0)
         self._now = 0.0
         self._count = 0
-        for rank in config.layout.ranks:
-            geometry = Geometry("float32", 1, 1, 1, config.page_size)
-            ready = StageReady(
-                stage=rank, geometry=geometry, fingerprint="f", data_port=1, kv_pages=100_000, vocab_size=VOCABULARY
-            )
-            self._scheduler.handle(ready, 0.0)
         for _ in range(waiting * dp):
             self._submit(self._length)
 
@@ -65,7 +71,7 @@ class Bench:
         effects = self._scheduler.plan(self._now)
         self._encode(effects)
         ended = 0
-        for replica, forward in _forwards(effects):
+        for replica, forward in forwards(effects):
             samples = tuple(SampledToken(row.request, 5) for row in forward.rows if row.sample is not None)
             done = PlanDone(stage=replica, seq=forward.seq, duration_s=PASS_S, samples=samples)
             effects = self._scheduler.handle(done, self._now)
@@ -101,7 +107,8 @@ class Bench:
                 self._encoder.encode(effect.order if isinstance(effect, ReplicaOrder) else effect)
 
 
-def _forwards(effects: Sequence[Effect]) -> list[tuple[int, Forward]]:
+def forwards(effects: Sequence[Effect]) -> list[tuple[int, Forward]]:
+    """The passes among effects, each with its replica."""
     found = []
     for effect in effects:
         order = effect.order if isinstance(effect, ReplicaOrder) else effect

@@ -5,182 +5,70 @@ one machine do, and others over Gloo; all sides take turns, prompt by prompt, on
 forward pass that the shards are blocked in collective operations, waiting for the slower one included.
 """
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # public in torch.distributed, but typed here only
+from typing import NamedTuple
 
 from benchmarks.arguments import add_lengths, add_model, add_rounds, make_parser
 from benchmarks.profile import MAX_TOKENS, PAGE, rows_of
+from benchmarks.ranks import TIMEOUT_S, Rank, Ranks
 from benchmarks.report import console, print_table, prompt, run, spread
+from benchmarks.timed_collectives import TimedCollectives
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.geometry import ceil_div
-from headrace.engine.collectives.base import Collectives, Pending
 from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.runner import ModelRunner
-from headrace.server.launch.free_port import free_port
-
-T = TypeVar("T")
-TIMEOUT_S = 120.0
-
-
-class Setup(NamedTuple):
-    """What a process is told."""
-
-    model: str
-    dtype: str
-    chunk: int  # tokens
-    port: int  # of the rendezvous
-    size: int  # shards
-    rank: int
-    threads: int
-    shared: bool  # sums go through shared memory, not over Gloo
 
 
 class Timing(NamedTuple):
-    """Of one prompt."""
+    """Seconds of one prompt on one process."""
 
     seconds: float
     blocked: float  # in collective operations
 
 
-class _Timed(NamedTuple):
-    """A Pending whose wait is timed."""
-
-    pending: Pending
-    timed: Callable[[Callable[[], Tensor]], Tensor]
-
-    def wait(self) -> Tensor:
-        """See Pending."""
-        return self.timed(self.pending.wait)
-
-
-class TimedCollectives:
-    """Collectives that sum the time that calls and waits take."""
-
-    def __init__(self, group: Collectives) -> None:
-        self.size, self.rank = group.size, group.rank
-        self.seconds = 0.0
-        self._group = group
-
-    def all_reduce(self, x: Tensor) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.all_reduce(x))
-
-    def all_gather(self, x: Tensor) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.all_gather(x))
-
-    def reduce_scatter(self, x: Tensor) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.reduce_scatter(x))
-
-    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.all_to_all(x, sent, received))
-
-    def broadcast(self, x: Tensor, source: int) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.broadcast(x, source))
-
-    def gather(self, x: Tensor, destination: int) -> Pending:
-        """See Collectives."""
-        return self._begun(lambda: self._group.gather(x, destination))
-
-    def _begun(self, begin: Callable[[], Pending]) -> Pending:
-        return _Timed(self._timed(begin), self._timed)
-
-    def _timed(self, step: Callable[[], T]) -> T:
-        started = time.perf_counter()
-        result = step()
-        self.seconds += time.perf_counter() - started
-        return result
-
-
-def serve(setup: Setup, orders: Connection) -> None:
-    """Compute the prompts that arrive as lists of ids; answer with a Timing each. None ends the process."""
-    torch.set_num_threads(setup.threads)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store = TCPStore("127.0.0.1", setup.port, setup.size, is_master=setup.rank == 0, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.size, timeout=timeout)
-    over_gloo = TorchCollectives(make_group(range(setup.size), TIMEOUT_S))
-    group = TimedCollectives(on_one_machine(over_gloo, TIMEOUT_S) if setup.shared else over_gloo)
-    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=setup.threads)
-    model = ModelConfig(model=setup.model, dtype=setup.dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
-    runner = ModelRunner(model, engine, MAX_TOKENS, tp=group)
+def shard(rank: Rank, model: str, dtype: str, chunk: int, shared: bool) -> Callable[[list[int]], Timing]:
+    """In a process: computes prompts in chunks of so many tokens. shared: sums go through shared memory, not over
+    Gloo."""
+    over_gloo = TorchCollectives(make_group(range(rank.size), TIMEOUT_S))
+    group = TimedCollectives(on_one_machine(over_gloo, TIMEOUT_S) if shared else over_gloo)
+    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=rank.threads)
+    config = ModelConfig(model=model, dtype=dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
+    runner = ModelRunner(config, engine, MAX_TOKENS, tp=group)
     keep_freed_memory()
     runner.warm_up()
-    orders.send(None)  # ready
-    while (ids := orders.recv()) is not None:
-        group.seconds, started = 0.0, time.perf_counter()
-        for row in rows_of(ids, setup.chunk):
+
+    def compute(ids: list[int]) -> Timing:
+        group.clear()
+        started = time.perf_counter()
+        for row in rows_of(ids, chunk):
             runner.execute([row])
-        orders.send(Timing(time.perf_counter() - started, group.seconds))
-    dist.destroy_process_group()
+        return Timing(time.perf_counter() - started, group.seconds)
+
+    return compute
 
 
-class Side:
-    """The processes of one side of the comparison. A context manager, which ends them."""
-
-    def __init__(self, model: str, dtype: str, chunk: int, shards: int, threads: int, *, shared: bool) -> None:
-        """Start them and wait until they are ready. threads: of each. shared: see Setup."""
-        spawn = multiprocessing.get_context("spawn")
-        port = free_port()
-        self._ends = []
-        self._processes = []
-        for rank in range(shards):
-            end, other = spawn.Pipe()
-            setup = Setup(model, dtype, chunk, port, shards, rank, threads, shared)
-            process = spawn.Process(target=serve, args=(setup, other), daemon=True)
-            process.start()
-            other.close()  # so that a process that ends is noticed
-            self._ends.append(end)
-            self._processes.append(process)
-        for end in self._ends:
-            end.recv()
-
-    def prefill(self, ids: list[int]) -> Timing:
-        """Compute a prompt: seconds of the slowest process, and the longest that one was blocked."""
-        for end in self._ends:
-            end.send(ids)
-        timings: list[Timing] = [end.recv() for end in self._ends]
-        return Timing(max(each.seconds for each in timings), max(each.blocked for each in timings))
-
-    def __enter__(self) -> "Side":
-        """The side itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the processes."""
-        for end in self._ends:
-            end.send(None)
-        for process in self._processes:
-            process.join()
+def prefill(side: Ranks, ids: list[int]) -> Timing:
+    """Compute a prompt: seconds of the slowest process, and the longest that one was blocked."""
+    timings: list[Timing] = side.ask(ids)
+    return Timing(max(each.seconds for each in timings), max(each.blocked for each in timings))
 
 
-def measure(sides: Sequence[Side], length: int, rounds: int) -> tuple[str, ...]:
+def measure(sides: Sequence[Ranks], length: int, rounds: int) -> tuple[str, ...]:
     """A row of the table: the sides in turns, after a prompt each to warm up. The last side is one process."""
     found: list[list[Timing]] = []
     for seed in range(rounds + 1):
         ids = prompt(length, seed)
         order = range(len(sides)) if seed % 2 else range(len(sides) - 1, -1, -1)
-        timings = {number: sides[number].prefill(ids) for number in order}
+        timings = {number: prefill(sides[number], ids) for number in order}
         found.append([timings[number] for number in range(len(sides))])
-    *shards, whole = zip(*found[1:], strict=True)
+    *sharded, whole = zip(*found[1:], strict=True)
     cells = [f"{length:,}", spread([length / each.seconds for each in whole])]
-    for side in shards:
+    for side in sharded:
         ratio = statistics.median(other.seconds / mine.seconds for mine, other in zip(side, whole, strict=True))
         blocked = statistics.median(each.blocked / each.seconds for each in side)
         cells += [spread([length / each.seconds for each in side]), f"{ratio:.2f}", f"{blocked:.1%}"]
@@ -197,11 +85,11 @@ def main(arguments: Sequence[str]) -> int:
     add_rounds(parser, 5)
     given = parser.parse_args(arguments)
     with ExitStack() as stack, console.status("starting") as status:
-        start = partial(Side, given.model, given.dtype, given.chunk_tokens)
+        setup = (given.model, given.dtype, given.chunk_tokens)
         sides = [
-            stack.enter_context(start(given.tp, threads=1, shared=True)),
-            stack.enter_context(start(given.tp, threads=1, shared=False)),
-            stack.enter_context(start(1, threads=given.tp, shared=False)),
+            stack.enter_context(Ranks(given.tp, shard, *setup, True)),
+            stack.enter_context(Ranks(given.tp, shard, *setup, False)),
+            stack.enter_context(Ranks(1, shard, *setup, False, threads=given.tp)),
         ]
         rows = []
         for length in given.lengths:

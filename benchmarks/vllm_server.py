@@ -64,20 +64,22 @@ class Vllm:
     def __init__(
         self,
         model: Path,
-        transfer: dict[str, Any],
+        transfer: dict[str, Any] | None,
         *flags: str,
         dtype: str = "float32",
         modules: Path | None = None,
         environment: Mapping[str, str] = THREADS,
+        python: Path = PYTHON,
     ) -> None:
-        """model: a Hugging Face folder. transfer: its --kv-transfer-config. modules: folder of modules that it can
-        import. environment: variables besides this process's own."""
+        """model: a Hugging Face folder. transfer: its --kv-transfer-config; None starts it without. modules: folder of
+        modules that it can import. environment: variables besides this process's own. python: interpreter of its
+        environment."""
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         command = [
-            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype,
+            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype,
             "--enforce-eager", "--served-model-name", NAME, "--max-model-len", "4096", "--port", str(port),
-            "--host", "127.0.0.1", "--kv-transfer-config", json.dumps(transfer), *flags,
+            "--host", "127.0.0.1", *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()), *flags,
         ]  # fmt: skip
         quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env = {**os.environ, **quiet, **environment, **({"PYTHONPATH": str(modules)} if modules else {})}

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from headrace.engine.model.stub import stub_tokenizer
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from tests.e2e.harness import Server
 from tests.e2e.models import spoken
+from tests.e2e.texts import complete
 from tests.engine.models import CONFIGS
 
 VOCABULARY = 300
@@ -23,9 +24,14 @@ QWEN3_MOE = Qwen3MoeConfig(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, num_experts=6, num_experts_per_tok=2,
     moe_intermediate_size=16, mlp_only_layers=[0], norm_topk_prob=True, initializer_range=0.3,
 )  # fmt: skip
-_TOKENS = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None}
-DEEPSEEK_V3 = DeepseekV3Config(**{**CONFIGS["deepseek-v3"].to_dict(), **_TOKENS})
 Texts = dict[tuple[int, ...], str]
+
+
+def family(name: str) -> PreTrainedConfig:
+    """A small model of CONFIGS for a tokenizer of bytes."""
+    config = CONFIGS[name]
+    tokens = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None}
+    return type(config)(**{**config.to_dict(), **tokens})
 
 
 def save_experts(folder: Path, config: PreTrainedConfig = QWEN3_MOE) -> Path:
@@ -64,15 +70,6 @@ def _clear_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int] | None
     return tokens[len(prompt) :]
 
 
-def text_after(server: Server, prompt: Sequence[int], **fields: Any) -> str:
+def text_after(server: Server, prompt: tuple[int, ...], **fields: Any) -> str:
     """The text of a server, greedy."""
-    body = {"model": "experts", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **fields}
-    answer = server.post("/v1/completions", body)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
-def check(server: Server, texts: Texts) -> None:
-    """Ask for all texts, one by one."""
-    for prompt, expected in texts.items():
-        assert text_after(server, prompt) == expected
+    return complete(server, prompt, TOKENS, model="experts", **fields)

@@ -1,4 +1,4 @@
-"""Experts divided among ranks: the texts of transformers whichever replicas are idle, and the death of a rank."""
+"""Experts divided among ranks: the texts of transformers whichever replicas are idle, and deaths of ranks."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -6,25 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.expert_models import DEEPSEEK_V3, FLAGS, TOKENS, Texts, clear_texts, save_experts, text_after
+from tests.e2e.expert_models import FLAGS, TOKENS, Texts, clear_texts, family, save_experts, text_after
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
-from tests.e2e.test_pipeline import stages_of
+from tests.e2e.strikes import come_back, ranks_of, strike
 
 FULL = pytest.mark.full
 SHARED = ("--role", "colocated", "--expert-parallel", "--threads", "1", *FLAGS)
 LAYERS, CHOSEN, EXPERTS = 3, 2, 6  # layers with experts, and experts per token
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with a dense layer."""
-    return save_experts(tmp_path_factory.mktemp("experts"))
-
-
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
-    """What transformers says after prompts where no rounding can change it."""
-    return clear_texts(folder)
 
 
 def check(server: Server, texts: Texts, replicas: int) -> int:
@@ -50,10 +38,10 @@ def check(server: Server, texts: Texts, replicas: int) -> int:
         pytest.param(("--dp", "2", "--chunking", "dynamic"), id="dp 2, measured", marks=FULL),
     ],
 )
-def test_texts_are_those_of_transformers(folder: Path, texts: Texts, flags: tuple[str, ...]) -> None:
+def test_texts_are_those_of_transformers(experts: Path, expert_texts: Texts, flags: tuple[str, ...]) -> None:
     replicas = 2 if "--dp" in flags else 1
-    with serving("--model", str(folder), "--no-prefix-cache", *SHARED, *flags) as server:
-        tokens = check(server, texts, replicas)
+    with serving("--model", str(experts), "--no-prefix-cache", *SHARED, *flags) as server:
+        tokens = check(server, expert_texts, replicas)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         # A token goes through each of its experts once, on whichever rank that is.
         rows = CHOSEN * tokens
@@ -63,9 +51,10 @@ def test_texts_are_those_of_transformers(folder: Path, texts: Texts, flags: tupl
 
 
 @pytest.mark.full
-def test_texts_of_deepseek_v3_are_those_of_transformers(tmp_path: Path) -> None:
-    """Latents whole on every shard, shared experts, and routers that choose by groups."""
-    texts = clear_texts(save_experts(tmp_path, DEEPSEEK_V3))
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3"])
+def test_texts_of_other_families_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """All layers with experts; latents whole on every shard, shared experts, and routers that choose by groups."""
+    texts = clear_texts(save_experts(tmp_path, family(name)))
     flags = ("--dp", "2", "--tp", "2", "--max-model-len", "256")
     with serving("--model", str(tmp_path), *SHARED, *flags) as server:
         check(server, texts, 2)
@@ -73,30 +62,39 @@ def test_texts_of_deepseek_v3_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_prompts_are_handed_over_between_replicas_that_share_experts(folder: Path, texts: Texts) -> None:
-    shared = ("--model", str(folder), "--threads", "1", "--dp", "2", "--expert-parallel", *FLAGS)
+def test_prompts_are_handed_over_between_replicas_that_share_experts(experts: Path, expert_texts: Texts) -> None:
+    shared = ("--model", str(experts), "--threads", "1", "--dp", "2", "--expert-parallel", *FLAGS)
     with pair(shared, (*shared, "--exchange", "alltoall")) as servers:
-        check(servers[1], texts, 2)
+        check(servers[1], expert_texts, 2)
         for server in servers:
             wait_until(lambda server=server: pages_in_use(server) == 0, 5, "pages back")
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed_ends_all_and_all_come_back(folder: Path, texts: Texts) -> None:
-    """Also where it has been idle: its experts are missing to the others."""
-    flags = ("--dp", "2", "--exchange", "alltoall", "--peer-timeout", "3")
-    prompt = max(texts, key=len)
-    with serving("--model", str(folder), *SHARED, *flags) as server:
-        old = stages_of(server)
-        body = {"model": "experts", "prompt": list(prompt), "max_tokens": 340, "temperature": 0, "ignore_eos": True}
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(server.post, "/v1/completions", {**body, "data_parallel_rank": 0})
-            wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
-            old[1].send_signal(signal.SIGKILL)
-        assert answer.result().status_code == 503
-        assert "rank 1 (stage 0, replica 1, shard 0)" in answer.result().json()["error"]["message"]
-        wait_until(lambda: server.get("/ready").status_code == 200, 60, f"back again\n{server.log}")
-        assert not [process for process in old if process.is_running()]
-        check(server, texts, 2)
+@pytest.mark.parametrize(
+    ("number", "rank", "tp"),
+    [
+        pytest.param(signal.SIGKILL, 0, 1, id="killed, of the busy replica"),
+        pytest.param(signal.SIGKILL, 1, 1, id="killed, of the idle replica"),
+        pytest.param(signal.SIGSTOP, 0, 1, id="stopped, of the busy replica"),
+        pytest.param(signal.SIGSTOP, 1, 1, id="stopped, of the idle replica"),
+        pytest.param(signal.SIGKILL, 3, 2, id="killed, other shard of the idle replica"),
+        pytest.param(signal.SIGSTOP, 3, 2, id="stopped, other shard of the idle replica"),
+    ],
+)
+def test_death_and_silence_of_a_rank_in_an_exchange(
+    experts: Path, expert_texts: Texts, number: int, rank: int, tp: int
+) -> None:
+    """One replica generates, so that all ranks are in exchanges nearly all the time; the experts of the struck one are
+    missing to the others."""
+    flags = ("--dp", "2", "--tp", str(tp), "--exchange", "alltoall", "--peer-timeout", "2")
+    prompt = max(expert_texts, key=len)
+    body = {"model": "experts", "prompt": list(prompt), "max_tokens": 340, "temperature": 0, "ignore_eos": True}
+    with serving("--model", str(experts), *SHARED, *flags) as server:
+        old = ranks_of(server)
+        name = f"rank {rank} (stage 0, replica {rank // tp}, shard {rank % tp})"
+        strike(server, [{**body, "data_parallel_rank": 0}], lambda: old[rank].send_signal(number), name)
+        come_back(server, old)
+        check(server, expert_texts, 2)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()

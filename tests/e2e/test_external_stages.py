@@ -2,9 +2,7 @@
 
 import re
 import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +13,7 @@ from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import SUBNET, Stages, Tree, machines
 from tests.e2e.models import NAME, SMOLLM2, Model, both, stub
+from tests.e2e.strikes import strike
 
 ROOM = ("--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 STUB = (*stub(us_per_token=1000).flags, *ROOM)
@@ -58,22 +57,13 @@ def not_ready(server: Server) -> str:
     return str(answer.json()["error"]["message"])
 
 
-def strike(server: Server, story: tuple[int, ...], victim: Tree, number: int, name: str) -> None:
+def strike_stage(server: Server, story: tuple[int, ...], victim: Tree, number: int, name: str) -> None:
     """A signal to a stage under load: everything in flight fails within seconds, and names it."""
 
     def body(prompt: tuple[int, ...]) -> dict[str, Any]:
         return {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
 
-    with ThreadPoolExecutor(4) as pool:
-        load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(4)]
-        wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
-        victim.signal(number)
-        struck = time.monotonic()
-        answers = [each.result() for each in load]
-    assert time.monotonic() - struck < 5
-    for answer in answers:
-        assert answer.status_code == 503, answer.text
-        assert name in answer.json()["error"]["message"]
+    strike(server, [body(story[i : i + 1900]) for i in range(4)], lambda: victim.signal(number), name)
     # For a moment the reason is the failure alone: stages hear that their group has ended after clients are answered.
     wait_until(lambda: "waiting for stages 0 and 1 of 2 to join" in not_ready(server), 10, "it gathers stages again")
 
@@ -88,13 +78,13 @@ def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
         server.started()
         model.check(server, LENGTHS, TOKENS)
 
-        strike(server, model.story(), second, signal.SIGKILL, "stage 1")
+        strike_stage(server, model.story(), second, signal.SIGKILL, "stage 1")
         assert first.ended(10) == 1, "it ends, so that its supervisor starts it again"
         first, second = stages.start_all()
         server.started()
         model.check(server, LENGTHS, TOKENS)
 
-        strike(server, model.story(), first, signal.SIGSTOP, "stage 0")
+        strike_stage(server, model.story(), first, signal.SIGSTOP, "stage 0")
         assert second.ended(10) == 1
         late = stages.start(1)
         first.signal(signal.SIGCONT)

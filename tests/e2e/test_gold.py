@@ -1,36 +1,22 @@
 """Texts through prefill → decode are those of transformers, for lengths around page and chunk edges."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+from tests.e2e.texts import check_together
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 1000)
 LONG = 5200
 TOKENS = 8
 
 
-def complete(server: Server, prompt: tuple[int, ...]) -> str:
-    answer = server.post(
-        "/v1/completions",
-        {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0},
-    )
-    assert answer.status_code == 200, answer.text
-    body = answer.json()
-    assert body["usage"]["prompt_tokens"] == len(prompt)
-    return str(body["choices"][0]["text"])
-
-
 def check(server: Server, lengths: tuple[int, ...]) -> None:
     """All prompts at once."""
     prompts = [gold.story_ids()[:length] for length in lengths]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        texts = list(pool.map(lambda prompt: complete(server, prompt), prompts))
-    expected = [gold.greedy_text(prompt, TOKENS) for prompt in prompts]
-    assert dict(zip(lengths, texts, strict=True)) == dict(zip(lengths, expected, strict=True))
+    check_together(server, {prompt: gold.greedy_text(prompt, TOKENS) for prompt in prompts}, TOKENS)
 
 
 # Page size at the prefill and at the decode side (equal, and different both ways), and chunk tokens.

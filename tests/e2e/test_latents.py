@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from headrace.integrations.transformers import RemotePrefill
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import spoken
+from tests.e2e.texts import check_alone, check_together
 from tests.engine.models import CONFIGS, Saved, save_model
 
 VOCABULARY = 256
@@ -60,16 +60,10 @@ def expected(saved: Saved, ids: Sequence[int]) -> list[int]:
 def check(server: Server, saved: Saved) -> None:
     """One by one, then all at once."""
     tokenizer = load_tokenizer(str(saved.folder), "")
-
-    def text(length: int) -> str:
-        answer = server.post("/v1/completions", {"prompt": prompt(length), "max_tokens": TOKENS, "temperature": 0})
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["text"])
-
-    wanted = [spoken(tokenizer, prompt(length), expected(saved, prompt(length))) for length in LENGTHS]
-    assert [text(length) for length in LENGTHS] == wanted
-    with ThreadPoolExecutor(len(LENGTHS)) as pool:
-        assert list(pool.map(text, LENGTHS)) == wanted
+    prompts = [tuple(prompt(length)) for length in LENGTHS]
+    texts = {each: spoken(tokenizer, each, expected(saved, each)) for each in prompts}
+    check_alone(server, texts, TOKENS)
+    check_together(server, texts, TOKENS)
     wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
 
 

@@ -13,6 +13,8 @@ import pytest
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import Model, both
+from tests.e2e.strikes import come_back, ranks_of, strike
+from tests.e2e.texts import check_alone, check_together, text_of
 
 FLAGS = ("--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 TOKENS = 8
@@ -24,25 +26,12 @@ def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, **more}
 
 
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
 def check_texts(server: Server) -> None:
     """One by one, then all at once."""
     prompts = [gold.story_ids()[:length] for length in LENGTHS]
-    expected = [gold.greedy_text(prompt, TOKENS) for prompt in prompts]
-    assert [text_of(server.post("/v1/completions", body(prompt))) for prompt in prompts] == expected
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: text_of(server.post("/v1/completions", body(prompt))), prompts))
-    assert together == expected
-
-
-def stages_of(server: Server) -> list[psutil.Process]:
-    """The stage processes, in stage order."""
-    children = [child for child in server.children() if "headrace.engine.stage" in child.cmdline()]
-    return sorted(children, key=lambda child: int(child.environ().get("RANK", "0")))
+    expected = {prompt: gold.greedy_text(prompt, TOKENS) for prompt in prompts}
+    check_alone(server, expected, TOKENS)
+    check_together(server, expected, TOKENS)
 
 
 @pytest.mark.parametrize("stages", ["2", pytest.param("3", marks=pytest.mark.full)])
@@ -86,23 +75,17 @@ def test_death_and_silence_of_every_stage() -> None:
     with serving("--role", "colocated", "--pp", "2", "--peer-timeout", "2", *FLAGS) as server:
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for stage in (0, 1):
-                with ThreadPoolExecutor(4) as pool:
-                    load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(4)]
-                    wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
+                old = ranks_of(server)
+
+                def blow(victim: psutil.Process = old[stage], number: int = number) -> None:
                     time.sleep(random.uniform(0, 0.3))
-                    old = stages_of(server)
-                    old[stage].send_signal(number)
-                    struck = time.monotonic()
-                    answers = [each.result() for each in load]
-                assert time.monotonic() - struck < 5
-                for answer in answers:
-                    assert answer.status_code == 503
-                    assert f"stage {stage}" in answer.json()["error"]["message"], answer.text
+                    victim.send_signal(number)
+
+                strike(server, [body(story[i : i + 1900]) for i in range(4)], blow, f"stage {stage}")
                 assert server.get("/health").status_code == 200
                 assert server.get("/ready").status_code == 503
-                wait_until(lambda: server.get("/ready").status_code == 200, 60, f"back again\n{server.log}")
-                assert not [process for process in old if process.is_running()]
-                assert len(stages_of(server)) == 2
+                come_back(server, old)
+                assert len(ranks_of(server)) == 2
                 assert text_of(server.post("/v1/completions", body(prompt))) == expected
                 wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()
@@ -130,7 +113,7 @@ def test_deaths_and_silences_at_random_moments_under_load(turns: int) -> None:
         for turn in range(turns):
             load = [pool.submit(ask, prompt) for prompt in prompts]
             time.sleep(rng.uniform(0, 0.8))
-            victims = stages_of(rng.choice((prefill, decode)))
+            victims = ranks_of(rng.choice((prefill, decode)))
             victims[rng.randrange(2)].send_signal(rng.choice((signal.SIGKILL, signal.SIGSTOP)))
             struck = time.monotonic()
             answers = [each.result() for each in load]

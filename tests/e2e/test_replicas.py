@@ -1,15 +1,17 @@
-"""Servers with data-parallel replicas: texts, handoff between replicas, and the death of one rank."""
+"""Servers with data-parallel replicas: texts, handoff between replicas, and deaths of ranks."""
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import NAME, both
-from tests.e2e.test_pipeline import stages_of
+from tests.e2e.strikes import come_back, ranks_of, strike
+from tests.e2e.texts import text_of
 
+FULL = pytest.mark.full
 FLAGS = ("--dp", "2", "--peer-timeout", "3", "--kv-pages", "1024", "--max-model-len", "2048")
 [STUB] = [each.values[0] for each in both(us_per_token=20) if not each.marks]
 
@@ -22,11 +24,6 @@ def orders(server: Server) -> float:
     """Orders to the replica that got fewer."""
     found = [value for name, value in server.metrics().items() if "stage_orders_total" in name]
     return min(found) if len(found) == 2 else 0
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
 
 
 def test_two_replicas_hand_over_to_two() -> None:
@@ -49,21 +46,26 @@ def test_two_replicas_hand_over_to_two() -> None:
             wait_until(lambda server=server: pages_in_use(server) == 0, 5, "pages back")
 
 
-def test_a_rank_that_is_killed_ends_all_and_all_come_back() -> None:
+@pytest.mark.parametrize(
+    ("number", "rank", "pinned"),
+    [
+        pytest.param(signal.SIGKILL, 3, {}, id="killed"),
+        pytest.param(signal.SIGSTOP, 3, {}, id="stopped", marks=FULL),
+        pytest.param(signal.SIGKILL, 1, {"data_parallel_rank": 0}, id="killed, of the idle replica", marks=FULL),
+        pytest.param(signal.SIGSTOP, 1, {"data_parallel_rank": 0}, id="stopped, of the idle replica", marks=FULL),
+    ],
+)
+def test_death_and_silence_of_a_rank(number: int, rank: int, pinned: dict[str, int]) -> None:
+    """It ends the requests of all replicas, also when it had none itself; all ranks come back."""
     prompt = STUB.story()[:1900]
+    body = {"model": NAME, "temperature": 0, "max_tokens": 400, **pinned}
     with serving("--role", "colocated", "--pp", "2", *FLAGS, *STUB.flags) as server:
-        old = stages_of(server)
+        old = ranks_of(server)
         assert len(old) == 4
-        with ThreadPoolExecutor(4) as pool:
-            load = [pool.submit(ask, server, prompt[first:], max_tokens=400) for first in range(4)]
-            wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
-            old[3].send_signal(signal.SIGKILL)
-            answers = [each.result() for each in load]
-        for answer in answers:
-            assert answer.status_code == 503
-            assert "rank 3 (stage 1, replica 1, shard 0)" in answer.json()["error"]["message"], answer.text
-        wait_until(lambda: server.get("/ready").status_code == 200, 60, f"back again\n{server.log}")
-        assert not [process for process in old if process.is_running()]
+        name = f"rank {rank} (stage {rank // 2}, replica {rank % 2}, shard 0)"
+        bodies = [{**body, "prompt": prompt[first:]} for first in range(4)]
+        strike(server, bodies, lambda: old[rank].send_signal(number), name)
+        come_back(server, old)
         assert text_of(ask(server, prompt[:100], max_tokens=6)) == STUB.greedy_text(prompt[:100], 6)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()

@@ -3,17 +3,15 @@
 import re
 import signal
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 
 from headrace.core.runtime.process import module_command
 from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
 from tests.e2e.models import NAME, sharded_stub
+from tests.e2e.strikes import come_back, ranks_of, strike
 
 MODEL = sharded_stub(us_per_token=20)  # 8 query heads, 2 KV heads: with 4 shards, two have each KV head
 SLOW = sharded_stub(us_per_token=2000)
@@ -21,12 +19,6 @@ FLAGS = ("--chunk-tokens", "64", "--kv-pages", "512", "--max-model-len", "2048",
 TOKENS = 8
 FULL = pytest.mark.full
 LENGTHS = (1, 17, 64, 300)
-
-
-def ranks_of(server: Server) -> list[psutil.Process]:
-    """The processes of the ranks, in order."""
-    children = [child for child in server.children() if "headrace.engine.stage" in child.cmdline()]
-    return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 
 
 def body(prompt: tuple[int, ...]) -> dict[str, Any]:
@@ -80,20 +72,10 @@ def test_death_and_silence_of_a_rank(struck: tuple[int, int, int]) -> None:
     flags = (*SLOW.flags, *FLAGS, "--peer-timeout", "2")
     name = f"rank {rank} (stage {rank // 2}, replica 0, shard {rank % 2})"
     with serving("--role", "colocated", "--pp", str(pp), "--tp", "2", *flags) as server:
-        with ThreadPoolExecutor(3) as pool:
-            load = [pool.submit(server.post, "/v1/completions", body(story[i : i + 1900])) for i in range(3)]
-            wait_until(lambda: pages_in_use(server) > 0, 20, "work in flight")
-            old = ranks_of(server)
-            old[rank].send_signal(number)
-            at = time.monotonic()
-            answers = [each.result() for each in load]
-        assert time.monotonic() - at < 5
+        old = ranks_of(server)
+        strike(server, [body(story[i : i + 1900]) for i in range(3)], lambda: old[rank].send_signal(number), name)
         assert "shards add up through shared memory" in server.log
-        for answer in answers:
-            assert answer.status_code == 503
-            assert name in answer.json()["error"]["message"], answer.text
-        wait_until(lambda: server.get("/ready").status_code == 200, 60, f"back again\n{server.log}")
-        assert not [process for process in old if process.is_running()]
+        come_back(server, old)
         SLOW.check(server, (100,), 2)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
         server.started()

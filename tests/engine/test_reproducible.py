@@ -17,29 +17,18 @@ from headrace.core.types.request import SamplingParams
 from headrace.engine.attention import native as native_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeAttention
-from headrace.engine.device import cpu_flags, has_wide_vectors
+from headrace.engine.device import cpu_flags
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import Kernels, load_kernels
 from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
+from tests.engine.kernels import WIDTHS, native, normal
 from tests.engine.models import CONFIGS, Prompt, Saved, make_runner, pool_tokens, random_tokens, shuffled_pages
 
-WIDTHS = [False, True] if has_wide_vectors(EngineConfig().cpuinfo) else [False]
 # Rows at which math libraries change from one kernel to another.
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 513]
 PAGE_SIZE = 16
 TOKENS = 4  # sampled after each prompt
-
-
-def native(wide: bool) -> Kernels:
-    kernels = load_kernels(wide=wide, bfloat16=True)
-    if kernels is None:
-        pytest.skip("no compiler, or a CPU without AVX2")
-    return kernels
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.config import EngineConfig
 from headrace.core.types.geometry import Component, Geometry
 from headrace.engine.attention import expanded
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import LatentAttention, latent_attention
-from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
-from headrace.engine.native import Kernels, load_kernels
 from tests.engine.flash import flash_on_cpu
+from tests.engine.kernels import WIDTHS, native, normal
 
 MLA = MlaSpec(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 SMALL = MlaSpec(kv_rank=40, nope_dim=8, rope_dim=4, value_dim=16)  # values wider than keys
-WIDTHS = [False, True] if has_wide_vectors(EngineConfig().cpuinfo) else [False]
 PAGES, PAGE_SIZE = 170, 16
 
 
@@ -29,17 +26,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def native(wide: bool) -> Kernels:
-    kernels = load_kernels(wide=wide, bfloat16=True)
-    if kernels is None:
-        pytest.skip("no compiler, or a CPU without AVX2")
-    return kernels
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_pool(mla: MlaSpec, dtype: str = "float32") -> KVPool:

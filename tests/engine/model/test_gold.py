@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.core.messages.orders import PlanRow
 from tests.cpus import KINDS, cpuinfo
+from tests.engine.gold import Gold
 from tests.engine.models import (
     CONFIGS,
     VOCABULARY,
@@ -26,22 +26,13 @@ from tests.engine.models import (
 pytestmark = pytest.mark.cpu_kind
 
 Models = Callable[[str], Saved]
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for the order of additions in float32."""
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+GOLD = Gold(2e-4)
 
 
 def check(saved: Saved, length: int, chunk: int, page_size: int, kind: str = "") -> None:
     """kind: of CPU, by default that of the test run."""
     runner = make_runner(saved.folder, page_size=page_size, cpuinfo=kind and cpuinfo(kind))
-    prompt = Prompt(1, random_tokens(length, seed=length), shuffled_pages(-(-length // page_size), 64), page_size)
-    logprobs, keys_values = reference(saved.model, prompt.tokens)
-    sampled = run_chunks(runner, prompt.chunks(chunk))
-    assert_close(reported_logprobs(sampled), logprobs[-1])
-    assert sampled.token == int(logprobs[-1].argmax())
-    assert_close(pool_tokens(runner, prompt.pages, length), keys_values)
+    GOLD.check(runner, saved, length, chunk)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,26 +61,8 @@ def test_sharded_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_mixed_batches_equal_separate_runs(saved: Models, name: str) -> None:
-    """Chunks of two prompts and decoding rows of several lengths in the same plans."""
     model = saved(name)
-    runner = make_runner(model.folder)
-    pages = shuffled_pages(60, 64, seed=3)
-    lengths = [33, 50, 5, 16, 100]
-    prompts = [
-        Prompt(index, random_tokens(length, seed=index), pages[index * 12 : index * 12 + 12], 16)
-        for index, length in enumerate(lengths)
-    ]
-    plans: list[list[PlanRow]] = [
-        [prompts[0].row(0, 20), prompts[2].row(0, 4), prompts[3].row(0, 16)],
-        [prompts[4].row(0, 99), prompts[2].row(4, 1), prompts[0].row(20, 12), prompts[1].row(0, 30)],
-        [prompts[0].row(32, 1), prompts[1].row(30, 20), prompts[4].row(99, 1)],
-    ]
-    sampled = {sample.request: sample for plan in plans for sample in runner.execute(plan)[0]}
-    for prompt in prompts:
-        logprobs, keys_values = reference(model.model, prompt.tokens)
-        assert_close(reported_logprobs(sampled[prompt.request]), logprobs[-1])
-        written = pool_tokens(runner, prompt.pages, len(prompt.tokens))
-        assert_close(written, keys_values)
+    GOLD.check_mixed(make_runner(model.folder), model)
 
 
 def test_decoding_feeds_on_its_own_samples(saved: Models) -> None:
@@ -131,13 +104,7 @@ def test_stages_in_a_row_equal_one(saved: Models, name: str) -> None:
     whole = make_runner(model.folder)
     assert first.geometry.layer_start == 0
     assert last.geometry.layer_start == 1
-    assert first.fingerprint == last.fingerprint == whole.fingerprint
-    prompt = Prompt(1, random_tokens(30), [9, 3], 16)
-    rows = [prompt.row(0, 30)]
-    hidden = last.forward(rows, first.forward(rows))
-    assert_close(hidden, whole.forward(rows))
-    pools = torch.cat([pool_tokens(first, prompt.pages, 30), pool_tokens(last, prompt.pages, 30)])
-    assert_close(pools, pool_tokens(whole, prompt.pages, 30))
+    GOLD.check_stages(first, last, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +143,7 @@ def test_warm_up_leaves_no_trace(saved: Models) -> None:
     prompt = Prompt(1, random_tokens(20), [0, 1], 16)
     logprobs, _ = reference(model.model, prompt.tokens)
     sampled = run_chunks(runner, prompt.chunks(64))
-    assert_close(reported_logprobs(sampled), logprobs[-1])
+    GOLD.close(reported_logprobs(sampled), logprobs[-1])
 
 
 def test_bad_rows_are_refused(saved: Models) -> None:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import headrace.engine.runner
-from headrace.core.messages.orders import PlanRow
 from headrace.engine.model.weights import LayerReader
-from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
+from tests.engine.gold import Gold
 from tests.engine.models import (
     LATENTS,
     Prompt,
@@ -19,28 +18,13 @@ from tests.engine.models import (
     pool_tokens,
     random_tokens,
     reference,
-    reported_logprobs,
     run_chunks,
     shuffled_pages,
 )
 
 Models = Callable[[str], Saved]
+GOLD = Gold(3e-4)
 FORMS = ("absorbed", "expanded", "length")
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for the order of additions in float32."""
-    torch.testing.assert_close(found, expected, atol=3e-4, rtol=3e-4)
-
-
-def check(runner: ModelRunner, saved: Saved, length: int, chunk: int) -> None:
-    size = runner.geometry.page_size
-    prompt = Prompt(1, random_tokens(length, seed=length), shuffled_pages(-(-length // size), 64), size)
-    logprobs, latents = reference(saved.model, prompt.tokens)
-    sampled = run_chunks(runner, prompt.chunks(chunk))
-    assert_close(reported_logprobs(sampled), logprobs[-1])
-    assert sampled.token == int(logprobs[-1].argmax())
-    assert_close(pool_tokens(runner, prompt.pages, length), latents)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +36,7 @@ def test_lengths_around_the_edges(saved: Models, name: str, form: str, kind: str
         runner = make_runner(saved(name).folder, page_size=page_size, cpuinfo=cpuinfo(kind), mla=form)
         for chunk in chunks:
             for length in (1, 2, 15, 16, 17, 63, 64, 65, 129):
-                check(runner, saved(name), length, chunk)
+                GOLD.check(runner, saved(name), length, chunk)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,7 +46,7 @@ def test_without_native_kernels(saved: Models, name: str, form: str, monkeypatch
     runner = make_runner(saved(name).folder, mla=form)
     for length, chunk in ((41, 25), (65, 64), (300, 290)):
         check_long = make_runner(saved(name).folder, mla=form, max_model_len=512) if length > 256 else runner
-        check(check_long, saved(name), length, chunk)
+        GOLD.check(check_long, saved(name), length, chunk)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -73,7 +57,7 @@ def test_as_on_a_gpu(saved: Models, name: str, form: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(LayerReader, "on_cpu", False)
     runner = make_runner(saved(name).folder, mla=form)
     for length, chunk in ((41, 25), (65, 64)):
-        check(runner, saved(name), length, chunk)
+        GOLD.check(runner, saved(name), length, chunk)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,22 +74,7 @@ def test_rows_of_both_forms_in_one_plan(saved: Models, form: str, monkeypatch: p
     monkeypatch.setattr(headrace.engine.attention.latent.LatentAttention, "begin", counted)
     model = saved("deepseek-v3")
     runner = make_runner(model.folder, mla=form)
-    pages = shuffled_pages(60, 64, seed=3)
-    lengths = [33, 50, 5, 16, 100]
-    prompts = [
-        Prompt(index, random_tokens(length, seed=index), pages[index * 12 : index * 12 + 12], 16)
-        for index, length in enumerate(lengths)
-    ]
-    plans: list[list[PlanRow]] = [
-        [prompts[0].row(0, 20), prompts[2].row(0, 4), prompts[3].row(0, 15)],
-        [prompts[4].row(0, 99), prompts[2].row(4, 1), prompts[0].row(20, 12), prompts[1].row(0, 30)],
-        [prompts[0].row(32, 1), prompts[1].row(30, 20), prompts[4].row(99, 1), prompts[3].row(15, 1)],
-    ]
-    sampled = {sample.request: sample for plan in plans for sample in runner.execute(plan)[0]}
-    for prompt in prompts:
-        logprobs, latents = reference(model.model, prompt.tokens)
-        assert_close(reported_logprobs(sampled[prompt.request]), logprobs[-1])
-        assert_close(pool_tokens(runner, prompt.pages, len(prompt.tokens)), latents)
+    GOLD.check_mixed(runner, model)
     assert max(found) == (2 if form == "length" else 1)
 
 
@@ -145,12 +114,7 @@ def test_stages_in_a_row_equal_one(saved: Models) -> None:
     runners = [make_runner(model.folder, layers=layers) for layers in (range(1), range(1, 3))]
     whole = make_runner(model.folder)
     assert [runner.geometry.tensors[0].layer_start for runner in runners] == [0, 1]
-    assert len({runner.fingerprint for runner in (*runners, whole)}) == 1
-    prompt = Prompt(1, random_tokens(30), [9, 3], 16)
-    rows = [prompt.row(0, 30)]
-    assert_close(runners[1].forward(rows, runners[0].forward(rows)), whole.forward(rows))
-    pools = torch.cat([pool_tokens(runner, prompt.pages, 30) for runner in runners])
-    assert_close(pools, pool_tokens(whole, prompt.pages, 30))
+    GOLD.check_stages(*runners, whole)
 
 
 def test_fingerprints_tell_models_apart(saved: Models) -> None:

@@ -10,6 +10,7 @@ from headrace.engine.device import has_int8_vectors
 from headrace.engine.model import int8
 from headrace.engine.model.int8 import Int8Weight, quantize
 from headrace.engine.native import Kernels, load_kernels
+from tests.engine.kernels import normal
 
 WITH_VNNI = [False, True] if has_int8_vectors(EngineConfig().cpuinfo) else [False]
 
@@ -24,10 +25,6 @@ def load(*, vnni: bool) -> Kernels:
     if found is None:
         pytest.skip("no compiler, or a CPU without AVX2")
     return found
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def in_blocks(columns: int, blocks: int, length: int, seed: int) -> Int8Weight:

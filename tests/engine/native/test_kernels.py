@@ -24,6 +24,7 @@ from headrace.engine.model.int8 import quantize
 from headrace.engine.native import Kernels, load_kernels, onednn
 from tests.cpus import cpuinfo
 from tests.engine.attention.test_cpu import make_spans, poison_unused
+from tests.engine.kernels import normal
 from tests.engine.models import Prompt, make_runner
 
 PAGES = 96
@@ -39,10 +40,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if wide and not has_wide_vectors(EngineConfig().cpuinfo):
         pytest.skip("a CPU without AVX-512")
     return found
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=100, deadline=None)

@@ -46,6 +46,13 @@ def guarded(curve: Curve) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def sharded() -> Iterator[Server]:
+    """A prefill server of two tensor-parallel shards, which have one KV head and two."""
+    with serving(*FLAGS, "--tp", "2") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def vllm(model: Path) -> Iterator[Vllm]:
     """Recomputes what cannot be loaded."""
     with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS, environment=ENVIRONMENT) as made:
@@ -65,7 +72,7 @@ def strict(model: Path, curve: Curve) -> Iterator[Vllm]:
 def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test, whatever became of it: all pages of the prefill servers and all blocks of vLLM are free."""
     yield
-    for name in {"prefill", "guarded"} & set(request.fixturenames):
+    for name in {"prefill", "guarded", "sharded"} & set(request.fixturenames):
         server: Server = request.getfixturevalue(name)
         wait_until(lambda: pages_in_use(server) == 0, 20, f"pages of the prefill server are back\n{server.log}")  # noqa: B023
     for name in {"vllm", "strict"} & set(request.fixturenames):

@@ -107,6 +107,16 @@ def test_a_waiting_request_keeps_its_lease(vllm: Vllm, prefill: Server) -> None:
     assert text == vllm.alone(ids)
 
 
+@pytest.mark.parametrize("length", [1, 129, 2000])
+def test_shards_of_a_prefill_server_send_their_heads(vllm: Vllm, sharded: Server, length: int) -> None:
+    """Each of them over a connection of its own; vLLM has one pool with all heads."""
+    ids = prompt(length, at=500)
+    params = hold(sharded, f"sharded-{length}", ids)
+    with loads(vllm, length if length > 1 else 0):
+        text = vllm.text(ids, params)
+    assert text == vllm.alone(ids)
+
+
 @pytest.mark.parametrize("length", [129, 300])
 def test_encrypted_kv_gives_the_same_text(strict: Vllm, guarded: Server, length: int) -> None:
     ids = prompt(length, at=400)

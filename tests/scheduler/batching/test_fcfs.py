@@ -10,9 +10,9 @@ from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.scheduler import Effect
-from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
 from headrace.scheduler.state.plan_table import BatchBuilder
+from tests.scheduler.schedules import recording
 
 
 class PlainFcfs(Planner):
@@ -57,14 +57,7 @@ class PlainFcfs(Planner):
 
 def effects(scenario: Scenario) -> list[Effect]:
     """All that the servers decide in a run, in order."""
-    seen: list[Effect] = []
-    perform = SimulatedServer._perform
-
-    def keep(server: SimulatedServer, effect: Effect) -> None:
-        seen.append(effect)
-        perform(server, effect)
-
-    with patch.object(SimulatedServer, "_perform", keep):
+    with recording() as seen:
         report = simulate(scenario)
     assert report.violations == []
     return seen

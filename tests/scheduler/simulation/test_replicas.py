@@ -13,19 +13,13 @@ from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
 from headrace.scheduler.state.events import Effect
+from tests.scheduler.schedules import recording
 
 
 def run(shape: Shape, seeds: range, **changes: object) -> tuple[Counter[str], list[Effect]]:
     """Outcomes and effects of schedules without violations: the KV of a wrong pool gives wrong tokens."""
     outcomes: Counter[str] = Counter()
-    seen: list[Effect] = []
-    perform = SimulatedServer._perform
-
-    def keep(server: SimulatedServer, effect: Effect) -> None:
-        seen.append(effect)
-        perform(server, effect)
-
-    with patch.object(SimulatedServer, "_perform", keep):
+    with recording() as seen:
         for seed in seeds:
             report = simulate(Scenario(seed=seed, shape=shape, tiers=seed % 4 == 0, **changes))  # type: ignore[arg-type]
             assert report.violations == [], f"seed {seed}: {report.violations[:3]}"

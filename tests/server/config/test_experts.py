@@ -47,6 +47,7 @@ def resolved(folder: Path, *flags: str) -> Resolved:
 def test_only_replicas_that_share_experts_are_in_lockstep(
     folder: Path, flags: str, lockstep: bool, rules: Rules
 ) -> None:
+    """S1: what shares no collective over replicas is not coordinated."""
     scheduler = resolved(folder, *flags.split()).config.scheduler
     assert (scheduler.lockstep, scheduler.rules) == (lockstep, rules)
 

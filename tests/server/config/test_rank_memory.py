@@ -9,14 +9,14 @@ from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.expert_plan import plan_experts
 from headrace.server.config import rank_memory
 from headrace.server.config.resolve import resolve
-from tests.e2e.expert_models import DEEPSEEK_V3, save_experts
+from tests.e2e.expert_models import family, save_experts
 from tests.server.config.test_load import configure
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3, whose latents every shard holds whole."""
-    return save_experts(tmp_path_factory.mktemp("latents"), DEEPSEEK_V3)
+    return save_experts(tmp_path_factory.mktemp("latents"), family("deepseek-v3"))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
