@@ -252,12 +252,13 @@ def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown
         loop.run()
         return 0
     except LinkBroken as error:
-        shared = config.member is not None
+        member = config.member
         # The supervisor knows which stage failed first, unless it was another server's.
-        if loop.shutdown_within(SHARED_WAIT_S if shared else shutdown_wait_s):
+        if loop.shutdown_within(shutdown_wait_s if member is None else SHARED_WAIT_S):
             return 0
-        if shared:
-            log.error("%s: the link to a rank of another server, or of this one, is broken: %s", config.name, error)
+        if member is not None:
+            log.error("%s (%s)", member.lost, error)
+            outbox.post(StageFailed(stage=config.rank, message=member.lost, elsewhere=True))
             outbox.post(ShutdownStage(seq=0))
             return GROUP_ENDED_STATUS
         other = "rank" if config.layout.dp * config.layout.tp > 1 else "stage"

@@ -29,6 +29,16 @@ class ExternalMember(msgspec.Struct, frozen=True):
         """HOST:PORT of the store."""
         return host_port(self.host, self.port)
 
+    @property
+    def lost(self) -> str:
+        """What a broken link to another server of the group says, for messages."""
+        others = [str(rank) for rank in range(self.size) if rank != self.rank]
+        named = f"server {others[0]}" if len(others) == 1 else f"one of the servers {', '.join(others)}"
+        return (
+            f"{named} of --dp-external {self}, with which this one shares experts, has ended, has lost a rank or "
+            "cannot be reached"
+        )
+
     def __str__(self) -> str:
         return f"{self.rank}/{self.size}@{self.address}"
 

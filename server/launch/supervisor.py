@@ -182,6 +182,8 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.fatal.done():
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
+        elif self._member is not None and not self._group.ready.is_set():  # it may wait for another server
+            await asyncio.gather(self._scheduler.end(), self._group.kill())
         else:
             await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
 
@@ -275,12 +277,7 @@ class Supervisor:
 
     def _end_message(self, stage: int, status: int) -> str:
         if status == GROUP_ENDED_STATUS and self._member is not None:
-            others = sorted(set(range(self._member.size)) - {self._member.rank})
-            named = f"server {others[0]}" if len(others) == 1 else f"one of the servers {', '.join(map(str, others))}"
-            return (
-                f"{named} of --dp-external {self._member}, with which this one shares experts, has ended, has lost a "
-                f"rank or cannot be reached"
-            )
+            return self._member.lost
         return f"{self._layout.name(stage)} exited with status {status}"
 
     async def _late(self, group: "_Group") -> None:

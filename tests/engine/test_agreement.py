@@ -22,30 +22,18 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
 from headrace.scheduler.scheduler import Scheduler
 from tests.engine.collectives.threads import Meeting, ThreadCollectives, run_ranks
-
-RULES = [Rules(), Rules(multiple=4, pad="max"), Rules(multiple=2, cut=True, cut_prefill=16, cut_decode=4)]
-
-
-def random_votes(size: int, rules: Rules, generator: random.Random) -> list[Vote]:
-    """Replicas that are idle, decode or compute prompts; some could run with prepared graphs."""
-    votes = []
-    for _ in range(size):
-        longest = generator.choice([1, 40])
-        counts = [generator.randint(1, longest) for _ in range(generator.choice([0, 1, 3, 20]))]
-        votes.append(vote(counts, rules)._replace(mode=generator.randint(0, 1)))
-    return votes
+from tests.engine.votes import RULES, rounds
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_ranks_agree_on_is_what_one_planner_decides(size: int) -> None:
     """The specification's V4: coordinate() of all votes, whichever rank asks."""
-    generator = random.Random(size)
-    rounds = [(votes, rules) for rules in RULES for votes in (random_votes(size, rules, generator) for _ in range(60))]
+    asked = rounds(size, 60)
 
     def work(group: Collectives) -> list[Agreement]:
-        return [agree(votes[group.rank], group, rules) for votes, rules in rounds]
+        return [agree(votes[group.rank], group, rules) for votes, rules in asked]
 
-    expected = [coordinate(votes, rules) for votes, rules in rounds]
+    expected = [coordinate(votes, rules) for votes, rules in asked]
     assert any(each is not None and each.cut for each in expected)
     assert any(each is not None and each.idle for each in expected)
     assert run_ranks(size, work) == [expected] * size

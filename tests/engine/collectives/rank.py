@@ -6,8 +6,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from headrace.core.types.coordinate import coordinate
+from headrace.engine.agreement import agree
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from tests.engine.collectives.test_collectives import check, operations
+from tests.engine.votes import rounds
 
 TIMEOUT_S = 30.0
 
@@ -20,6 +23,8 @@ def main() -> None:
     group = TorchCollectives(make_group(range(size), TIMEOUT_S))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         check(size, rank, operations(group, dtype), dtype)
+    for votes, rules in rounds(size, 30):
+        assert agree(votes[rank], group, rules) == coordinate(votes, rules)
     dist.destroy_process_group()
 
 
