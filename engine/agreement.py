@@ -59,9 +59,9 @@ def post(vote: Vote, group: Collectives, rules: Rules, device: str = "cpu") -> P
 
     group: the voting ranks, by replica. device: where the group computes. Raises LinkBroken when a rank is gone.
     """
-    columns = torch.zeros(len(vote), group.size, dtype=torch.int32)
-    columns[:, group.rank] = torch.tensor(vote, dtype=torch.int32)
-    return PostedVote(vote, group.rank, rules, group.all_reduce(columns.to(device)))
+    before, after = [0] * group.rank, [0] * (group.size - group.rank - 1)
+    columns = torch.tensor([[*before, number, *after] for number in vote], dtype=torch.int32, device=device)
+    return PostedVote(vote, group.rank, rules, group.all_reduce(columns))
 
 
 def agree(vote: Vote, group: Collectives, rules: Rules, device: str = "cpu") -> Agreement:

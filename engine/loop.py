@@ -81,6 +81,7 @@ class StageLoop:
     def _next(self) -> AnyOrder:
         if self._passes is not None:
             self._drain_inbox()
+            self._meter.wait()
             return self._passes.next(self._queued, self._idle)
         if not self._queued:
             self._idle()

@@ -123,7 +123,7 @@ class _Visitor:
                 break
             self._say(f"waiting for {self._names(missing)} of {size // self._config.layout.tp}")
             time.sleep(REPEAT_S)
-        store.set(ADMITTED, msgspec.json.encode(Admission((self._mine.incarnation, *attendance.incarnations()))))
+        store.set(ADMITTED, _text(Admission((self._mine.incarnation, *attendance.incarnations()))))
         return self._group(store, self._mine.incarnation)
 
     def visit(self) -> PrefixStore:
@@ -189,7 +189,7 @@ class _Visitor:
 
     def _register(self, store: TCPStore) -> None:
         self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
-        store.set(_key(self._rank), msgspec.json.encode(self._mine))
+        store.set(_key(self._rank), _text(self._mine))
 
     def _group(self, store: TCPStore, name: str) -> PrefixStore:
         return PrefixStore(f"headrace-{name}", store)
@@ -208,6 +208,10 @@ class _Visitor:
 
 def _key(rank: int) -> str:
     return f"rank-{rank}"
+
+
+def _text(message: msgspec.Struct) -> str:
+    return msgspec.json.encode(message).decode()
 
 
 def _read(store: TCPStore, key: str, kind: type[T]) -> T | None:
