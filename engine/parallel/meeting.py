@@ -203,7 +203,7 @@ class _Visitor:
         now = time.monotonic()
         if now - self._logged_at >= LOG_S:
             self._logged_at = now
-            log.warning("--dp-external %s: %s", self._member, text)
+            log.info("--dp-external %s: %s", self._member, text)
 
 
 def _key(rank: int) -> str:
