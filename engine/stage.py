@@ -219,9 +219,12 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
             tp=groups.tp,
         )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
-    # Ranks that share experts enter the same exchanges, each replica for as many tokens, whatever pool it has.
-    together = groups.ep if config.engine.expert_parallel else groups.tp
-    runner.warm_up(least(together, runner.pool.pages * runner.geometry.page_size, config.model.device))
+    # Ranks that share experts enter the same exchanges, each replica for as many tokens. Those of several servers may
+    # have other pools, and load in other times.
+    tokens = runner.pool.pages * runner.geometry.page_size
+    if groups.loaded is not None:
+        tokens = least(groups.loaded, tokens, "cpu")
+    runner.warm_up(tokens)
     return runner
 
 

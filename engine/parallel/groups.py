@@ -7,6 +7,7 @@
     tokens   all ranks of one replica: sampled tokens, over a communicator of their own
     votes    the first shards of servers with a scheduler each that share experts: what they agree on
     told     the shards of one such server: the first tells the others, on the hosts
+    loaded   all ranks of such servers: those that have loaded wait for the others, longer than for a pass
 
 Servers that share experts (--dp-external) are the replicas of one world.
 
@@ -31,6 +32,8 @@ from headrace.engine.parallel.meeting import FORMING_S, meet
 from headrace.engine.parallel.store import listen
 from headrace.engine.parallel.terms import common_terms
 
+LOADING_S = 3600.0  # longest time by which a server that shares experts may load later than another one
+
 
 class Groups(NamedTuple):
     """The groups that one rank is a member of."""
@@ -47,6 +50,8 @@ class Groups(NamedTuple):
     """The ranks that vote, of all servers that share experts; None where this one does not vote."""
     told: Collectives | None = None
     """The shards of its server, where servers share experts and have several."""
+    loaded: Collectives | None = None
+    """All ranks of all servers that share experts, on the hosts, for waits as long as loading takes."""
 
 
 def join_groups(config: StageConfig, device: torch.device) -> Groups:
@@ -104,6 +109,7 @@ def _add_vote_groups(groups: Groups, config: StageConfig) -> Groups:
     """Create the groups in which servers that share experts agree, and add those of this rank."""
     layout, rank, timeout_s = config.shared_layout, config.shared_rank, config.stage_timeout_s
     voting = layout.across_replicas(0)
+    groups = groups._replace(loaded=TorchCollectives(make_group(layout.ranks, LOADING_S, "gloo")))
     made = make_group(voting, timeout_s, "gloo" if config.dp_sync == "cpu" else None)
     if rank in voting:
         groups = groups._replace(votes=TorchCollectives(made))
