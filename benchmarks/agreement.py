@@ -52,6 +52,7 @@ class Costs(NamedTuple):
     late: list[float]  # of passes whose vote is posted after the one before
     ahead: list[float]  # of passes whose vote is posted before the one before
     alone: list[float]  # of agreements without a pass
+    vote: float  # CPU time of a vote without a token
     idle: float  # CPU time per second of an idle group
 
 
@@ -63,13 +64,9 @@ def measure(setup: Setup, answers: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.size, timeout=timeout)
     group = TorchCollectives(make_group(range(setup.size), TIMEOUT_S))
     agree(Vote(0, 0, False), group, Rules())  # makes connections
-    costs = Costs(
-        bare=[_pass(setup.pass_s) for _ in range(setup.passes)],
-        late=_passes(setup, group, 1),
-        ahead=_passes(setup, group, 2),
-        alone=_alone(setup, group),
-        idle=_idle(setup, group),
-    )
+    bare = [_pass(setup.pass_s) for _ in range(setup.passes)]
+    late, ahead, alone = _passes(setup, group, 1), _passes(setup, group, 2), _alone(setup, group)
+    costs = Costs(bare, late, ahead, alone, *_idle(setup, group))
     answers.send(costs)
     dist.destroy_process_group()
 
@@ -116,12 +113,13 @@ def _alone(setup: Setup, group: TorchCollectives) -> list[float]:
     return times
 
 
-def _idle(setup: Setup, group: TorchCollectives) -> float:
-    """CPU seconds per second of a rank without a plan: its compute thread, and Gloo's."""
+def _idle(setup: Setup, group: TorchCollectives) -> tuple[float, float]:
+    """CPU seconds of a rank without a plan, its compute thread's and Gloo's: per vote, and per second."""
     inbox: queue.Queue[AnyOrder] = queue.Queue()
     orders: deque[AnyOrder] = deque()
     began, cpu = time.perf_counter(), time.process_time()
-    ticks = iter(range(int(setup.idle_s / TICK_S)))  # the same number at all ranks
+    votes = int(setup.idle_s / TICK_S)  # the same number at all ranks
+    ticks = iter(range(votes))
 
     def idle(timeout_s: float | None) -> None:
         with suppress(queue.Empty):
@@ -130,7 +128,8 @@ def _idle(setup: Setup, group: TorchCollectives) -> float:
             orders.append(ShutdownStage(seq=0))
 
     VotedPasses(group, Rules()).next(orders, idle)
-    return (time.process_time() - cpu) / (time.perf_counter() - began)
+    spent = time.process_time() - cpu
+    return spent / votes, spent / (time.perf_counter() - began)
 
 
 def measure_all(size: int, passes: int, pass_s: float, idle_s: float) -> list[Costs]:
@@ -172,9 +171,12 @@ def main(arguments: Sequence[str]) -> int:
     alone = statistics.median(each for cost in costs for each in cost.alone)
     rows.append(("agreement alone", f"{alone * 1e3:.3f}", f"{alone / pass_s:.4f}"))
     print_table(f"{given.ranks} ranks", ("", "ms", f"share of {given.pass_ms:g} ms"), rows)
-    shares = [cost.idle for cost in costs]
-    idle = [("a rank", f"{statistics.median(shares):.3f}"), ("all ranks", f"{sum(shares):.3f}")]
-    print_table("idle group", ("", "cores"), idle)
+    shares, votes = [cost.idle for cost in costs], [cost.vote * 1e6 for cost in costs]
+    idle = [
+        ("a rank", f"{statistics.median(votes):.0f}", f"{statistics.median(shares):.3f}"),
+        ("all ranks", f"{sum(votes):.0f}", f"{sum(shares):.3f}"),
+    ]
+    print_table("idle group", ("", "CPU of a vote (µs)", "cores"), idle)
     return 0
 
 
