@@ -12,6 +12,8 @@ Three stages, plans 1 to 4, two of which decode the same request (2 feeds 4):
 One turn: queue new orders │ wait for tokens and hidden states │ layers │ send or sample │ broadcast tokens │ report.
 Receives of all queued plans are posted before the wait and before the layers, so that the hidden states of the next
 plan travel while this one is computed. Sends are never waited for.
+
+Where servers with a scheduler each share experts, they agree on every pass before it (engine/agreement.py).
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from collections import deque
 
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
 from headrace.core.messages.stage_events import PlanDone
+from headrace.engine.agreement import PassSource
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.row_sampler import PlanResult
@@ -39,14 +42,17 @@ class StageLoop:
         meter: Meter,
         inbox: "queue.Queue[AnyOrder]",
         outbox: EventOutbox,
+        passes: PassSource | None = None,
     ) -> None:
-        """stage: the rank. inbox: orders from the I/O thread. outbox: events for it."""
+        """stage: the rank. inbox: orders from the I/O thread. outbox: events for it. passes: agrees with other servers
+        on each pass; None where there are none."""
         self._stage = stage
         self._runner = runner
         self._links = links
         self._meter = meter
         self._inbox = inbox
         self._outbox = outbox
+        self._passes = passes
         self._queued: deque[AnyOrder] = deque()  # received and not yet executed, in order
 
     def run(self) -> None:
@@ -73,11 +79,21 @@ class StageLoop:
         return found
 
     def _next(self) -> AnyOrder:
+        if self._passes is not None:
+            self._drain_inbox()
+            self._meter.wait()
+            return self._passes.next(self._queued, self._idle)
         if not self._queued:
-            self._meter.idle()
-            self._enqueue(self._inbox.get())
+            self._idle()
         self._drain_inbox()
         return self._queued.popleft()
+
+    def _idle(self, timeout_s: float | None = None) -> None:
+        """Wait for an order, and take all that have arrived."""
+        self._meter.idle()
+        with contextlib.suppress(queue.Empty):
+            self._enqueue(self._inbox.get(timeout=timeout_s))
+        self._drain_inbox()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():  # this thread is its only consumer
@@ -103,7 +119,8 @@ class StageLoop:
             self._runner.join(plan.agreement)
         self._meter.mark()
         run, seconds = self._meter.end()
-        self._outbox.post(ComputedPlan(run, PlanDone(stage=self._stage, seq=plan.seq, duration_s=seconds)))
+        if plan.seq:  # 0: a pass of other servers, which this one's scheduler does not know of
+            self._outbox.post(ComputedPlan(run, PlanDone(stage=self._stage, seq=plan.seq, duration_s=seconds)))
 
     def _compute(self, plan: Forward) -> None:
         runner, links, meter = self._runner, self._links, self._meter

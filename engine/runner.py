@@ -91,8 +91,8 @@ class Runner(Protocol):
         """Counters of this rank's experts; None where its layers have none."""
         ...
 
-    def warm_up(self) -> None:
-        """Run once before the first plan; pages of the pool are overwritten."""
+    def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
+        """Run once before the first plan, with so many tokens at most; pages of the pool are overwritten."""
         ...
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
@@ -216,9 +216,9 @@ class ModelRunner:
         )
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size)
 
-    def warm_up(self) -> None:
-        """Run a chunk and a decoding row, so that kernels and threads exist before the first plan."""
-        count = min(WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
+    def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
+        """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan."""
+        count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
         for row in (

@@ -16,9 +16,16 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.runtime.process import die_with_parent, freeze_loaded, keep_freed_memory, raise_descriptor_limit
+from headrace.core.runtime.process import (
+    GROUP_ENDED_STATUS,
+    die_with_parent,
+    freeze_loaded,
+    keep_freed_memory,
+    raise_descriptor_limit,
+)
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import DISK, HOST
+from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.collectives.startup import least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
@@ -48,6 +55,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 log = logging.getLogger(__name__)
 
 SHUTDOWN_WAIT_S = 2.0  # after a broken link: for ShutdownStage, before the stage reports the failure itself
+SHARED_WAIT_S = 0.2  # the same where the link was to another server, of which this one's supervisor knows nothing
 
 
 def run(config: StageConfig) -> int:
@@ -65,7 +73,7 @@ def run(config: StageConfig) -> int:
 
 def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     runner = _make_runner(config, memory, groups)
-    links = PipelineLinks(config.layout, config.rank, runner.hidden_spec, groups.tokens)
+    links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens)
     context: Context = zmq.Context()
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
@@ -102,7 +110,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.
     shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
-    loop = StageLoop(config.rank, runner, links, meter, inbox, outbox)
+    loop = StageLoop(config.rank, runner, links, meter, inbox, outbox, _passes(config, groups))
     status = _compute(loop, config, outbox, shutdown_wait_s)
     io_thread.join(timeout=5)
     outbox.close_writer()
@@ -110,6 +118,17 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         copies.copier.join(timeout=5)
         copies.outbox.close_writer()
     return status
+
+
+def _passes(config: StageConfig, groups: Groups) -> PassSource | None:
+    """Agrees with the other servers of its group on each pass; None for a server of its own."""
+    if config.member is None:
+        return None
+    if groups.votes is None:
+        assert groups.told is not None, "the shards of a server are a group"
+        return FollowedPasses(groups.told, config.member.size)
+    device = config.model.device if config.dp_sync == "device" else "cpu"
+    return VotedPasses(groups.votes, config.rules, shards=groups.told, device=device)
 
 
 def _data_sockets(
@@ -189,7 +208,7 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
         runner = StubRunner(config.model, config.engine, layers, memory.allocate, tp=groups.tp)
     else:
         spec = load_spec(resolve_source(config.model.model))
-        experts = plan_experts(config.model, config.engine, config.layout, spec)
+        experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
         runner = ModelRunner(
             config.model,
             config.engine,
@@ -200,7 +219,12 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
             tp=groups.tp,
         )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
-    runner.warm_up()  # ranks that share experts enter the same exchanges, each replica for as many tokens
+    # Ranks that share experts enter the same exchanges, each replica for as many tokens. Those of several servers may
+    # have other pools, and load in other times.
+    tokens = runner.pool.pages * runner.geometry.page_size
+    if groups.loaded is not None:
+        tokens = least(groups.loaded, tokens, "cpu")
+    runner.warm_up(tokens)
     return runner
 
 
@@ -231,8 +255,15 @@ def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown
         loop.run()
         return 0
     except LinkBroken as error:
-        if loop.shutdown_within(shutdown_wait_s):  # the supervisor knows which stage failed first
+        member = config.member
+        # The supervisor knows which stage failed first, unless it was another server's.
+        if loop.shutdown_within(shutdown_wait_s if member is None else SHARED_WAIT_S):
             return 0
+        if member is not None:
+            log.error("%s (%s)", member.lost, error)
+            outbox.post(StageFailed(stage=config.rank, message=member.lost, elsewhere=True))
+            outbox.post(ShutdownStage(seq=0))
+            return GROUP_ENDED_STATUS
         other = "rank" if config.layout.dp * config.layout.tp > 1 else "stage"
         log.error("%s: the link to another %s is broken: %s", config.name, other, error)
         outbox.post(StageFailed(stage=config.rank, message=f"the link to another {other} is broken: {error}"))
@@ -245,7 +276,7 @@ def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown
 
 def main() -> int:
     """Run a stage as the child of the process whose id is the first argument. Returns the exit status: 2 for a wrong
-    configuration, 1 for a failure."""
+    configuration, 3 where a server that it shares experts with has ended, 1 for another failure."""
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
@@ -254,7 +285,7 @@ def main() -> int:
         return run(config)
     except LinkBroken as error:
         log.error("%s", error)
-        return 1
+        return 1 if config.member is None else GROUP_ENDED_STATUS
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return 2

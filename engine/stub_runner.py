@@ -97,8 +97,8 @@ class StubRunner:
         self._sampled: dict[int, int] = {}  # request → its last sampled token
         self._overslept_s = 0.0  # by the last sleep
 
-    def warm_up(self) -> None:
-        """Run one position, so that the code is loaded before the first plan."""
+    def warm_up(self, most: int = 1) -> None:
+        """See Runner. Runs one position, so that the code is loaded before the first plan."""
         row = PlanRow(WARM_UP_REQUEST, 0, 1, packed.pack([0]), packed.pack([0]), sample=SamplingParams(temperature=0.0))
         incoming = None if self._first else torch.zeros(1, self.hidden_spec.size, device=self.hidden_spec.device)
         self.sample([row], self.forward([row], incoming))

@@ -235,7 +235,7 @@ class Scheduler:
             case PagesStored() | PagesLoaded() | PagesLost() | PagesFound():
                 self._copies[self._state.with_rank(event.stage).index].take(event, now)
             case StageFailed():
-                self._stages.stage_failed(event.stage, event.message, now)
+                self._stages.stage_failed(event.stage, event.message, now, elsewhere=event.elsewhere)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:

@@ -8,8 +8,11 @@ from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
 from headrace.core.config.model import EngineConfig, ModelConfig
 from headrace.core.config.server import Role
 from headrace.core.config.transfer import TransferConfig
+from headrace.core.types.coordinate import Rules
+from headrace.core.types.external import ExternalMember, parse_member
 from headrace.core.types.layout import Layout
 
+DpSync = Literal["cpu", "device"]
 STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 
 
@@ -31,6 +34,29 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Flag("stage-key", SECURITY, "key that external stages must show", secret=True, variable=STAGE_KEY_VARIABLE),
     ] = ""
+    dp_external: Annotated[
+        str,
+        Flag(
+            "dp-external",
+            STAGES,
+            "RANK/SIZE@HOST:PORT: this server is one of SIZE that share experts, each with its own scheduler and one "
+            "replica; they meet at HOST:PORT, an address of server 0 (default: none)",
+        ),
+    ] = ""
+    dp_sync: Annotated[
+        DpSync,
+        Flag(
+            "dp-sync",
+            STAGES,
+            "where servers with --dp-external agree on each forward pass; cpu: among their hosts, so that no device is "
+            "waited for, device: among their GPUs",
+        ),
+    ] = "cpu"
+
+    @property
+    def member(self) -> ExternalMember | None:
+        """Which server of a group this is; None for one of its own. Raises ConfigError for a malformed flag."""
+        return parse_member(self.dp_external) if self.dp_external else None
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +86,26 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chunk length around which the stage's speed is measured before it is ready; 0: not at all."""
     role: Role = "colocated"
     """Of the server."""
+    member: ExternalMember | None = None
+    """Which server of a group that shares experts this is; None for one of its own."""
+    rules: Rules = Rules()
+    """What the servers of the group agree on follows from these."""
+    dp_sync: DpSync = "cpu"
+    """Where they agree."""
+
+    @property
+    def shared_layout(self) -> Layout:
+        """The ranks that have collectives in common: those of the server, or of all servers of its group."""
+        if self.member is None:
+            return self.layout
+        return Layout(pp=self.layout.pp, dp=self.member.size, tp=self.layout.tp)
+
+    @property
+    def shared_rank(self) -> int:
+        """This rank's number in the shared layout."""
+        if self.member is None:
+            return self.rank
+        return self.shared_layout.rank(self.stage, self.member.rank, self.layout.place(self.rank).shard)
 
     @property
     def name(self) -> str:

@@ -182,7 +182,7 @@ class StageDown(SchedulerReply, frozen=True, kw_only=True):
     """Number of the group's start."""
 
     served: bool = False
-    """The group has computed a plan."""
+    """The group has computed a plan, or has failed because of another server: such restarts are not counted."""
 
 
 class PrefillState(SchedulerReply, frozen=True, kw_only=True):

@@ -239,6 +239,8 @@ class StageFailed(StageEvent, frozen=True, kw_only=True):
     """The stage cannot go on; its process ends after this."""
 
     message: str
+    elsewhere: bool = False
+    """Because of another server, with which this one shares experts."""
 
 
 AnyStageEvent = (

@@ -12,6 +12,7 @@ from contextlib import suppress
 RESERVED_DESCRIPTORS = 256  # for the process's own files, pipes and connections
 ZMQ_LISTENERS = 4  # the most that one process has: control endpoint, joining stages, KV events, their replay
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))  # trying again may help
+GROUP_ENDED_STATUS = 3  # exit status of a rank whose server shares experts with another one that has ended
 MAX_SESSIONLESS = 1024
 MAX_HTTP_CONNECTIONS = 16_384
 

@@ -80,9 +80,12 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def make_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], timeout_s: float, backend: str | None = None) -> dist.ProcessGroup:
     """Make a group of these ranks. All ranks of the world have to call this, in the same order for all groups. Raises
-    LinkBroken when a rank is gone."""
+    LinkBroken when a rank is gone.
+
+    backend: of torch.distributed; None for the world's.
+    """
     with breakable():
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
         return group

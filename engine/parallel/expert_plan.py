@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.external import ExternalMember
 from headrace.core.types.geometry import ITEM_BYTES
 from headrace.core.types.layout import Layout, Place
 from headrace.engine.device import computes_in, resolve_device, resolve_dtype
@@ -24,10 +25,13 @@ class ExpertPlan(NamedTuple):
     """Shards that divide them."""
     exchange_bytes: int
     """Memory that a rank needs for the exchange."""
+    first: int = 0
+    """Replica that the first of this server's is among those that divide the experts."""
 
     def own(self, place: Place) -> range:
-        """The experts of a layer that a rank holds."""
-        return own_experts(self.moe.experts, self.dp * self.tp, place.replica % self.dp * self.tp + place.shard)
+        """The experts of a layer that a rank of this server holds."""
+        replica = (self.first + place.replica) % self.dp
+        return own_experts(self.moe.experts, self.dp * self.tp, replica * self.tp + place.shard)
 
     @property
     def held_by_replica(self) -> int:
@@ -35,35 +39,44 @@ class ExpertPlan(NamedTuple):
         return -(-self.moe.experts // self.dp)
 
 
-def check_experts(engine: EngineConfig, layout: Layout, spec: ModelSpec) -> None:
-    """Raises ConfigError where experts are to be divided and the model has none, or fewer than a stage has ranks."""
+def check_experts(engine: EngineConfig, layout: Layout, spec: ModelSpec, member: ExternalMember | None = None) -> None:
+    """Raises ConfigError where experts are to be divided and the model has none, or fewer than a stage has ranks.
+
+    layout, member: as for plan_experts().
+    """
     if not engine.expert_parallel:
         return
     if spec.moe is None:
         raise ConfigError("--expert-parallel is for models with experts and this model is dense; leave it out")
-    ranks, experts = layout.dp * layout.tp, spec.moe.experts
+    dp = layout.dp if member is None else member.size
+    ranks, experts = dp * layout.tp, spec.moe.experts
     if ranks > experts:
+        replicas = f"--dp {dp}" if member is None else f"SIZE {dp} of --dp-external"
         raise ConfigError(
             f"--expert-parallel divides the {experts} experts of this model among {ranks} ranks of a stage "
-            f"(--dp {layout.dp} times --tp {layout.tp}); write degrees whose product is {experts} or less"
+            f"({replicas} times --tp {layout.tp}); write degrees whose product is {experts} or less"
         )
 
 
-def plan_experts(model: ModelConfig, engine: EngineConfig, layout: Layout, spec: ModelSpec) -> ExpertPlan | None:
+def plan_experts(
+    model: ModelConfig, engine: EngineConfig, layout: Layout, spec: ModelSpec, member: ExternalMember | None = None
+) -> ExpertPlan | None:
     """The division of experts; None for a dense model and for ranks that hold all experts.
 
-    Raises ConfigError for degrees that the model's experts do not fit, and for a device or dtype that is not there.
+    layout: of this server. member: which one it is of servers that share experts; None where it shares none. Raises
+    ConfigError for degrees that the model's experts do not fit, and for a device or dtype that is not there.
     """
-    check_experts(engine, layout, spec)
+    check_experts(engine, layout, spec, member)
     if spec.moe is None or not (engine.expert_parallel or layout.tp > 1):
         return None
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
     native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
     item_bytes = ITEM_BYTES[dtype if native else "float32"]
-    dp, tp = layout.dp if engine.expert_parallel else 1, layout.tp
+    replicas = layout.dp if member is None else member.size
+    dp, tp = replicas if engine.expert_parallel else 1, layout.tp
     way: Way = "replicated"
     if engine.expert_parallel:
         way = choose_way(engine.exchange, spec.moe, dp=dp, tp=tp, device=device)
     needed = exchange_bytes(way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp)
-    return ExpertPlan(spec.moe, way, dp, tp, needed)
+    return ExpertPlan(spec.moe, way, dp, tp, needed, first=member.rank if member is not None else 0)

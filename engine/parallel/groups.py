@@ -6,13 +6,16 @@
     dp       the same shard of one stage in all replicas: exchange of tokens between experts by all-gather
     ep       all ranks of one stage, of all replicas: exchange of tokens between experts by all-to-all
     tokens   all ranks of one replica: sampled tokens, over a communicator of their own
+    votes    the first shards of servers with a scheduler each that share experts: what they agree on
+    told     the shards of one such server: the first tells the others, on the hosts
+    loaded   all ranks of such servers: those that have loaded wait for the others, longer than for a pass
+
+Servers that share experts (--dp-external) are the replicas of one world.
 
 Creating a group is a collective operation of all ranks, its members or not: every rank creates all groups of all kinds,
 in the same order, before it computes anything.
 """
 
-import ipaddress
-import socket
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -27,6 +30,11 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
+from headrace.engine.parallel.meeting import FORMING_S, meet
+from headrace.engine.parallel.store import listen
+from headrace.engine.parallel.terms import common_terms
+
+LOADING_S = 3600.0  # longest time by which a server that shares experts may load later than another one
 
 
 class Groups(NamedTuple):
@@ -40,20 +48,28 @@ class Groups(NamedTuple):
     """All ranks of its stage, where they share experts."""
     tokens: dist.ProcessGroup | None = None
     """The ranks of its replica; None where it is the only one."""
+    votes: Collectives | None = None
+    """The ranks that vote, of all servers that share experts; None where this one does not vote."""
+    told: Collectives | None = None
+    """The shards of its server, where servers share experts and have several."""
+    loaded: Collectives | None = None
+    """All ranks of all servers that share experts, on the hosts, for waits as long as loading takes."""
 
 
 def join_groups(config: StageConfig, device: torch.device) -> Groups:
     """Form the world and all groups of it. With a single rank there are none, and nothing is done.
 
-    Raises LinkBroken when a rank is missing or the rendezvous cannot be reached.
+    Servers that share experts meet first, and wait for one another without end. Raises LinkBroken when a rank is
+    missing or the rendezvous cannot be reached, ConfigError for a server that does not fit the others.
     """
-    if len(config.layout.ranks) == 1:
+    layout, rank = config.shared_layout, config.shared_rank
+    if len(layout.ranks) == 1:
         return Groups()
     _join_world(config, device)
-    groups = make_groups(config.layout, config.rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
-    if config.layout.tp > 1 and device.type == "cpu":
+    groups = make_groups(layout, rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
+    if layout.tp > 1 and device.type == "cpu":
         groups = groups._replace(tp=on_one_machine(groups.tp, config.stage_timeout_s))
-    return groups
+    return groups if config.member is None else _add_vote_groups(groups, config)
 
 
 def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False) -> Groups:
@@ -93,6 +109,21 @@ def _add_expert_groups(groups: Groups, layout: Layout, rank: int, timeout_s: flo
     return groups
 
 
+def _add_vote_groups(groups: Groups, config: StageConfig) -> Groups:
+    """Create the groups in which servers that share experts agree, and add those of this rank."""
+    layout, rank, timeout_s = config.shared_layout, config.shared_rank, config.stage_timeout_s
+    voting = layout.across_replicas(0)
+    groups = groups._replace(loaded=TorchCollectives(make_group(layout.ranks, LOADING_S, "gloo")))
+    made = make_group(voting, timeout_s, "gloo" if config.dp_sync == "cpu" else None)
+    if rank in voting:
+        groups = groups._replace(votes=TorchCollectives(made))
+    for first in voting if layout.tp > 1 else ():
+        made = make_group(layout.shards(first), timeout_s, "gloo")
+        if rank in layout.shards(first):
+            groups = groups._replace(told=TorchCollectives(made))
+    return groups
+
+
 def leave_groups() -> None:
     """Leave the world and all groups, if they were formed."""
     if dist.is_initialized():
@@ -101,11 +132,16 @@ def leave_groups() -> None:
 
 def _join_world(config: StageConfig, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout, size = timedelta(seconds=config.stage_timeout_s), len(config.layout.ranks)
+    rank, size = config.shared_rank, len(config.shared_layout.ranks)
+    timeout = timedelta(seconds=config.stage_timeout_s)
     try:
-        # A store that outlives groups (torchrun hosts one) may hold keys of an earlier group: each has its own prefix.
-        store = PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, size, timeout))
-        dist.init_process_group(backend, store=store, rank=config.rank, world_size=size, timeout=timeout)
+        if config.member is not None:
+            store, timeout = meet(config, common_terms(config)), timedelta(seconds=FORMING_S)
+        else:
+            # A store that outlives groups (torchrun hosts one) may hold keys of an earlier group: each has its own
+            # prefix.
+            store = PrefixStore(f"headrace-{config.epoch}-{config.session}", _store(config, size, timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, OSError) as error:
         raise LinkBroken(f"the group of stages could not be formed: {error}") from error
 
@@ -117,18 +153,5 @@ def _store(config: StageConfig, size: int, timeout: timedelta) -> TCPStore:
     opens = config.rank == 0 and not config.rendezvous_hosted
     return TCPStore(
         host, int(port), size, is_master=opens, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=_listen(host, int(port)) if opens else None,
+        master_listen_fd=listen(host, int(port)) if opens else None,
     )  # fmt: skip
-
-
-def _listen(host: str, port: int) -> int | None:
-    """A listening socket for the store on this address only; by itself the store would listen on every interface.
-
-    None for a host name: it may resolve to another address on its own machine than on others.
-    """
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        return None
-    family = socket.AF_INET6 if version == 6 else socket.AF_INET
-    return socket.create_server((host, port), family=family).detach()

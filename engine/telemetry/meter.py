@@ -30,7 +30,7 @@ class _Reading(NamedTuple):
 class Meter:
     """Seconds of a stage by state, its current plan, and bytes of hidden states sent to the next stage.
 
-    busy: computing; waiting: for hidden states or tokens of another stage; idle: no plan here. The compute thread
+    busy: computing; waiting: for hidden states, tokens or votes of others; idle: no plan here. The compute thread
     writes and the I/O thread reads; a reading is replaced as a whole, so the reader never sees half an update.
     """
 
@@ -44,6 +44,10 @@ class Meter:
     def idle(self) -> None:
         """No plan is queued."""
         self._switch("idle", None)
+
+    def wait(self) -> None:
+        """Nothing is computed before other ranks have agreed."""
+        self._switch("waiting", None)
 
     def begin(self, plan: Forward) -> None:
         """A plan's turn has come; it may have to wait for another stage."""

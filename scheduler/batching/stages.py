@@ -120,15 +120,16 @@ class StageGroup:
             text = f"{name} has not answered in {self._state.config.stage_timeout_s:g} s"
             self.stage_failed(stage, text, now)
 
-    def stage_failed(self, stage: int, message: str, now: float) -> None:
+    def stage_failed(self, stage: int, message: str, now: float, *, elsewhere: bool = False) -> None:
         """Fail every request and start over with an empty pool. The front end is told first, so that it does not answer
-        a request with this error while it still says that it would serve."""
+        a request with this error while it still says that it would serve. elsewhere: see StageFailed."""
         name = self._state.config.layout.name(stage)
         error = ErrorInfo(code=STAGE_FAILED, message=f"{name} failed: {message}", status=503, stage=stage)
         self._state.engine.ready = False
         self.announce(error.message)
         self.stop(error, now)
-        self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch, served=self._served))
+        served = self._served or elsewhere
+        self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch, served=served))
         self._served = False
 
     def stop(self, error: ErrorInfo, now: float) -> None:

@@ -21,6 +21,7 @@ def check(config: Config) -> None:
     _check_stages(config)
     _check_replicas(config)
     _check_external_stages(config)
+    _check_external_replicas(config)
     _check_kv_events(config)
     _check_nixl(config)
     _check_curve(config)
@@ -106,12 +107,14 @@ def _check_replicas(config: Config) -> None:
 
 def _check_ports(config: Config) -> None:
     data_port, ranks = config.transfer.data_port, config.scheduler.layout.ranks
+    member = config.group.member
     here = config.group.start == "local"  # other machines have ports of their own
     ports = (
         ("port", config.server.port),
         ("bootstrap-port", config.server.bootstrap_port if config.server.role == "prefill" else 0),
         ("control-port", config.transfer.control_port),
         ("stage-port", config.group.port),
+        ("dp-external", member.port if member is not None and member.rank == 0 else 0),
         ("kv-events-port", config.kv_events.port),
         ("kv-events-replay-port", config.kv_events.replay_port),
         *(("data-port", data_port + rank) for rank in (ranks if data_port and here else ())),
@@ -172,6 +175,39 @@ def _check_external_stages(config: Config) -> None:
         )
     if config.model.dtype == "auto":
         raise ConfigError("--stages external needs --dtype: the devices of the stages' machines are not known here")
+
+
+def _check_external_replicas(config: Config) -> None:
+    """--dp-external, and what it needs or excludes."""
+    group, scheduler, member = config.group, config.scheduler, config.group.member
+    if member is None:
+        if group.dp_sync != GroupConfig().dp_sync:
+            raise ConfigError(f"--dp-sync {group.dp_sync} is for servers with --dp-external: add that, or leave it out")
+        return
+    if scheduler.dp > 1:
+        raise ConfigError(
+            f"--dp-external is for one replica in each server and --dp is {scheduler.dp}: leave --dp out, and start a "
+            f"server for each of {member.size * scheduler.dp} replicas, or leave --dp-external out"
+        )
+    if scheduler.stages > 1:
+        raise ConfigError(
+            f"--dp-external is for servers of one stage and --pp is {scheduler.stages}: write --pp 1 and a higher --tp "
+            f"or SIZE, or --dp {member.size} in place of --dp-external"
+        )
+    if group.start == "external":
+        raise ConfigError(
+            f"--dp-external is for local ranks: write --stages local, or --dp {member.size} in place of --dp-external"
+        )
+    if not config.engine.expert_parallel:
+        raise ConfigError(
+            "--dp-external is for servers that share experts: add --expert-parallel, or leave it out: servers "
+            "that share none need not know of each other"
+        )
+    if not is_loopback(member.host) and not (config.server.trusted_network or config.server.insecure):
+        raise ConfigError(
+            f"--dp-external {member}: other machines reach the store and the ranks, which have neither keys nor "
+            f"encryption: write 127.0.0.1, or add --trusted-network if only machines that you trust reach them"
+        )
 
 
 def _check_nixl(config: Config) -> None:

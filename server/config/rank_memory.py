@@ -89,8 +89,8 @@ def _plan_of(
 def rank_parts(
     layout: Layout, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None = None
 ) -> tuple[str, ...]:
-    """What each rank holds of the model; nothing for a single one. experts: as for plan_ranks()."""
-    if len(layout.ranks) == 1:
+    """What each rank holds of the model; nothing for a single one that has all. experts: as for plan_ranks()."""
+    if len(layout.ranks) == 1 and (experts is None or experts.dp == 1):
         return ()
     return tuple(
         _part(

@@ -52,7 +52,10 @@ def resolve(config: Config) -> Resolved:
         native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
         int8=config.model.quantize == "int8",
     )
-    experts = plan_experts(config.model, config.engine, layout, spec)
+    member = config.group.member
+    if config.group.dp_sync == "device" and device == "cpu":
+        raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
+    experts = plan_experts(config.model, config.engine, layout, spec, member)
     memory = plan_ranks(
         plan, layout, layers, shards, experts,
         device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
@@ -75,11 +78,12 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
 
 
 def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
-    """With the rules of lockstep passes, where replicas share experts."""
+    """With the rules of lockstep passes, where replicas share experts: those of this server, whose scheduler plans each
+    pass for all of them, or one of each of several servers, whose ranks agree."""
     if experts is None or experts.dp == 1:
         return config
     rules = Rules(multiple=experts.tp, pad="max" if experts.way == "allgather" else "none")
-    scheduler = msgspec.structs.replace(config.scheduler, lockstep=True, rules=rules)
+    scheduler = msgspec.structs.replace(config.scheduler, lockstep=config.group.member is None, rules=rules)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

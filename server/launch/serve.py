@@ -29,7 +29,7 @@ from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit
-from headrace.core.types.addresses import url
+from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
@@ -69,6 +69,7 @@ async def _serve(config: Config, folder: Path) -> int:
         None if external else partial(_stages, config, stage_endpoint),
         config.scheduler.start_timeout_s,
         config.scheduler.layout,
+        config.group.member,
     )
     started = time.monotonic()
     try:
@@ -162,10 +163,10 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
 
 def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
     """The processes of all ranks for one start of the group, with a rendezvous port of their own."""
-    ranks = config.scheduler.layout.ranks
+    ranks, member = config.scheduler.layout.ranks, config.group.member
     rendezvous = f"{LOOPBACK}:{free_port()}"
     group = {"WORLD_SIZE": str(len(ranks))}
-    if sys.platform == "linux":
+    if sys.platform == "linux" and (member is None or is_loopback(member.host)):
         group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
     caches = {}
     if config.server.cache_dir:
@@ -175,7 +176,7 @@ def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
             "headrace.engine.stage",
             _stage(config, stage_endpoint, rendezvous, rank, epoch),
             threads=config.engine.threads,
-            environment={**caches, **group, "RANK": str(rank)} if len(ranks) > 1 else caches,
+            environment={**caches, **group, "RANK": str(rank)} if len(ranks) > 1 or member is not None else caches,
         )
         for rank in ranks
     ]
@@ -211,4 +212,7 @@ def _template(config: Config) -> StageConfig:
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
         role=config.server.role,
+        member=config.group.member,
+        rules=config.scheduler.rules,
+        dp_sync=config.group.dp_sync,
     )

@@ -6,7 +6,8 @@
     the stages take too long to start ────────────────────────────────────────────┘
 
 Stages hold parts of the same KV pages and are connected to each other, so they are restarted as a group; each start
-has its epoch. Restarts are bounded, with exponential back-off. A start that fails because the system lacks descriptors,
+has its epoch. Restarts are bounded, with exponential back-off; those because another server has ended, with which
+this one shares experts, are not. A start that fails because the system lacks descriptors,
 processes or memory is repeated until it succeeds. A scheduler that exits ends the server: it has the state of all
 requests.
 """
@@ -14,6 +15,7 @@ requests.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,8 @@ import msgspec
 from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
-from headrace.core.runtime.process import module_command
+from headrace.core.runtime.process import GROUP_ENDED_STATUS, module_command
+from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -125,6 +128,8 @@ class Supervisor:
         make_stages: makes the processes of the group for an epoch, in order of their ranks; None: external stages.
         start_timeout_s: longest time until a group is ready, in seconds.
         layout: of the ranks, for their names in messages.
+        member: which server of a group that shares experts this is. Starts then take as long as the others do, and
+            those that another server ends are not counted.
     """
 
     def __init__(
@@ -133,10 +138,12 @@ class Supervisor:
         make_stages: Callable[[int], list[Child]] | None,
         start_timeout_s: float,
         layout: Layout,
+        member: ExternalMember | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._make_stages = make_stages
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = start_timeout_s if member is None else math.inf
+        self._member = member
         self._layout = layout
         self._group = _Group(0, make_stages(0) if make_stages is not None else [])
         self._epoch = 0  # of the last start, be it a failed one
@@ -175,6 +182,8 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.fatal.done():
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
+        elif self._member is not None and not self._group.ready.is_set():  # it may wait for another server
+            await asyncio.gather(self._scheduler.end(), self._group.kill())
         else:
             await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
 
@@ -205,11 +214,12 @@ class Supervisor:
         """Restart the group when it fails, MAX_RESTARTS times in a row; a group that has served resets the count."""
         restarts = 0
         while True:
-            message = await self._first_loss(self._group, on_lost)
+            message, status = await self._first_loss(self._group, on_lost)
             if self._ending or self.fatal.done():
                 return
             await self._group.kill()
-            restarts = 0 if await self._group.has_served() else restarts
+            if status == GROUP_ENDED_STATUS or await self._group.has_served():
+                restarts = 0
             if restarts == MAX_RESTARTS:
                 log.error("%s, for the %dth time in a row", message, restarts + 1)
                 self._give_up(1)
@@ -238,8 +248,9 @@ class Supervisor:
                 await on_lost(0, f"{error}; trying again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
 
-    async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> str:
-        """Wait until a stage exits, is reported by the scheduler or takes too long to start. Returns a log message."""
+    async def _first_loss(self, group: "_Group", on_lost: OnStageLost) -> tuple[str, int | None]:
+        """Wait until a stage exits, is reported by the scheduler or takes too long to start. Returns a log message, and
+        the exit status if it has exited."""
         ends = [asyncio.create_task(stage.wait()) for stage in group.stages]
         late = asyncio.create_task(self._late(group))
         try:
@@ -251,18 +262,23 @@ class Supervisor:
         statuses = {stage: end.result() for stage, end in enumerate(ends) if end.done() and not end.cancelled()}
         if not statuses:
             if not group.down.done():
-                return f"{group} took more than {self._start_timeout_s:g} s to start"
+                return f"{group} took more than {self._start_timeout_s:g} s to start", None
             down = group.down.result()
-            return f"{self._layout.name(down.stage)} failed: {down.message}"
+            return f"{self._layout.name(down.stage)} failed: {down.message}", None
         # A stage that loses its neighbour exits with status 1; one killed by a signal (negative) was the cause.
         stage = min(statuses, key=lambda stage: statuses[stage])
-        message = f"{self._layout.name(stage)} exited with status {statuses[stage]}"
+        message = self._end_message(stage, statuses[stage])
         if not self._ending:
             if CONFIGURATION_MISTAKE in statuses.values():
                 self._give_up(CONFIGURATION_MISTAKE)
             else:
                 await on_lost(stage, message)
-        return message
+        return message, statuses[stage]
+
+    def _end_message(self, stage: int, status: int) -> str:
+        if status == GROUP_ENDED_STATUS and self._member is not None:
+            return self._member.lost
+        return f"{self._layout.name(stage)} exited with status {status}"
 
     async def _late(self, group: "_Group") -> None:
         """Return when a group has taken too long to be ready; never if it becomes ready in time."""

@@ -1,6 +1,8 @@
 """The compute loop in passes of lockstep replicas, with a stub model."""
 
 import queue
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from headrace.core.types.coordinate import Agreement
 from headrace.core.types.layout import Layout
 from headrace.core.types.packed import pack
 from headrace.core.types.request import SamplingParams
+from headrace.engine.agreement import PassSource
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.loop import StageLoop
 from headrace.engine.parallel.pipeline import PipelineLinks
@@ -36,13 +39,20 @@ class Links(PipelineLinks):
         return object.__getattribute__(self, name)
 
 
-def computed(loop_stage: int, runner: StubRunner, links: PipelineLinks, *orders: AnyOrder) -> list[ComputedPlan]:
+def computed(
+    loop_stage: int,
+    runner: StubRunner,
+    links: PipelineLinks,
+    *orders: AnyOrder,
+    passes: PassSource | None = None,
+    meter: Meter | None = None,
+) -> list[ComputedPlan]:
     with zmq.Context() as context:
         inbox: queue.Queue[AnyOrder] = queue.Queue()
         outbox = EventOutbox(context)
         for order in (*orders, ShutdownStage(seq=0)):
             inbox.put(order)
-        StageLoop(loop_stage, runner, links, Meter(loop_stage, SystemClock()), inbox, outbox).run()
+        StageLoop(loop_stage, runner, links, meter or Meter(loop_stage, SystemClock()), inbox, outbox, passes).run()
         done = [item for item in outbox.drain() if isinstance(item, ComputedPlan)]
         outbox.close()
         return done
@@ -83,3 +93,31 @@ def test_an_idle_replica_takes_the_time_of_the_busiest(runner: StubRunner) -> No
     links = PipelineLinks(Layout(), 0, slow.hidden_spec, None)
     [done] = computed(0, slow, links, Forward(seq=5, rows=(), agreement=Agreement((0, 30, 10))))
     assert done.done.duration_s >= 0.03
+
+
+class OtherServers:
+    """Another server computes a pass before each of this one's orders, which it waits for."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.joined = 0
+        self.states: list[str] = []
+        self._turn = 0
+        self._meter = meter
+
+    def next(self, queued: deque[AnyOrder], idle: Callable[[float | None], None]) -> AnyOrder:
+        self._turn += 1
+        self.states.append(self._meter._reading.state)
+        if self._turn % 2:
+            self.joined += 1
+            return Forward(seq=0, rows=(), agreement=Agreement((0, 3)))
+        return queued.popleft()
+
+
+def test_passes_of_other_servers_are_not_reported(runner: StubRunner) -> None:
+    """The scheduler has ordered none of them; waiting for the others is not computing."""
+    meter = Meter(0, SystemClock())
+    others, links = OtherServers(meter), PipelineLinks(Layout(), 0, runner.hidden_spec, None)
+    [done] = computed(0, runner, links, Forward(seq=9, rows=(row(1, 2, 3),)), passes=others, meter=meter)
+    assert (done.done.seq, len(done.done.samples)) == (9, 1)
+    assert others.joined == 2
+    assert set(others.states) == {"waiting"}

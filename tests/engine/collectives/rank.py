@@ -7,9 +7,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from headrace.core.types.coordinate import coordinate
+from headrace.engine.agreement import agree
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from tests.engine.collectives.test_collectives import check, operations
+from tests.engine.votes import rounds
 
 TIMEOUT_S = 30.0
 
@@ -25,6 +28,8 @@ def main() -> None:
     for each in (group, shared):
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
             check(size, rank, operations(each, dtype), dtype)
+    for votes, rules in rounds(size, 30):
+        assert agree(votes[rank], group, rules) == coordinate(votes, rules)
     dist.destroy_process_group()
 
 

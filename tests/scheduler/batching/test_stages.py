@@ -80,6 +80,14 @@ def test_a_failed_stage_fails_every_request_and_the_pool_starts_over() -> None:
     assert forward.rows[0].start == 0, "the old tree is gone"
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_failure_of_another_server_does_not_count_as_one_of_this_group(elsewhere: bool) -> None:
+    """StageDown.served keeps the supervisor from counting the restart."""
+    bench = Bench()
+    bench.do(StageFailed(stage=0, message="gone", elsewhere=elsewhere))
+    assert bench.last(StageDown) == StageDown(stage=0, message="gone", epoch=0, served=elsewhere)
+
+
 def test_nothing_is_ordered_before_all_stages_are_ready_and_their_stream_begins() -> None:
     bench = Bench(stages=2)
     assert bench.one(BeginEpoch) == BeginEpoch(seq=1, epoch=0)

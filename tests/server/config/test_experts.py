@@ -83,6 +83,33 @@ def test_more_ranks_than_experts_are_refused(folder: Path) -> None:
         resolved(folder, "--dp", "4", "--tp", "2", "--expert-parallel")
 
 
+def test_servers_that_share_experts_hold_a_part_each(folder: Path) -> None:
+    """As the replicas of one server do; the scheduler of each plans for itself, with the same rules."""
+    inside = resolved(folder, "--dp", "3", "--expert-parallel")
+    servers = [
+        resolved(folder, "--dp-external", f"{rank}/3@127.0.0.1:9000", "--expert-parallel", "--kv-pages", "64")
+        for rank in range(3)
+    ]
+    assert [each.parts for each in servers] == [(part,) for part in inside.parts]
+    for each in servers:
+        assert each.memory[0].weight_bytes == inside.memory[0].weight_bytes
+        assert (
+            each.memory[0]
+            .explanation.partition("exchange ")[2]
+            .startswith(inside.memory[0].explanation.partition("exchange ")[2].partition(" MiB")[0])
+        )
+        assert each.config.scheduler.rules == inside.config.scheduler.rules
+        assert not each.config.scheduler.lockstep
+
+
+def test_what_servers_that_share_experts_cannot_do_is_refused(folder: Path) -> None:
+    shared = ("--dp-external", "0/8@127.0.0.1:9000", "--expert-parallel")
+    with pytest.raises(ConfigError, match=r"among 8 ranks of a stage \(SIZE 8 of --dp-external times --tp 1\)"):
+        resolved(folder, *shared)
+    with pytest.raises(ConfigError, match="--dp-sync device is for GPUs and --device is cpu"):
+        resolved(folder, "--dp-external", "0/2@127.0.0.1:9000", "--expert-parallel", "--dp-sync", "device")
+
+
 def test_a_front_end_plans_experts_without_loading_torch(folder: Path) -> None:
     program = f"""
 import os, sys

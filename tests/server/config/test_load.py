@@ -51,6 +51,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
                 samples[setting.key] = ('["http://a:1"]', [setting.option, "http://a:1"])
             case "text":
                 samples[setting.key] = ('"127.0.0.2"', [setting.option, "127.0.0.2"])
+    samples["dp-external"] = ('"1/3@[::1]:9000"', ["--dp-external", "1/3@[::1]:9000"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
     samples["tenant-key"] = ('["a=k"]', ["--tenant-key", "a=k"])
@@ -68,8 +69,10 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--role", "decode", "--prefill", "http://a:1", "--curve-key", "b.key_secret"]
         elif key == "curve-allowed":
             role = ["--role", "prefill", "--curve-key", "b.key_secret"]
-        elif key == "exchange":
+        elif key in ("exchange", "dp-external"):
             role = ["--expert-parallel"]
+        elif key == "dp-sync":
+            role = [*SHARED, "0/2@127.0.0.1:9000"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
@@ -105,6 +108,7 @@ def test_the_scheduler_slice_gets_copies_of_shared_fields() -> None:
 
 
 EXTERNAL = ["--stages", "external", "--dtype", "float32"]
+SHARED = ["--expert-parallel", "--dp-external"]
 CURVE = ["--curve-key", "k", "--curve-allowed", "d"]
 MISTAKES = [
     (["--page-size", "17"], "--page-size 16 or --page-size 32"),
@@ -174,6 +178,18 @@ MISTAKES = [
     (["--disk-path", "kv", "--no-prefix-cache"], "--disk-path keeps pages of the prefix cache"),
     (["--disk-path", "kv", "--disk-gib", "0"], "write --disk-gib 1 or more"),
     (["--exchange", "alltoall", "--dp", "2"], "add --expert-parallel, or leave it out"),
+    ([*SHARED, "two"], "RANK/SIZE@HOST:PORT, such as 0/2@10.0.0.5:9000"),
+    ([*SHARED, "0/2@:9000"], "RANK/SIZE@HOST:PORT"),
+    ([*SHARED, "0/2@127.0.0.1:0"], "RANK/SIZE@HOST:PORT"),
+    ([*SHARED, "0/1@127.0.0.1:9000"], "leave it out for a single one"),
+    ([*SHARED, "2/2@127.0.0.1:9000"], "are 0 to 1"),
+    ([*SHARED, "0/2@127.0.0.1:8000"], "both 8000"),
+    ([*SHARED, "0/2@10.0.0.5:9000"], "--trusted-network"),
+    ([*SHARED, "0/2@127.0.0.1:9000", "--dp", "2"], "a server for each of 4 replicas"),
+    ([*SHARED, "0/2@127.0.0.1:9000", "--pp", "2"], "write --pp 1 .* or --dp 2 in place of --dp-external"),
+    ([*SHARED, "0/2@127.0.0.1:9000", *EXTERNAL], "write --stages local, or --dp 2"),
+    (["--dp-external", "0/2@127.0.0.1:9000"], "add --expert-parallel"),
+    (["--dp-sync", "device"], "--dp-sync device is for servers with --dp-external"),
 ]
 
 

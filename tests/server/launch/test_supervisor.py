@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from headrace.core.messages.frontend import StageDown
+from headrace.core.runtime.process import GROUP_ENDED_STATUS
+from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
 from headrace.server.launch import supervisor as module
 from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, SPINS, Child, StartFailed, Supervisor
@@ -91,6 +93,26 @@ async def test_a_group_that_has_served_is_restarted_without_limit(monkeypatch: p
     await site.started(often + 1)
     assert not site.supervisor.fatal.done()
     site.supervisor.fatal.set_result(0)  # ends the scheduler at once
+    await site.supervisor.end()
+
+
+@timed
+async def test_starts_that_another_server_ends_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be restarted as often as its operator likes, while this one is idle."""
+    often = 2 * MAX_RESTARTS
+    site = Site(lambda epoch: [GROUP_ENDED_STATUS if epoch < often else None], start_timeout_s=0.05)
+    site.supervisor = Supervisor(child(), site._make, 0.05, Layout(), ExternalMember(1, 2, "10.0.0.5", 9000))
+    await site.start()
+    await site.started(often + 2)  # the constructor of Site has made one, too
+    await asyncio.sleep(0.2)
+    assert len(site.starts) == often + 2, "there is no limit to the time in which others come"
+    assert not site.supervisor.fatal.done()
+    assert site.lost[0] == (
+        0,
+        "server 0 of --dp-external 1/2@10.0.0.5:9000, with which this one shares experts, has ended, has lost a rank "
+        "or cannot be reached",
+    )
+    site.supervisor.fatal.set_result(0)
     await site.supervisor.end()
 
 
