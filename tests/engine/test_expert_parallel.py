@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headrace.core.messages.orders import PlanRow
-from headrace.engine.layers.exchange.choose import Way, make_exchange
+from headrace.engine.layers.exchange.make import make_exchange
+from headrace.engine.layers.exchange.ways import Way
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from tests.engine.layers.mixtures import Groups, run_stage

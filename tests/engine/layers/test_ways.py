@@ -5,6 +5,7 @@ import torch
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.steps import finish
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
 from headrace.engine.layers.choice import Choice
 from headrace.engine.layers.exchange.all_gather import AllGather
@@ -93,7 +94,7 @@ def test_memory_is_kept_for_the_worst_routing(way: Way, dp: int, tp: int) -> Non
             return sums
 
         mixture.compute = noted  # type: ignore[method-assign]
-        exchange.run(random_rows(tokens), AllToFirst(mixture))
+        finish(exchange.run(random_rows(tokens), AllToFirst(mixture)))
         assert isinstance(groups[2], ThreadCollectives)
         return max(seen)
 

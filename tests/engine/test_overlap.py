@@ -1,0 +1,153 @@
+"""Dual-batch overlap on a whole model: a pass in two halves that take turns computes what it computes in one."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types.coordinate import Agreement, Rules, coordinate, vote
+from headrace.engine.layers.exchange.all_gather import AllGather
+from headrace.engine.layers.exchange.all_to_all import AllToAll
+from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.runner import ModelRunner
+from tests.engine.collectives.threads import Meeting, ThreadCollectives
+from tests.engine.layers.mixtures import DEADLINE_S, KERNELS, Groups, run_stage
+from tests.engine.models import Prompt, Saved, make_runner, pool_tokens, random_tokens, reported_logprobs
+
+PAGE = 16
+TILE = 8  # tokens
+WAYS: list[Way] = ["allgather", "alltoall"]
+PAGES = [list(range(5)), list(range(5, 10)), list(range(10, 15))]
+
+
+class Computed(NamedTuple):
+    """What a rank computed for the prompts of its replica."""
+
+    logprobs: list[torch.Tensor]
+    kv: list[torch.Tensor]
+    cuts: list[int]
+    operations: list[str]
+    """Collective operations of both halves on this rank, in the order in which they were begun."""
+
+
+def prompts_of(replica: int) -> list[Prompt]:
+    lengths = ((61, 20, 9), (50, 37, 2))[replica]
+    seeds = [10 * replica + index for index in range(3)]
+    return [
+        Prompt(seed, random_tokens(length, seed), pages, PAGE)
+        for seed, length, pages in zip(seeds, lengths, PAGES, strict=True)
+    ]
+
+
+def passes_of(replica: int) -> list[list[PlanRow]]:
+    """Cut inside a row, at the edge of rows and of a page, after a prefix in the pool, among decoding rows, and not at
+    all, where one replica has too few tokens."""
+    one, two, three = prompts_of(replica)
+    if replica == 0:
+        return [
+            [one.row(0, 30)],
+            [one.row(30, 16), two.row(0, 15), three.row(0, 1)],
+            [three.row(1, 7), one.row(46, 13)],
+            [two.row(15, 4)],
+            [one.row(59, 1), two.row(19, 1), three.row(8, 1)],
+            [one.row(60, 1)],
+        ]
+    return [
+        [one.row(0, 25), two.row(0, 7)],
+        [one.row(25, 24), two.row(7, 9)],
+        [two.row(16, 19), three.row(0, 1)],
+        [two.row(35, 1)],
+        [one.row(49, 1), two.row(36, 1), three.row(1, 1)],
+        [],
+    ]
+
+
+def agreements(tp: int, way: Way, *, cut: bool) -> list[Agreement]:
+    """Of all passes."""
+    rules = Rules(multiple=tp, pad="max" if way == "allgather" else "none", cut=cut, cut_prefill=4, cut_decode=2)
+    made = []
+    for rows in zip(passes_of(0), passes_of(1), strict=True):
+        agreed = coordinate([vote([row.count for row in each], rules) for each in rows], rules)
+        assert agreed is not None
+        made.append(agreed)
+    return made
+
+
+def compute(runner: ModelRunner, replica: int, agreed: Sequence[Agreement]) -> tuple[list[torch.Tensor], ...]:
+    """Log-probabilities after all prompts, and their KV."""
+    logprobs = []
+    for rows, each in zip(passes_of(replica), agreed, strict=True):
+        hidden = runner.forward(rows, None, each.tokens, each.padded, each.cut)
+        if rows:
+            logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).samples]
+    return logprobs, [pool_tokens(runner, prompt.pages, len(prompt.tokens)) for prompt in prompts_of(replica)]
+
+
+def exchange_of(way: Way, experts: int, groups: Groups) -> Exchange:
+    """In tiles of TILE tokens, of which halves may need unequal numbers."""
+    tp, dp, ep = groups
+    return AllGather(experts, tp, dp, TILE) if way == "allgather" else AllToAll(experts, tp, ep, TILE)
+
+
+def by_ranks(saved: Saved, tp: int, way: Way, *, cut: bool) -> list[Computed]:
+    """What each of two replicas of tp shards computed."""
+    moe = load_spec(resolve_source(str(saved.folder))).moe
+    assert moe is not None
+    agreed = agreements(tp, way, cut=cut)
+    across = [Meeting(2, DEADLINE_S) for _ in range(tp)]
+    stage = Meeting(2 * tp, DEADLINE_S)
+
+    def work(replica: int, shard: int, groups: Groups) -> Computed:
+        log: list[str] = []
+        second = (groups[0], ThreadCollectives(across[shard], replica), ThreadCollectives(stage, groups[2].rank))
+        for name, group in zip(("tp", "dp", "ep", "dp2", "ep2"), (*groups, *second[1:]), strict=True):
+            assert isinstance(group, ThreadCollectives)
+            group.name, group.log = name, log
+        runner = make_runner(
+            saved.folder,
+            tp=groups[0],
+            exchange=exchange_of(way, moe.experts, groups),
+            second_exchange=exchange_of(way, moe.experts, second) if cut else None,
+        )
+        log.clear()  # of the start
+        return Computed(*compute(runner, replica, agreed), [each.cut for each in agreed], log)
+
+    return run_stage(2, tp, work)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.full)])
+def test_halves_compute_what_a_whole_pass_does(saved: Callable[[str], Saved], name: str, tp: int, way: Way) -> None:
+    """To the bit, with native kernels: reproducible whatever the halves (G8)."""
+    model = saved(name)
+    whole, halved = by_ranks(model, tp, way, cut=False), by_ranks(model, tp, way, cut=True)
+    assert halved[0].cuts == [16, 15 + tp, 10, 0, tp, 0]
+    assert not any(whole[0].cuts)
+    for found, expected in zip(halved, whole, strict=True):
+        for one, other in zip((*found.logprobs, *found.kv), (*expected.logprobs, *expected.kv), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+            assert KERNELS is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_ranks_begin_the_same_operations_in_the_same_order(
+    saved: Callable[[str], Saved], tp: int, way: Way
+) -> None:
+    """Also over the groups of both halves, which take turns: one waits while the other computes."""
+    ranks = by_ranks(saved("qwen3-moe"), tp, way, cut=True)
+    exchanged = [[each for each in found.operations if not each.startswith("tp")] for found in ranks]
+    assert all(each == exchanged[0] for each in exchanged)
+    shards = [found.operations for found in ranks]
+    assert all(shards[rank] == shards[rank - rank % tp] for rank in range(2 * tp))
+    group = "dp" if way == "allgather" else "ep"
+    in_turn = [name for name, _ in groupby(each.split()[0] for each in exchanged[0])]
+    tiles = 2 if way == "allgather" or tp == 1 else 1  # of the 16 tokens of a half, or of a shard's share of them
+    turns = 2 * 2 * tiles  # there and back in two layers of experts
+    assert in_turn[: 2 * turns] == [group, f"{group}2"] * turns
