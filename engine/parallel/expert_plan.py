@@ -65,5 +65,8 @@ def plan_experts(model: ModelConfig, engine: EngineConfig, layout: Layout, spec:
     way: Way = "replicated"
     if engine.expert_parallel:
         way = choose_way(engine.exchange, spec.moe, dp=dp, tp=tp, device=device)
-    needed = exchange_bytes(way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp)
+    halved = engine.overlap and dp > 1
+    needed = exchange_bytes(
+        way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp, halved=halved
+    )
     return ExpertPlan(spec.moe, way, dp, tp, needed)

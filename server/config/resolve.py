@@ -78,7 +78,13 @@ def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
     """With the rules of lockstep passes, where replicas share experts."""
     if experts is None or experts.dp == 1:
         return config
-    rules = Rules(multiple=experts.tp, pad="max" if experts.way == "allgather" else "none")
+    rules = Rules(
+        multiple=experts.tp,
+        pad="max" if experts.way == "allgather" else "none",
+        cut=config.engine.overlap,
+        cut_prefill=config.scheduler.overlap_prefill_tokens,
+        cut_decode=config.scheduler.overlap_decode_tokens,
+    )
     scheduler = msgspec.structs.replace(config.scheduler, lockstep=True, rules=rules)
     return msgspec.structs.replace(config, scheduler=scheduler)
 

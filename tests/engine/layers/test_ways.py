@@ -102,6 +102,20 @@ def test_memory_is_kept_for_the_worst_routing(way: Way, dp: int, tp: int) -> Non
     assert kept / 4 < taken < kept
 
 
+@pytest.mark.parametrize("way", ["allgather", "alltoall"])
+@pytest.mark.parametrize("tokens", [40, 1500, 5000])
+def test_memory_is_kept_for_a_tile_of_each_half(way: Way, tokens: int) -> None:
+    """Of 1024 tokens; a whole pass has one under way, halves of short passes are tiles of their own."""
+
+    def kept(tokens: int, *, halved: bool) -> int:
+        return exchange_bytes(way, MIXTRAL, HIDDEN, 4, tokens, dp=2, tp=1, halved=halved)
+
+    row = kept(10, halved=False) - kept(9, halved=False)
+    sums = HIDDEN * 4
+    extra = kept(tokens, halved=True) - kept(tokens, halved=False)
+    assert extra == (row - sums) * {40: 2, 1500: 1502 - 1024, 5000: 1024}[tokens]
+
+
 def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
     spec = spec_from_config(QWEN3)
     whole = plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64)
