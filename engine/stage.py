@@ -185,13 +185,14 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
     stage = config.layout.place(config.rank).stage
     layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
+    spec = load_spec(resolve_source(config.model.model))
+    experts = plan_experts(config.model, config.engine, config.layout, spec)
+    exchange, second = _exchanges(config, experts, groups)
     runner: Runner
     if is_stub(config.model.model):
-        runner = StubRunner(config.model, config.engine, layers, memory.allocate, tp=groups.tp)
+        exchanges = [each for each in (exchange, second) if each is not None]
+        runner = StubRunner(config.model, config.engine, layers, memory.allocate, exchanges, tp=groups.tp)
     else:
-        spec = load_spec(resolve_source(config.model.model))
-        experts = plan_experts(config.model, config.engine, config.layout, spec)
-        exchange, second = _exchanges(config, experts, groups)
         runner = ModelRunner(
             config.model,
             config.engine,

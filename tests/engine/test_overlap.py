@@ -7,14 +7,20 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.coordinate import Agreement, Rules, coordinate, vote
+from headrace.engine.collectives.alone import ALONE
+from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.exchange.base import Exchange, Mixture
 from headrace.engine.layers.exchange.ways import Way
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
+from headrace.engine.stub_experts import StubTime
+from headrace.engine.stub_runner import StubRunner
 from tests.engine.collectives.threads import Meeting, ThreadCollectives
 from tests.engine.layers.mixtures import DEADLINE_S, KERNELS, Groups, run_stage
 from tests.engine.models import Prompt, Saved, make_runner, pool_tokens, random_tokens, reported_logprobs
@@ -23,6 +29,9 @@ PAGE = 16
 TILE = 8  # tokens
 WAYS: list[Way] = ["allgather", "alltoall"]
 PAGES = [list(range(5)), list(range(5, 10)), list(range(10, 15))]
+
+
+STUB = "stub:layers=4,hidden=16,max_len=100,vocab=300,experts=6,top_k=2,us_per_token=100"
 
 
 class Computed(NamedTuple):
@@ -151,3 +160,117 @@ def test_all_ranks_begin_the_same_operations_in_the_same_order(
     tiles = 2 if way == "allgather" or tp == 1 else 1  # of the 16 tokens of a half, or of a shard's share of them
     turns = 2 * 2 * tiles  # there and back in two layers of experts
     assert in_turn[: 2 * turns] == [group, f"{group}2"] * turns
+
+
+class StubPass(NamedTuple):
+    """What a rank of the stub model computed."""
+
+    tokens: list[int]
+    kv: list[torch.Tensor]
+    seconds: list[float]
+    """Of each pass, in set times."""
+
+
+class VirtualTime:
+    """A clock that goes on when its rank sleeps, and at no other time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def stub_runner(
+    exchanges: Sequence[Exchange], virtual: VirtualTime, tp: Collectives = ALONE, model: str = STUB
+) -> StubRunner:
+    made = StubRunner(
+        ModelConfig(model=model, dtype="float32", device="cpu"),
+        EngineConfig(page_size=PAGE, kv_pages=15),
+        None,
+        None,
+        exchanges,
+        tp=tp,
+        clock=StubTime(lambda: virtual.now, virtual.sleep),
+    )
+    made.pool.tensor.view(torch.uint8).random_(0, 256)
+    return made
+
+
+def compute_stub(runner: StubRunner, virtual: VirtualTime, replica: int, agreed: Sequence[Agreement]) -> StubPass:
+    tokens, seconds = [], []
+    for rows, each in zip(passes_of(replica), agreed, strict=True):
+        began = virtual.now
+        if rows:
+            hidden = runner.forward(rows, None, each.tokens, each.padded, each.cut)
+            tokens += [sample.token for sample in runner.sample(rows, hidden).samples]
+        else:
+            runner.join(each)
+        seconds.append(virtual.now - began)
+    return StubPass(tokens, [pool_tokens(runner, each.pages, len(each.tokens)) for each in prompts_of(replica)], seconds)
+
+
+def stub_by_ranks(
+    tp: int, way: Way, *, cut: bool, wrong: Callable[[Exchange], Exchange] = lambda exchange: exchange, us: int = 0
+) -> list[StubPass]:
+    """The stub model with two replicas. wrong: made of the exchanges. us: per token and exchange."""
+    agreed = agreements(tp, way, cut=cut)
+    across = [Meeting(2, DEADLINE_S) for _ in range(tp)]
+    stage = Meeting(2 * tp, DEADLINE_S)
+
+    def work(replica: int, shard: int, groups: Groups) -> StubPass:
+        second = (groups[0], ThreadCollectives(across[shard], replica), ThreadCollectives(stage, groups[2].rank))
+        exchanges = [wrong(exchange_of(way, 6, each)) for each in ((groups, second) if cut else (groups,))]
+        virtual = VirtualTime()
+        model = STUB.replace("hidden=16", f"hidden={16 * tp},heads={tp}") + f",us_per_exchange={us}"
+        return compute_stub(stub_runner(exchanges, virtual, groups[0], model), virtual, replica, agreed)
+
+    return run_stage(2, tp, work)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_stub_says_the_same_in_halves(tp: int, way: Way) -> None:
+    """And what it says without experts: none of its rows is lost on the way."""
+    whole, halved = stub_by_ranks(tp, way, cut=False), stub_by_ranks(tp, way, cut=True)
+    for rank, (found, expected) in enumerate(zip(halved, whole, strict=True)):
+        assert found.tokens == expected.tokens
+        assert (len(found.tokens) > 0) == (rank % tp == 0)
+        assert all(map(torch.equal, found.kv, expected.kv))
+    model = STUB.replace("hidden=16", f"hidden={16 * tp},heads={tp}")
+    for replica in (0, 1):
+        virtual = VirtualTime()
+        alone = stub_runner((), virtual, model=model)
+        tokens = [sample.token for rows in passes_of(replica) if rows for sample in alone.execute(rows).samples]
+        assert halved[replica * tp].tokens == tokens
+
+
+class Losing:
+    """An exchange that loses the result of the last row of a second half."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.own = exchange.own
+        self.begin = exchange.begin
+
+    def run(self, x: torch.Tensor, mixture: Mixture) -> Steps[torch.Tensor]:
+        """See Exchange."""
+        sums = yield from self._exchange.run(x, mixture)
+        if len(x) == 14:
+            sums[-1] = 0
+        return sums
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_stub_shows_a_row_that_is_lost_on_its_way(way: Way) -> None:
+    good, bad = stub_by_ranks(1, way, cut=True), stub_by_ranks(1, way, cut=True, wrong=Losing)
+    assert bad[1].tokens == good[1].tokens, "it has no half of 14 rows"
+    assert not set(bad[0].tokens) & set(good[0].tokens)
+
+
+def test_a_cut_pass_takes_the_longer_of_computing_and_exchanging() -> None:
+    """In set times. What is left over: the last result of the second half comes back while nothing is computed."""
+    for us, whole_ms, halved_ms in ((0, 3.2, 3.2), (100, 3.2 + 3.2, 3.2 + 0.2), (300, 3.2 + 9.6, 9.6 + 0.2)):
+        whole, halved = (stub_by_ranks(1, "alltoall", cut=cut, us=us)[1] for cut in (False, True))
+        assert whole.seconds[0] == pytest.approx(whole_ms / 1e3)
+        assert halved.seconds[0] == pytest.approx(halved_ms / 1e3)
