@@ -67,15 +67,15 @@ class StubExperts:
         self._exchanges = exchanges
         self._layers = layers
         self._clock = clock
-        self._padded = 0  # tokens of a half, or of a pass
+        self._longest = 0  # tokens of a pass of any replica, or of a half
         self._deviation = 0  # of all sums so far from what they had to be
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """Begin a forward pass, as Decoder.begin()."""
-        self._padded = padded - cut
+        self._longest = max(*tokens, padded) - cut
         if cut:
-            self._exchanges[0].begin([cut] * len(tokens), self._padded)
-            self._exchanges[1].begin([each - cut for each in tokens], self._padded)
+            self._exchanges[0].begin([cut] * len(tokens), self._longest)
+            self._exchanges[1].begin([each - cut for each in tokens], self._longest)
         else:
             self._exchanges[0].begin(tokens, padded)
 
@@ -87,8 +87,8 @@ class StubExperts:
         compute_s: that attention and experts of all layers take, half of it each. exchange_s: that all layers'
         exchanges take per token. Returns 0 where all results of all passes were right, in 64 bits.
         """
-        tiles = -(-self._padded // TILE_TOKENS)
-        layer_s, travel_s = compute_s / len(self._layers), exchange_s * self._padded / len(self._layers)
+        tiles = -(-self._longest // TILE_TOKENS)
+        layer_s, travel_s = compute_s / len(self._layers), exchange_s * self._longest / len(self._layers)
         for layer in self._layers:
             self._clock.compute(layer_s / 2)
             words = mixed(states.cpu().numpy().view(np.uint64) + np.uint64(layer))
