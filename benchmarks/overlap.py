@@ -141,8 +141,8 @@ def main(arguments: Sequence[str]) -> int:
                 whole, halved = (statistics.median(side) / longer_s for side in zip(*pairs[1:], strict=True))
                 rows.append((way, f"{ratio:g}", f"{longer_s * 1e3:.0f}", f"{whole:.2f}", f"{halved:.2f}"))
     print_table(
-        f"stub, {given.tokens} tokens a replica, {given.layers} layers; time of a pass over the longer of computing and "
-        f"exchanging, median of {given.rounds} rounds",
+        f"stub, {given.tokens} tokens a replica, {given.layers} layers; time of a pass over the longer of computing "
+        f"and exchanging, median of {given.rounds} rounds",
         ("", "exchanging / computing", "longer (ms)", "whole", "in halves"),
         rows,
     )

@@ -55,9 +55,9 @@ class Decoder:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
-        the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that are cut; none for a
-        rank that holds all.
-        mla_form: see load_layer. Raises ConfigError for a missing or misshapen tensor.
+        the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
+        are cut; none for a rank that holds all. mla_form: see load_layer. Raises ConfigError for a missing or misshapen
+        tensor.
         """
         shard = shard or whole_model(spec)
         self._spec = spec

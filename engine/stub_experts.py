@@ -79,9 +79,7 @@ class StubExperts:
         else:
             self._exchanges[0].begin(tokens, padded)
 
-    def steps(
-        self, states: Tensor, half: int = 0, compute_s: float = 0.0, exchange_s: float = 0.0
-    ) -> Steps[int]:
+    def steps(self, states: Tensor, half: int = 0, compute_s: float = 0.0, exchange_s: float = 0.0) -> Steps[int]:
         """Run all layers for positions with these states, int64 [positions].
 
         compute_s: that attention and experts of all layers take, half of it each. exchange_s: that all layers'

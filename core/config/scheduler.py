@@ -35,7 +35,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What lockstep replicas agree on follows from these."""
     overlap_prefill_tokens: Annotated[
         int,
-        Flag("overlap-prefill-tokens", STAGES, "with --overlap: tokens of each replica from which a pass is cut", low=2),
+        Flag(
+            "overlap-prefill-tokens", STAGES, "with --overlap: tokens of each replica from which a pass is cut", low=2
+        ),
     ] = 512
     overlap_decode_tokens: Annotated[
         int,

@@ -15,10 +15,9 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 
-
 CutResult = Literal["cut", "idle", "threshold", "short"]
-"""idle: a replica has no tokens; threshold: one has fewer than its threshold; short: one has so few that its second half
-would be empty."""
+"""idle: a replica has no tokens; threshold: one has fewer than its threshold; short: one has so few that its second
+half would be empty."""
 
 
 class Rules(msgspec.Struct, frozen=True):

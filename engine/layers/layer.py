@@ -40,8 +40,8 @@ def load_layer(
     exchanges: Sequence[Exchange],
     mla_form: MlaForm,
 ) -> Layer:
-    """Read a shard of a layer. tp: all its shards. exchanges: for layers of experts, one for each half of passes that are cut. mla_form: of attention to latents,
-    not "auto". Raises ConfigError for a missing or misshapen tensor."""
+    """Read a shard of a layer. tp: all its shards. exchanges: for layers of experts, one for each half of passes that
+    are cut. mla_form: of attention to latents, not "auto". Raises ConfigError for a missing or misshapen tensor."""
     attention: AttentionBlock
     if spec.mla is not None:
         attention = LatentAttentionBlock(spec, spec.mla, read, arithmetic, mla_form, shard.heads, tp)

@@ -68,9 +68,7 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
             rope=RopeSpec(),
             max_positions=self.max_len,
             tied=True,
-            moe=MoeSpec(
-                experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=("moe",) * self.layers
-            )
+            moe=MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=("moe",) * self.layers)
             if self.experts
             else None,
         )

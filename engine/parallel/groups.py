@@ -58,13 +58,11 @@ def join_groups(config: StageConfig, device: torch.device) -> Groups:
     )
 
 
-def make_groups(
-    layout: Layout, rank: int, timeout_s: float, *, experts: bool = False, overlap: bool = False
-) -> Groups:
+def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False, overlap: bool = False) -> Groups:
     """Create all groups of a layout within the world; returns those of this rank.
 
-    timeout_s: of one operation. experts: the ranks of a stage share experts. overlap: passes may be cut in halves. Raises
-    LinkBroken when a rank is gone.
+    timeout_s: of one operation. experts: the ranks of a stage share experts. overlap: passes may be cut in halves.
+    Raises LinkBroken when a rank is gone.
     """
     groups = Groups()
     for first in layout.ranks[:: layout.tp] if layout.tp > 1 else ():

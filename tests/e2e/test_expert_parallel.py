@@ -63,6 +63,26 @@ def test_texts_are_those_of_transformers(folder: Path, texts: Texts, flags: tupl
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--exchange", "allgather"), id="allgather"),
+        pytest.param(("--exchange", "alltoall", "--tp", "2"), id="alltoall, tp 2"),
+        pytest.param(("--exchange", "alltoall", "--pp", "2"), id="alltoall, pp 2"),
+    ],
+)
+def test_texts_of_passes_in_halves_are_those_of_transformers(
+    folder: Path, texts: Texts, flags: tuple[str, ...]
+) -> None:
+    overlap = ("--dp", "2", "--overlap", "--overlap-prefill-tokens", "4", "--overlap-decode-tokens", "2")
+    with serving("--model", str(folder), "--no-prefix-cache", *SHARED, *overlap, *flags) as server:
+        check(server, texts, 2)
+        wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
+        assert server.total('headrace_overlap_passes_total{result="cut"}') > 0
+        assert server.total('headrace_overlap_passes_total{result="idle"}') > 0
+
+
+@pytest.mark.full
 def test_texts_of_deepseek_v3_are_those_of_transformers(tmp_path: Path) -> None:
     """Latents whole on every shard, shared experts, and routers that choose by groups."""
     texts = clear_texts(save_experts(tmp_path, DEEPSEEK_V3))
