@@ -37,7 +37,6 @@ LAYOUT = Layout(dp=2)
 PAGE = 16
 TIMEOUT_S = 120.0
 WAYS: tuple[Way, ...] = ("allgather", "alltoall")
-RATIOS = (0.5, 1.0, 2.0)  # of exchanging to computing
 
 
 class Setup(NamedTuple):
@@ -121,13 +120,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser("overlap", __doc__)
     parser.add_argument("--tokens", type=int, default=512, help="of each replica in a pass")
     parser.add_argument("--layers", type=int, default=8, help="each with an exchange there and back")
-    parser.add_argument("--us-per-token", type=int, default=500, metavar="US", help="computing, in all layers together")
+    parser.add_argument(
+        "--us-per-token", type=int, default=1000, metavar="US", help="computing, in all layers together"
+    )
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="exchanging over computing")
     add_rounds(parser, 5)
     given = parser.parse_args(arguments)
     rows = []
     with console.status("starting") as status:
         for way in WAYS:
-            for ratio in RATIOS:
+            for ratio in given.ratios:
                 exchange_us = round(given.us_per_token * ratio)
                 model = (
                     f"stub:layers={given.layers},hidden=16,experts=8,top_k=2,max_len={given.tokens},"
