@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.config import ModelSpec, RopeSpec
-from headrace.engine.model.moe_spec import MoeSpec
+from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 
 STUB = "stub"
 END = 256  # end-of-sequence token; lower ids are bytes, higher ids are words that only the model generates
@@ -68,10 +68,14 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
             rope=RopeSpec(),
             max_positions=self.max_len,
             tied=True,
-            moe=MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=("moe",) * self.layers)
-            if self.experts
-            else None,
+            moe=self._moe(),
         )
+
+    def _moe(self) -> MoeSpec | None:
+        kinds: tuple[LayerKind, ...] = ("moe",) * self.layers
+        if not self.experts:
+            return None
+        return MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=kinds)
 
     def fingerprint(self) -> str:
         """Fingerprint of what is computed; times do not change it."""
