@@ -101,7 +101,8 @@ class Stage:
         """Seconds of a pass, of the slower replica."""
         for end in self._ends:
             end.send(halved)
-        return max(end.recv() for end in self._ends)
+        seconds: list[float] = [end.recv() for end in self._ends]
+        return max(seconds)
 
     def __enter__(self) -> "Stage":
         """The processes themselves."""

@@ -159,8 +159,8 @@ class ModelRunner:
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
         all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None divides them among the
         shards. exchange_bytes: kept free for it. second_exchange: of the second halves of passes that are cut; None
-        where none is. tp: the shards of this stage. Raises ConfigError for a model, device,
-        sizes, compilation or number of shards that do not work here, LinkBroken when another shard is gone.
+        where none is. tp: the shards of this stage. Raises ConfigError for a model, device, sizes, compilation or
+        number of shards that do not work here, LinkBroken when another shard is gone.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)

@@ -70,10 +70,11 @@ def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = 
         if rank in layout.shards(first):
             groups = groups._replace(tp=TorchCollectives(made))
     if experts:
-        groups = groups._replace(**_expert_groups(layout, rank, timeout_s))
+        dp, ep = _expert_groups(layout, rank, timeout_s)
+        groups = groups._replace(dp=dp, ep=ep)
     if experts and overlap:
-        second = _expert_groups(layout, rank, timeout_s)
-        groups = groups._replace(**{f"second_{kind}": group for kind, group in second.items()})
+        dp, ep = _expert_groups(layout, rank, timeout_s)
+        groups = groups._replace(second_dp=dp, second_ep=ep)
     for replica in range(layout.dp):
         members = layout.replica_ranks(replica)
         if len(members) > 1:
@@ -83,21 +84,22 @@ def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = 
     return groups
 
 
-def _expert_groups(layout: Layout, rank: int, timeout_s: float) -> dict[str, Collectives]:
-    """Create the dp and ep groups of all stages. Returns those of this rank, by kind."""
-    groups: dict[str, Collectives] = {}
+def _expert_groups(layout: Layout, rank: int, timeout_s: float) -> tuple[Collectives, Collectives]:
+    """Create the dp and ep groups of all stages. Returns those of this rank."""
+    dp: Collectives = Alone()
+    ep: Collectives = Alone()
     for stage in range(layout.pp):
         for shard in range(layout.tp if layout.dp > 1 else 0):
             members = layout.across_replicas(layout.rank(stage, 0, shard))
             made = make_group(members, timeout_s)
             if rank in members:
-                groups["dp"] = TorchCollectives(made)
+                dp = TorchCollectives(made)
         members = layout.stage_ranks(stage)
         if len(members) > 1:
             made = make_group(members, timeout_s)
             if rank in members:
-                groups["ep"] = TorchCollectives(made)
-    return groups
+                ep = TorchCollectives(made)
+    return dp, ep
 
 
 def leave_groups() -> None:
