@@ -72,10 +72,10 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _moe(self) -> MoeSpec | None:
-        kinds: tuple[LayerKind, ...] = ("moe",) * self.layers
         if not self.experts:
             return None
-        return MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=kinds)
+        kinds: list[LayerKind] = ["moe"] * self.layers
+        return MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=tuple(kinds))
 
     def fingerprint(self) -> str:
         """Fingerprint of what is computed; times do not change it."""
