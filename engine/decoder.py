@@ -10,6 +10,7 @@ from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.exchange.base import Exchange, NoExchange
@@ -48,14 +49,15 @@ class Decoder:
         device: str,
         shard: Shard | None = None,
         tp: Collectives = ALONE,
-        exchange: Exchange | None = None,
+        exchanges: Sequence[Exchange] = (),
         mla_form: MlaForm = "absorbed",
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
-        the shards of this stage. exchange: how the ranks of the stage share experts; None for a rank that holds all.
-        mla_form: see load_layer. Raises ConfigError for a missing or misshapen tensor.
+        the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
+        are cut; none for a rank that holds all. mla_form: see load_layer. Raises ConfigError for a missing or misshapen
+        tensor.
         """
         shard = shard or whole_model(spec)
         self._spec = spec
@@ -65,11 +67,11 @@ class Decoder:
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
 
-        self._exchange = exchange or NoExchange(spec.moe.experts if spec.moe else 0)
+        self._exchanges = exchanges or (NoExchange(spec.moe.experts if spec.moe else 0),)
 
         def load(layer: int) -> Layer:
             reader = LayerReader(checkpoint, layer, precision, device, pack)
-            return load_layer(spec, reader, arithmetic, shard, tp, self._exchange, mla_form)
+            return load_layer(spec, reader, arithmetic, shard, tp, self._exchanges, mla_form)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
             self._layers: list[Layer] = list(loaders.map(load, layers))
@@ -96,11 +98,19 @@ class Decoder:
         if not self._mixtures:
             return None
         counters = tuple(mixture.rows for mixture in self._mixtures.values())
-        return ExpertRows(tuple(self._mixtures), self._exchange.own.start, counters)
+        return ExpertRows(tuple(self._mixtures), self._exchanges[0].own.start, counters)
 
-    def begin(self, tokens: Sequence[int], padded: int) -> None:
-        """Begin a forward pass, see Exchange.begin()."""
-        self._exchange.begin(tokens, padded)
+    def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
+        """Begin a forward pass, see Exchange.begin(). cut: tokens of the first half of each replica; 0: not cut.
+
+        Both halves are padded to the longer one, so that they exchange equally often and the second never gets ahead of
+        the first.
+        """
+        if cut:
+            self._exchanges[0].begin([cut] * len(tokens), padded - cut)
+            self._exchanges[1].begin([each - cut for each in tokens], padded - cut)
+        else:
+            self._exchanges[0].begin(tokens, padded)
 
     def take_part(self) -> Tensor:
         """Enter the exchanges of a pass in which this replica has no tokens: its experts work for the others. Returns
@@ -119,15 +129,37 @@ class Decoder:
 
         Returns hidden states [tokens, hidden size].
         """
-        rotary = Rotary(self._cos[positions], self._sin[positions])
         hidden = hidden.clone()  # the residual stream, added to in place
+        finish(self._steps(hidden, positions, attention, 0))
+        return hidden
+
+    def forward_halves(self, hidden: Tensor, positions: Tensor, attention: Sequence[AttentionPass], cut: int) -> Tensor:
+        """The same in two halves that take turns, tokens [0, cut) and the rest. attention: of each half.
+
+        A half attends to positions of the same pass that the one before it has written for that layer: its turn comes
+        later.
+        """
+        hidden = hidden.clone()
+        rows = (slice(0, cut), slice(cut, len(hidden)))
+        take_turns(
+            self._steps(hidden[of], positions[of], each, half)
+            for half, (of, each) in enumerate(zip(rows, attention, strict=True))
+        )
+        return hidden
+
+    def _steps(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int) -> Steps[None]:
+        """Run the layers over hidden states [tokens, hidden size], in place."""
+        rotary = Rotary(self._cos[positions], self._sin[positions])
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
         for index, layer in enumerate(self._layers):
             normed = add_norm(hidden, delta, layer.input_norm, eps)
-            delta = layer.attention.forward(index, normed, rotary, attention)
-            delta = layer.mlp.forward(add_norm(hidden, delta, layer.post_norm, eps))
-        return hidden if delta is None else hidden.add_(delta)
+            attended = layer.attention.post(index, normed, rotary, attention)
+            if layer.pauses:
+                yield
+            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half)
+        if delta is not None:
+            hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]; no rows on shards other than the

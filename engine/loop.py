@@ -130,8 +130,8 @@ class StageLoop:
         meter.mark()
         self._drain_inbox()
         agreed = plan.agreement
-        tokens, padded = (agreed.tokens, agreed.padded) if agreed is not None else ((), 0)
-        hidden = runner.forward(plan.rows, hidden, tokens, padded)
+        tokens, padded, cut = (agreed.tokens, agreed.padded, agreed.cut) if agreed is not None else ((), 0, 0)
+        hidden = runner.forward(plan.rows, hidden, tokens, padded, cut)
         meter.mark()
         result = PlanResult([], [], [])
         if links.last:

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
-from headrace.core.types.coordinate import Agreement
+from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import SamplingParams
 from headrace.engine.attention import choose_attention
@@ -105,12 +105,17 @@ class Runner(Protocol):
         ...
 
     def forward(
-        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+        self,
+        rows: Sequence[PlanRow],
+        hidden: Tensor | None = None,
+        tokens: Sequence[int] = (),
+        padded: int = 0,
+        cut: int = 0,
     ) -> Tensor:
         """Run this stage's layers; afterwards the KV of the rows is in the pool.
 
         hidden: states [tokens, hidden size] from the previous stage, None on the first; tokens in the order of the
-        rows. tokens, padded: of the pass's agreement; () and 0 for a single replica, and where all have as many.
+        rows. tokens, padded, cut: of the pass's agreement; () and 0 for a single replica, and where all have as many.
         Returns states [tokens, hidden size].
         """
         ...
@@ -146,14 +151,16 @@ class ModelRunner:
         exchange: Exchange | None = None,
         exchange_bytes: int = 0,
         *,
+        second_exchange: Exchange | None = None,
         tp: Collectives = ALONE,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
         all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None divides them among the
-        shards. exchange_bytes: kept free for it. tp: the shards of this stage. Raises ConfigError for a model, device,
-        sizes, compilation or number of shards that do not work here, LinkBroken when another shard is gone.
+        shards. exchange_bytes: kept free for it. second_exchange: of the second halves of passes that are cut; None
+        where none is. tp: the shards of this stage. Raises ConfigError for a model, device, sizes, compilation or
+        number of shards that do not work here, LinkBroken when another shard is gone.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -200,7 +207,7 @@ class ModelRunner:
             device=device,
             shard=shard,
             tp=tp,
-            exchange=exchange,
+            exchanges=[each for each in (exchange, second_exchange) if each is not None],
             mla_form=resolve_form(engine.mla, device),
         )
         self.expert_rows = self._decoder.expert_rows
@@ -243,25 +250,34 @@ class ModelRunner:
         self._sampler.feed(tokens)
 
     def forward(
-        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+        self,
+        rows: Sequence[PlanRow],
+        hidden: Tensor | None = None,
+        tokens: Sequence[int] = (),
+        padded: int = 0,
+        cut: int = 0,
     ) -> Tensor:
-        """See Runner. tokens, padded: see Exchange.begin(). Without rows only the exchanges of a pass are entered, for
-        other replicas' tokens.
+        """See Runner. tokens, padded: see Exchange.begin(). cut: see Decoder.begin(). Without rows only the exchanges
+        of a pass are entered, for other replicas' tokens.
 
         Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         with torch.inference_mode():
             count = sum(row.count for row in rows)
-            self._decoder.begin(tokens or (count,), padded or count)
+            self._decoder.begin(tokens or (count,), padded or count, cut)
             if not rows:
                 return self._decoder.take_part()
-            positions = np.concatenate([np.arange(row.start, row.start + row.count) for row in rows])
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
+            ranges = [np.arange(row.start, row.start + row.count) for row in rows]
+            positions = place(np.concatenate(ranges), self.hidden_spec.device)
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
-            attention = self._attention.begin(spans)
-            result = self._decoder.forward(hidden, place(positions, self.hidden_spec.device), attention)
+            if cut:
+                passes = [self._attention.begin(half) for half in _cut_spans(spans, cut)]
+                result = self._decoder.forward_halves(hidden, positions, passes, cut)
+            else:
+                result = self._decoder.forward(hidden, positions, self._attention.begin(spans))
             self.pool.mark_computed()
             return result
 
@@ -295,6 +311,16 @@ class ModelRunner:
         if pages.min() < 0 or pages.max() >= self.pool.pages:
             raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
         return pages
+
+
+def _cut_spans(spans: Sequence[AttentionSpan], cut: int) -> list[list[AttentionSpan]]:
+    """The spans of the first cut tokens, and those of the rest. The second part of a span that is in both attends to
+    the first through the pool."""
+    parts = halves([span.count for span in spans], cut)
+    return [
+        [AttentionSpan(spans[part.row].start + part.first, part.count, spans[part.row].pages) for part in half]
+        for half in parts
+    ]
 
 
 def _kernels(cpuinfo: str) -> Kernels | None:

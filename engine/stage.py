@@ -31,12 +31,13 @@ from headrace.engine.collectives.startup import least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.tiers import open_tiers
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import connect_scheduler
-from headrace.engine.parallel.expert_plan import plan_experts
+from headrace.engine.parallel.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
@@ -203,19 +204,22 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
     stage = config.layout.place(config.rank).stage
     layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
+    spec = load_spec(resolve_source(config.model.model))
+    experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
+    exchange, second = _exchanges(config, experts, groups)
     runner: Runner
     if is_stub(config.model.model):
-        runner = StubRunner(config.model, config.engine, layers, memory.allocate, tp=groups.tp)
+        exchanges = [each for each in (exchange, second) if each is not None]
+        runner = StubRunner(config.model, config.engine, layers, memory.allocate, exchanges, tp=groups.tp)
     else:
-        spec = load_spec(resolve_source(config.model.model))
-        experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
         runner = ModelRunner(
             config.model,
             config.engine,
             layer_range=layers,
             allocate=memory.allocate,
-            exchange=make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep) if experts else None,
+            exchange=exchange,
             exchange_bytes=experts.exchange_bytes if experts else 0,
+            second_exchange=second,
             tp=groups.tp,
         )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
@@ -226,6 +230,18 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
         tokens = least(groups.loaded, tokens, "cpu")
     runner.warm_up(tokens)
     return runner
+
+
+def _exchanges(
+    config: StageConfig, experts: ExpertPlan | None, groups: Groups
+) -> tuple[Exchange | None, Exchange | None]:
+    """The exchanges of both halves of a pass; None where experts are not divided, or passes not cut."""
+    if experts is None:
+        return None, None
+    exchange = make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep)
+    if not config.engine.overlap:
+        return exchange, None
+    return exchange, make_exchange(experts.way, experts.moe, groups.tp, groups.second_dp, groups.second_ep)
 
 
 def _offer(config: StageConfig) -> Offer:

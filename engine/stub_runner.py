@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,14 +25,16 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
-from headrace.core.types.coordinate import Agreement
+from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.device import available_memory, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
@@ -39,6 +42,7 @@ from headrace.engine.row_sampler import PlanResult
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
+from headrace.engine.stub_experts import StubExperts, StubTime, mixed
 
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
@@ -52,13 +56,17 @@ class StubRunner:
         engine: EngineConfig,
         layer_range: range | None = None,
         allocate: Allocate | None = None,
+        exchanges: Sequence[Exchange] = (),
         *,
         tp: Collectives = ALONE,
+        clock: StubTime | None = None,
     ) -> None:
         """Allocate the pool; there are no weights.
 
-        layer_range: this stage's layers; None takes all. allocate: see KVPool. tp: the shards of this stage. Raises
-        ConfigError for a bad model name, sizes that do not fit, or a number of shards that the heads do not.
+        layer_range: this stage's layers; None takes all. allocate: see KVPool. exchanges: how ranks share experts, one
+        for each half of passes that are cut; none where they share none, whose results are then not computed. tp: the
+        shards of this stage. Raises ConfigError for a bad model name, sizes that do not fit, or a number of shards that
+        the heads do not.
         """
         self._model = parse_stub(model.model)
         spec = self._model.spec()
@@ -96,6 +104,9 @@ class StubRunner:
         self._random = random.Random(layers.start)
         self._sampled: dict[int, int] = {}  # request → its last sampled token
         self._overslept_s = 0.0  # by the last sleep
+        self._clock = clock or StubTime()
+        experts = StubExperts(spec.moe, exchanges, layers, self._clock) if spec.moe is not None and exchanges else None
+        self._experts = experts
 
     def warm_up(self, most: int = 1) -> None:
         """See Runner. Runs one position, so that the code is loaded before the first plan."""
@@ -117,18 +128,49 @@ class StubRunner:
         self._sampled.pop(request, None)
 
     def join(self, agreement: Agreement) -> None:
-        """See Runner. Takes the time of the replica that has most tokens, which this one waits for."""
+        """See Runner. Without experts that are shared it takes the time of the replica that has most tokens, which this
+        one waits for."""
+        if self._experts is not None:
+            self._clock.begin()
+            self._experts.begin(agreement.tokens, agreement.padded)
+            finish(self._experts.steps(torch.empty(0, dtype=torch.int64)))
+            return
         model, started = self._model, time.perf_counter()
         self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
 
     def forward(
-        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, tokens: Sequence[int] = (), padded: int = 0
+        self,
+        rows: Sequence[PlanRow],
+        hidden: Tensor | None = None,
+        tokens: Sequence[int] = (),
+        padded: int = 0,
+        cut: int = 0,
     ) -> Tensor:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
-        started = time.perf_counter()
-        ends = np.cumsum([row.count for row in rows]).tolist()
+        started, count = time.perf_counter(), sum(row.count for row in rows)
+        result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
         incoming = None if hidden is None else _words(hidden[:, :16])
+        if self._experts is None:
+            finish(self._steps(rows, incoming, result))
+            self._take_time(started, rows)
+            return result
+        self._clock.begin()
+        self._experts.begin(tokens or (count,), padded or count, cut)
+        if not cut:
+            finish(self._steps(rows, incoming, result))
+            return result
+        parts = zip(_halves(rows, cut), (slice(0, cut), slice(cut, count)), strict=True)
+        take_turns(
+            self._steps(some, None if incoming is None else incoming[of], result[of], half)
+            for half, (some, of) in enumerate(parts)
+        )
+        return result
+
+    def _steps(self, rows: Sequence[PlanRow], incoming: Tensor | None, result: Tensor, half: int = 0) -> Steps[None]:
+        """Compute hidden states [tokens, hidden size] of rows into result. incoming: states and digests of the previous
+        stage, int64 [tokens, 2]."""
+        ends = np.cumsum([row.count for row in rows]).tolist()
         states = []
         pages = [self._pages(row) for row in rows]
         for row, page_ids, end in zip(rows, pages, ends, strict=True):
@@ -138,12 +180,11 @@ class StubRunner:
         digest = self._tp.all_reduce(torch.cat(digests)).wait()
         if incoming is not None:  # unchanged where this stage's digest equals it, else a value that no stage computed
             digest = incoming[:, 1] + (digest - incoming[:, 1]) * self._numbers([0], 3)
-        result = torch.zeros(
-            ends[-1], self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device
-        )
+        if self._experts is not None:
+            exchange_s = self._model.us_per_exchange * 1e-6 * len(self._masks) / self._model.layers
+            took = self._experts.steps(torch.cat(states), half, self._due_us(rows) * 1e-6 * self._share, exchange_s)
+            digest = digest + (yield from took)
         result[:, :16] = _bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
-        self._take_time(started, rows)
-        return result
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
@@ -176,7 +217,7 @@ class StubRunner:
         """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never
         END."""
         words = _words(hidden[:, :16]).cpu().numpy().view(np.uint64)
-        values = _mixed(words[:, 0] ^ _mixed(words[:, 1]))
+        values = mixed(words[:, 0] ^ mixed(words[:, 1]))
         tokens = (values % np.uint64(self.vocab_size - 1)).astype(np.int64)
         tokens += tokens >= END
         logits = torch.zeros(len(tokens), self.vocab_size)
@@ -243,12 +284,16 @@ class StubRunner:
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed."""
+        self._sleep(started, self._due_us(rows))
+
+    def _due_us(self, rows: Sequence[PlanRow]) -> float:
+        """Microseconds that all layers take for these rows, with the random deviation."""
         jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
         tokens = sum(row.count for row in rows)
         squared = sum(row.count * (2 * row.start + row.count) for row in rows)
         model = self._model
         due_us = tokens * model.us_per_token + squared * model.ps_per_token_squared * 1e-6 + model.us_per_plan
-        self._sleep(started, due_us * jitter)
+        return due_us * jitter
 
     def _sleep(self, started: float, due_us: float) -> None:
         """Sleep until this stage's share of so much time has passed since started. Oversleeping is subtracted from the
@@ -262,19 +307,21 @@ class StubRunner:
     def _numbers(self, keys: Sequence[int], series: int) -> Tensor:
         """A pseudo-random 64-bit number for each key: int64 [keys]. series: keys of different series are
         independent."""
-        mixed = _mixed(np.asarray(keys, np.uint64) + np.uint64(series << 40))
-        return torch.from_numpy(mixed.view(np.int64)).to(self.hidden_spec.device)
+        numbers = mixed(np.asarray(keys, np.uint64) + np.uint64(series << 40))
+        return torch.from_numpy(numbers.view(np.int64)).to(self.hidden_spec.device)
 
 
-def _mixed(
-    values: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]",
-) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
-    """Output function of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), element
-    by element."""
-    values = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _halves(rows: Sequence[PlanRow], cut: int) -> list[list[PlanRow]]:
+    """The rows of the first cut tokens, and those of the rest. A row that samples does so in the half of its end."""
+    parts = halves([row.count for row in rows], cut)
+    return [[_part(rows[part.row], part.first, part.count) for part in half] for half in parts]
+
+
+def _part(row: PlanRow, first: int, count: int) -> PlanRow:
+    if count == row.count:
+        return row
+    tokens = packed.pack(packed.unpack(row.tokens)[first : first + count].tolist())
+    return msgspec.structs.replace(row, start=row.start + first, count=count, tokens=tokens)
 
 
 def _words(numbers: Tensor) -> Tensor:

@@ -94,6 +94,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "ranks, alltoall each one to the ranks of its experts; auto: allgather on GPUs and with few ranks",
         ),
     ] = "auto"
+    overlap: Annotated[
+        bool,
+        Flag(
+            "overlap",
+            STAGES,
+            "dual-batch overlap: compute large passes of --dp replicas with --expert-parallel in two halves, so that "
+            "tokens of one travel to experts while the other computes",
+        ),
+    ] = False
     pass_tokens: int = 0
     """Copy of SchedulerConfig.chunk_tokens: token budget of one forward pass of a replica."""
     cpuinfo: str = "/proc/cpuinfo"

@@ -33,6 +33,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas share collectives (expert parallelism), so that each takes part in every forward pass."""
     rules: Rules = Rules()
     """What lockstep replicas agree on follows from these."""
+    overlap_prefill_tokens: Annotated[
+        int,
+        Flag(
+            "overlap-prefill-tokens", STAGES, "with --overlap: tokens of each replica from which a pass is cut", low=2
+        ),
+    ] = 512
+    overlap_decode_tokens: Annotated[
+        int,
+        Flag("overlap-decode-tokens", STAGES, "the same for passes that only decode, one token per request", low=2),
+    ] = 32
     tp: Annotated[int, Flag("tp", STAGES, "tensor-parallel shards of each stage, one process each", low=1, high=64)] = 1
     pipeline_depth: Annotated[
         int,

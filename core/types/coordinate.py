@@ -15,6 +15,10 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 
+CutResult = Literal["cut", "idle", "threshold", "short"]
+"""idle: a replica has no tokens; threshold: one has fewer than its threshold; short: one has so few that its second
+half would be empty."""
+
 
 class Rules(msgspec.Struct, frozen=True):
     """What votes and agreements follow from; the same on all ranks. Raises ConfigError for a threshold below 2."""
@@ -123,6 +127,15 @@ def coordinate(votes: Sequence[Vote], rules: Rules) -> Agreement | None:
     mode = min((each.mode for each in votes if each.tokens), default=0)
     padded = longest if rules.pad == "max" or cut or mode > 0 else 0
     return Agreement(tuple(each.tokens for each in votes), padded, cut, mode)
+
+
+def cut_result(votes: Sequence[Vote], agreement: Agreement) -> CutResult:
+    """Whether a pass is cut, or what prevented it, for a counter. votes: those of the agreement."""
+    if agreement.cut:
+        return "cut"
+    if not all(agreement.tokens):
+        return "idle"
+    return "short" if all(each.wishes for each in votes) else "threshold"
 
 
 def halves(counts: Sequence[int], cut: int) -> tuple[list[Part], list[Part]]:

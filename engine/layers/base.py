@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
+from headrace.engine.collectives.base import Pending
+from headrace.engine.collectives.steps import Steps
 
 
 class Rotary(NamedTuple):
@@ -17,17 +19,25 @@ class Rotary(NamedTuple):
 class AttentionBlock(Protocol):
     """Projections, rotary embedding and attention of one layer."""
 
-    def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
-        """layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. Returns
-        what is added to the residual stream, [tokens, hidden size]: on every shard the sum over all. Raises LinkBroken
-        when another shard is gone."""
+    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
+        """Compute, and begin the sum over all shards.
+
+        layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. The result
+        is added to the residual stream: [tokens, hidden size], on every shard the sum over all. Raises LinkBroken when
+        another shard is gone."""
         ...
 
 
 class MlpBlock(Protocol):
     """Feed-forward part of one layer."""
 
-    def forward(self, normed: Tensor) -> Tensor:
-        """normed: [tokens, hidden size], after the layer's second norm. Returns what is added to the residual stream,
-        [tokens, hidden size]: on every shard the sum over all. Raises LinkBroken when another shard is gone."""
+    @property
+    def exchanges(self) -> bool:
+        """Whether rows go to experts of other ranks."""
+        ...
+
+    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
+        """normed: [tokens, hidden size], after the layer's second norm. half: of the forward pass, where it is cut.
+        Returns what is added to the residual stream, [tokens, hidden size]: on every shard the sum over all. Raises
+        LinkBroken when another rank is gone."""
         ...

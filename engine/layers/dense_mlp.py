@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.weights import LayerReader
 
@@ -13,6 +14,8 @@ class DenseMlp:
     A shard has some columns of the inner width: rows of gate and up, columns of down; the outputs of all shards are
     summed.
     """
+
+    exchanges = False
 
     def __init__(
         self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic, columns: range, tp: Collectives
@@ -25,7 +28,10 @@ class DenseMlp:
         self._gate_up = read.matrix(dict.fromkeys(rows, inner), hidden, rows=rows)  # [2 * columns, hidden]
         self._down = read.matrix({"mlp.down_proj": hidden}, inner, columns=columns)  # [hidden, columns]
 
-    def forward(self, normed: Tensor) -> Tensor:
+    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
         """See MlpBlock."""
         inner = self._arithmetic.gated_linear(normed, self._gate_up)
-        return self._tp.all_reduce(self._arithmetic.linear(inner, self._down)).wait()
+        summed = self._tp.all_reduce(self._arithmetic.linear(inner, self._down))
+        if self._tp.size > 1:
+            yield
+        return summed.wait()

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from headrace.engine.attention.base import AttentionPass
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.base import Collectives, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
@@ -38,7 +38,7 @@ class GroupedAttention:
         self._output = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
         self._output_bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
 
-    def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
+    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
         """See AttentionBlock."""
         query_heads, kv_heads = self._heads, self._kv_heads
         heads = self._arithmetic.linear(normed, self._qkv, self._qkv_bias).view(
@@ -50,7 +50,7 @@ class GroupedAttention:
             keys.copy_(self._norm(keys.flatten(0, 1), self._k_norm).view_as(keys))
         self._arithmetic.rotate(heads[:, : query_heads + kv_heads], rotary.cos, rotary.sin)
         attended = attention.attend(layer, query, heads[:, query_heads:])
-        return self._tp.all_reduce(self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)).wait()
+        return self._tp.all_reduce(self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias))
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         # Rows of a single head are still a view of all heads, which the kernels do not take.

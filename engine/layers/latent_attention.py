@@ -16,7 +16,7 @@ from headrace.core.config import MlaForm
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.attention.latent import LatentPass, LatentRows
 from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.base import Collectives, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.latent_projections import HeadsApart, HeadsTogether, LatentProjections
 from headrace.engine.model.arithmetic import Arithmetic
@@ -75,7 +75,7 @@ class LatentAttentionBlock:
         with_bias = biased and heads.start == 0  # added once
         self._output_bias = read.vector({"self_attn.o_proj": spec.hidden_size}, "bias") if with_bias else None
 
-    def forward(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Tensor:
+    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
         """See AttentionBlock. attention: a LatentPass."""
         assert isinstance(attention, LatentPass), "a model with latents has a pool of latents"
         nope, rotated, latents = self._project(normed, rotary)
@@ -88,7 +88,7 @@ class LatentAttentionBlock:
                 some = [rows.index_select(0, part.tokens) for rows in (nope, rotated, latents)]
                 attended.index_copy_(0, part.tokens, self._attend(layer, some[0], some[1], some[2], part))
         output = self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias)
-        return self._tp.all_reduce(output).wait()
+        return self._tp.all_reduce(output)
 
     def _project(self, normed: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Query without rotation [tokens, heads, nope_dim], rotated query [tokens, heads, rope_dim] in halves, and

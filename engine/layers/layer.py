@@ -1,5 +1,6 @@
 """One layer of a decoder, read from a checkpoint."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,9 @@ class Layer(NamedTuple):
     attention: AttentionBlock
     post_norm: Tensor  # [hidden], of the RMSNorm before the MLP
     mlp: MlpBlock
+    pauses: bool
+    """Whether a half pauses while attention is summed over the shards. Not before an exchange: one turn of the other
+    half hides one operation, and the exchange takes longer."""
 
 
 def load_layer(
@@ -33,11 +37,11 @@ def load_layer(
     arithmetic: Arithmetic,
     shard: Shard,
     tp: Collectives,
-    exchange: Exchange,
+    exchanges: Sequence[Exchange],
     mla_form: MlaForm,
 ) -> Layer:
-    """Read a shard of a layer. tp: all its shards. exchange: for layers of experts. mla_form: of attention to latents,
-    not "auto". Raises ConfigError for a missing or misshapen tensor."""
+    """Read a shard of a layer. tp: all its shards. exchanges: for layers of experts, one for each half of passes that
+    are cut. mla_form: of attention to latents, not "auto". Raises ConfigError for a missing or misshapen tensor."""
     attention: AttentionBlock
     if spec.mla is not None:
         attention = LatentAttentionBlock(spec, spec.mla, read, arithmetic, mla_form, shard.heads, tp)
@@ -45,7 +49,7 @@ def load_layer(
         attention = GroupedAttention(spec, read, arithmetic, shard, tp)
     mlp: MlpBlock
     if spec.moe is not None and spec.layer_kinds[read.layer] == "moe":
-        mlp = MoeMlp(spec.moe, spec.hidden_size, read, arithmetic, exchange)
+        mlp = MoeMlp(spec.moe, spec.hidden_size, read, arithmetic, exchanges)
     else:
         mlp = DenseMlp(spec.hidden_size, spec.intermediate_size, read, arithmetic, shard.columns, tp)
     return Layer(
@@ -53,4 +57,5 @@ def load_layer(
         attention=attention,
         post_norm=read.vector({"post_attention_layernorm": spec.hidden_size}),
         mlp=mlp,
+        pauses=tp.size > 1 and not mlp.exchanges,
     )

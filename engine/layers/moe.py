@@ -3,8 +3,11 @@
 No expert has a capacity and no token is dropped. The exchange decides which rank computes which expert (exchange.py).
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from headrace.engine.collectives.steps import Steps, finish
 from headrace.engine.layers.choice import Choice
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.experts import Experts
@@ -17,14 +20,16 @@ from headrace.engine.model.weights import LayerReader
 class MoeMlp:
     """MLP block of a router, routed experts, and shared experts that every token goes through."""
 
+    exchanges = True
+
     def __init__(
-        self, moe: MoeSpec, hidden: int, read: LayerReader, arithmetic: Arithmetic, exchange: Exchange
+        self, moe: MoeSpec, hidden: int, read: LayerReader, arithmetic: Arithmetic, exchanges: Sequence[Exchange]
     ) -> None:
-        """Read the weights. hidden: hidden size. exchange: of the stage; says which experts to read. Raises ConfigError
-        for a missing or misshapen tensor."""
+        """Read the weights. hidden: hidden size. exchanges: of the stage, one for each half of passes that are cut; the
+        first says which experts to read. Raises ConfigError for a missing or misshapen tensor."""
         self._router = Router(moe, hidden, read, arithmetic)
-        self._experts = Experts(moe, hidden, exchange.own, read, arithmetic)
-        self._exchange = exchange
+        self._experts = Experts(moe, hidden, exchanges[0].own, read, arithmetic)
+        self._exchanges = exchanges
         self._shared = SharedExperts(moe, hidden, read, arithmetic) if moe.shared_size else None
 
     @property
@@ -33,8 +38,13 @@ class MoeMlp:
         return self._experts.rows
 
     def forward(self, normed: Tensor) -> Tensor:
+        """The result of steps() in a pass that is not cut."""
+        return finish(self.steps(normed))
+
+    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
         """See MlpBlock."""
-        return self._exchange.run(normed, self).to(normed.dtype)
+        sums = yield from self._exchanges[half].run(normed, self)
+        return sums.to(normed.dtype)
 
     def route(self, x: Tensor) -> Choice:
         """See Mixture."""

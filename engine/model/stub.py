@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.config import ModelSpec, RopeSpec
+from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 
 STUB = "stub"
 END = 256  # end-of-sequence token; lower ids are bytes, higher ids are words that only the model generates
@@ -41,6 +42,13 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     others takes those of (s + n)² - s²."""
     us_per_plan: int = 0
     """Microseconds that all layers together take per forward pass, besides."""
+    experts: int = 0
+    """Of every layer; 0: none. They change no token unless rows are lost on their way."""
+    top_k: int = 1
+    """Experts of each token."""
+    us_per_exchange: int = 0
+    """Microseconds that the exchanges of all layers together take per token, there and back, where experts are divided
+    among replicas. us_per_token is then half attention, half experts."""
     jitter_percent: int = 0
     """Largest random deviation of the time of one forward pass."""
 
@@ -60,7 +68,14 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
             rope=RopeSpec(),
             max_positions=self.max_len,
             tied=True,
+            moe=self._moe(),
         )
+
+    def _moe(self) -> MoeSpec | None:
+        if not self.experts:
+            return None
+        kinds: list[LayerKind] = ["moe"] * self.layers
+        return MoeSpec(experts=self.experts, top_k=self.top_k, intermediate_size=1, layer_kinds=tuple(kinds))
 
     def fingerprint(self) -> str:
         """Fingerprint of what is computed; times do not change it."""
@@ -98,6 +113,8 @@ def parse_stub(model: str) -> StubModel:
     if made.hidden % (8 * made.heads):
         fitting = max(16, made.hidden // (8 * made.heads) * 8 * made.heads)
         raise ConfigError(f"--model {model}: hidden must be a multiple of {8 * made.heads}, such as {fitting}")
+    if made.experts and not 1 <= made.top_k <= made.experts:
+        raise ConfigError(f"--model {model}: top_k must be from 1 to {made.experts}, the experts")
     if made.jitter_percent > 100:
         raise ConfigError(f"--model {model}: jitter_percent must be 100 or less")
     return made

@@ -78,5 +78,8 @@ def plan_experts(
     way: Way = "replicated"
     if engine.expert_parallel:
         way = choose_way(engine.exchange, spec.moe, dp=dp, tp=tp, device=device)
-    needed = exchange_bytes(way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp)
+    needed = exchange_bytes(
+        way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp,
+        halved=engine.overlap and dp > 1,
+    )  # fmt: skip
     return ExpertPlan(spec.moe, way, dp, tp, needed, first=member.rank if member is not None else 0)

@@ -5,6 +5,7 @@
              CPU of one machine
     dp       the same shard of one stage in all replicas: exchange of tokens between experts by all-gather
     ep       all ranks of one stage, of all replicas: exchange of tokens between experts by all-to-all
+    second   dp and ep once more, for the second halves of passes that are cut (dual-batch overlap)
     tokens   all ranks of one replica: sampled tokens, over a communicator of their own
     votes    the first shards of servers with a scheduler each that share experts: what they agree on
     told     the shards of one such server: the first tells the others, on the hosts
@@ -46,6 +47,9 @@ class Groups(NamedTuple):
     """The same shard of its stage in all replicas, where they share experts."""
     ep: Collectives = Alone()
     """All ranks of its stage, where they share experts."""
+    second_dp: Collectives = Alone()
+    second_ep: Collectives = Alone()
+    """The same for the second halves of passes, where passes are cut."""
     tokens: dist.ProcessGroup | None = None
     """The ranks of its replica; None where it is the only one."""
     votes: Collectives | None = None
@@ -66,16 +70,18 @@ def join_groups(config: StageConfig, device: torch.device) -> Groups:
     if len(layout.ranks) == 1:
         return Groups()
     _join_world(config, device)
-    groups = make_groups(layout, rank, config.stage_timeout_s, experts=config.engine.expert_parallel)
+    engine = config.engine
+    groups = make_groups(layout, rank, config.stage_timeout_s, experts=engine.expert_parallel, overlap=engine.overlap)
     if layout.tp > 1 and device.type == "cpu":
         groups = groups._replace(tp=on_one_machine(groups.tp, config.stage_timeout_s))
     return groups if config.member is None else _add_vote_groups(groups, config)
 
 
-def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False) -> Groups:
+def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = False, overlap: bool = False) -> Groups:
     """Create all groups of a layout within the world; returns those of this rank.
 
-    timeout_s: of one operation. experts: the ranks of a stage share experts. Raises LinkBroken when a rank is gone.
+    timeout_s: of one operation. experts: the ranks of a stage share experts. overlap: passes may be cut in halves.
+    Raises LinkBroken when a rank is gone.
     """
     groups = Groups()
     for first in layout.ranks[:: layout.tp] if layout.tp > 1 else ():
@@ -83,7 +89,11 @@ def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = 
         if rank in layout.shards(first):
             groups = groups._replace(tp=TorchCollectives(made))
     if experts:
-        groups = _add_expert_groups(groups, layout, rank, timeout_s)
+        dp, ep = _expert_groups(layout, rank, timeout_s)
+        groups = groups._replace(dp=dp, ep=ep)
+    if experts and overlap:
+        dp, ep = _expert_groups(layout, rank, timeout_s)
+        groups = groups._replace(second_dp=dp, second_ep=ep)
     for replica in range(layout.dp):
         members = layout.replica_ranks(replica)
         if len(members) > 1:
@@ -93,20 +103,22 @@ def make_groups(layout: Layout, rank: int, timeout_s: float, *, experts: bool = 
     return groups
 
 
-def _add_expert_groups(groups: Groups, layout: Layout, rank: int, timeout_s: float) -> Groups:
-    """Create the dp and ep groups of all stages, and add those of this rank."""
+def _expert_groups(layout: Layout, rank: int, timeout_s: float) -> tuple[Collectives, Collectives]:
+    """Create the dp and ep groups of all stages. Returns those of this rank."""
+    dp: Collectives = Alone()
+    ep: Collectives = Alone()
     for stage in range(layout.pp):
         for shard in range(layout.tp if layout.dp > 1 else 0):
             members = layout.across_replicas(layout.rank(stage, 0, shard))
             made = make_group(members, timeout_s)
             if rank in members:
-                groups = groups._replace(dp=TorchCollectives(made))
+                dp = TorchCollectives(made)
         members = layout.stage_ranks(stage)
         if len(members) > 1:
             made = make_group(members, timeout_s)
             if rank in members:
-                groups = groups._replace(ep=TorchCollectives(made))
-    return groups
+                ep = TorchCollectives(made)
+    return dp, ep
 
 
 def _add_vote_groups(groups: Groups, config: StageConfig) -> Groups:

@@ -10,7 +10,7 @@ Replicas that share collectives (expert parallelism) have to take part in each p
 from collections.abc import Sequence
 from math import inf
 
-from headrace.core.types.coordinate import coordinate, vote
+from headrace.core.types.coordinate import coordinate, cut_result, vote
 from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.state.deadlines import Timer
@@ -31,10 +31,13 @@ class LockstepPlanner:
             return
         state, rules = self._state, self._state.config.rules
         drafts = [planner.draft(now) for planner in self._planners]
-        agreement = coordinate([vote([row.count for row in draft.rows], rules) for draft in drafts], rules)
+        votes = [vote([row.count for row in draft.rows], rules) for draft in drafts]
+        agreement = coordinate(votes, rules)
         assert agreement is not None, "there are several replicas"
         if agreement.idle:
             return
+        if rules.cut:
+            state.metrics.counters.add("overlap_passes_total", labels=(cut_result(votes, agreement),))
         seq = state.out.next_seq()
         pairs = zip(self._planners, drafts, strict=True)
         plans = [planner.order(draft, seq, agreement, now) for planner, draft in pairs]

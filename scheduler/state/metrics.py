@@ -1,6 +1,9 @@
 """The scheduler's metrics as data: names, kinds, help, labels. The front end puts its prefix before the names."""
 
+from typing import get_args
+
 from headrace.core.stats import SECONDS, TOKENS, MetricSpec
+from headrace.core.types.coordinate import CutResult
 from headrace.scheduler.requests.record import Phase
 
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
@@ -86,6 +89,14 @@ CATALOG = (
     MetricSpec("plan_rows", "histogram", "Rows in a plan.", (), ((),), ROWS),
     MetricSpec("plans_in_flight", "gauge", "Plans ordered and not done."),
     MetricSpec("plans_total", "counter", "Plans ordered.", (), ((),)),
+    MetricSpec(
+        "overlap_passes_total",
+        "counter",
+        "With --overlap: passes of all replicas that were cut in halves, and those that were not because a replica was "
+        "idle, had fewer tokens than the threshold, or was so short that its second half would be empty.",
+        ("result",),
+        tuple((result,) for result in get_args(CutResult)),
+    ),
     MetricSpec("pipeline_active_seconds_total", "counter", "Time with at least one plan in flight.", (), ((),)),
     MetricSpec(
         "stage_bubble_seconds_total",

@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from headrace.core.config import Config, GroupConfig
+from headrace.core.config import Config, GroupConfig, SchedulerConfig
 from headrace.core.types.addresses import is_loopback
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.backends import NIXL
@@ -143,8 +143,32 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"--exchange {engine.exchange} is for experts that ranks share: add --expert-parallel, or leave it out"
         )
+    _check_overlap(config)
     if model.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for a token after the prompt: write 2 or more, or 0")
+
+
+def _check_overlap(config: Config) -> None:
+    scheduler, engine, default = config.scheduler, config.engine, SchedulerConfig()
+    if not engine.overlap:
+        for key, given, usual in (
+            ("prefill", scheduler.overlap_prefill_tokens, default.overlap_prefill_tokens),
+            ("decode", scheduler.overlap_decode_tokens, default.overlap_decode_tokens),
+        ):
+            if given != usual:
+                raise ConfigError(f"--overlap-{key}-tokens is a threshold of --overlap: add it, or leave this out")
+        return
+    if scheduler.dp == 1 or not engine.expert_parallel:
+        raise ConfigError(
+            "--overlap hides the exchange of tokens between replicas that share experts: write --dp 2 or more and "
+            "--expert-parallel beside it, or leave it out"
+        )
+    threshold, budget = scheduler.overlap_prefill_tokens, scheduler.chunk_tokens
+    if config.server.role == "prefill" and budget < threshold:
+        raise ConfigError(
+            f"--overlap cuts passes of {threshold} tokens or more and --chunk-tokens {budget} allows none: write "
+            f"--chunk-tokens {threshold} or more, or --overlap-prefill-tokens {max(2, budget)} or less"
+        )
 
 
 def _check_stages(config: Config) -> None:

@@ -82,7 +82,13 @@ def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
     pass for all of them, or one of each of several servers, whose ranks agree."""
     if experts is None or experts.dp == 1:
         return config
-    rules = Rules(multiple=experts.tp, pad="max" if experts.way == "allgather" else "none")
+    rules = Rules(
+        multiple=experts.tp,
+        pad="max" if experts.way == "allgather" else "none",
+        cut=config.engine.overlap,
+        cut_prefill=config.scheduler.overlap_prefill_tokens,
+        cut_decode=config.scheduler.overlap_decode_tokens,
+    )
     scheduler = msgspec.structs.replace(config.scheduler, lockstep=config.group.member is None, rules=rules)
     return msgspec.structs.replace(config, scheduler=scheduler)
 

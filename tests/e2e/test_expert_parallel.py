@@ -51,6 +51,27 @@ def test_texts_are_those_of_transformers(experts: Path, expert_texts: Texts, fla
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--exchange", "allgather"), id="allgather"),
+        pytest.param(("--exchange", "alltoall", "--tp", "2"), id="alltoall, tp 2"),
+        pytest.param(("--exchange", "alltoall", "--pp", "2"), id="alltoall, pp 2"),
+    ],
+)
+def test_texts_of_passes_in_halves_are_those_of_transformers(
+    folder: Path, texts: Texts, flags: tuple[str, ...]
+) -> None:
+    overlap = ("--dp", "2", "--overlap", "--overlap-prefill-tokens", "4", "--overlap-decode-tokens", "2")
+    with serving("--model", str(folder), "--no-prefix-cache", *SHARED, *overlap, *flags) as server:
+        check(server, texts, 2)
+        wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
+        passes = server.metrics()
+        assert passes['headrace_overlap_passes_total{result="cut"}'] > 0
+        assert passes['headrace_overlap_passes_total{result="idle"}'] > 0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3"])
 def test_texts_of_other_families_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """All layers with experts; latents whole on every shard, shared experts, and routers that choose by groups."""

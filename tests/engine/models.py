@@ -172,6 +172,7 @@ def make_runner(
     tp: Collectives = ALONE,
     mla: Any = "auto",
     exchange: Exchange | None = None,
+    second_exchange: Exchange | None = None,
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
@@ -184,6 +185,7 @@ def make_runner(
         layers,
         tp=tp,
         exchange=exchange,
+        second_exchange=second_exchange,
     )
     runner.pool.tensor.fill_(float("nan"))
     return runner

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.parcels import pack, unpack
 from headrace.engine.layers.exchange.replicated import add_shared
@@ -33,20 +34,24 @@ class AllGather:
             raise ValueError(f"{max(tokens)} tokens of a replica do not fit into a padded count of {padded}")
         self._padded = padded
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
         sums = x.new_empty(x.shape, dtype=torch.float32)
         for first in range(0, self._padded, self._tile):
             rows = slice(first, first + self._tile)
-            sums[rows] = self._exchange(x[rows], min(self._tile, self._padded - first), mixture)[: len(sums[rows])]
+            part = yield from self._exchange(x[rows], min(self._tile, self._padded - first), mixture)
+            sums[rows] = part[: len(sums[rows])]
         if not len(x):
             return sums  # the other shards of an idle replica know it too
         add_shared(x, mixture, sums, self._tp)
         return self._tp.all_reduce(sums).wait()
 
-    def _exchange(self, x: Tensor, padded: int, mixture: Mixture) -> Tensor:
+    def _exchange(self, x: Tensor, padded: int, mixture: Mixture) -> Steps[Tensor]:
         """This rank's part of the sums for rows x of its replica, filled up to a padded count."""
         choice = mixture.route(x)
-        gathered = self._dp.all_gather(pack(x, choice, padded)).wait()
-        results = mixture.compute(*unpack(gathered, choice.experts.shape[1], x.dtype))
-        return self._dp.reduce_scatter(results).wait()
+        dispatched = self._dp.all_gather(pack(x, choice, padded))
+        yield
+        results = mixture.compute(*unpack(dispatched.wait(), choice.experts.shape[1], x.dtype))
+        combined = self._dp.reduce_scatter(results)
+        yield
+        return combined.wait()

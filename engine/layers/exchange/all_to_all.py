@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.choice import NO_EXPERT, Choice
 from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.parcels import pack, unpack
@@ -36,19 +37,19 @@ class AllToAll:
 
     def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
         """See Exchange."""
-        self._longest = -(-max(tokens) // self._tp.size)
+        self._longest = -(-max(*tokens, padded) // self._tp.size)
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
         mine = x[shard_rows(len(x), self._tp.size, self._tp.rank)]
         sums = torch.zeros(mine.shape, dtype=torch.float32, device=x.device)
         for first in range(0, self._longest, self._tile):
             rows = slice(first, first + self._tile)
-            self._exchange(mine[rows], mixture, sums[rows])
+            yield from self._exchange(mine[rows], mixture, sums[rows])
         mixture.add_shared(mine, sums)
         return self._all_rows(sums, len(x))
 
-    def _exchange(self, x: Tensor, mixture: Mixture, sums: Tensor) -> None:
+    def _exchange(self, x: Tensor, mixture: Mixture, sums: Tensor) -> Steps[None]:
         """Add the results of all ranks' experts for rows x to their sums."""
         choice = mixture.route(x)
         self._rank_of = self._rank_of.to(x.device)
@@ -62,10 +63,12 @@ class AllToAll:
         one_each = [1] * self._ep.size
         received: list[int] = self._ep.all_to_all(sent, one_each, one_each).wait().tolist()
         counts: list[int] = sent.tolist()
-        arrived = self._ep.all_to_all(pack(x[tokens], parts), counts, received).wait()
-        results = mixture.compute(*unpack(arrived, choice.experts.shape[1], x.dtype))
-        returned = self._ep.all_to_all(results, received, counts).wait()
-        by_rank = zip(torch.split(tokens, counts), torch.split(returned, counts), strict=True)
+        dispatched = self._ep.all_to_all(pack(x[tokens], parts), counts, received)
+        yield
+        results = mixture.compute(*unpack(dispatched.wait(), choice.experts.shape[1], x.dtype))
+        combined = self._ep.all_to_all(results, received, counts)
+        yield
+        by_rank = zip(torch.split(tokens, counts), torch.split(combined.wait(), counts), strict=True)
         for rows, of_rank in by_rank:
             sums.index_add_(0, rows, of_rank)  # rank by rank, so that the order of additions is fixed
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.choice import Choice
 
 
@@ -25,7 +26,10 @@ class Mixture(Protocol):
 
 
 class Exchange(Protocol):
-    """How the ranks of a stage share the experts of its layers; one for all layers, used by one thread."""
+    """How the ranks of a stage share the experts of its layers; one for all layers, used by one thread.
+
+    Where passes are cut in halves each half has an exchange of its own, with communicators of its own.
+    """
 
     @property
     def own(self) -> range:
@@ -34,14 +38,15 @@ class Exchange(Protocol):
 
     def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
         """Begin a forward pass. tokens: of every replica; padded: the count that exchange buffers are filled up to,
-        where they are. All ranks of the stage have to be given the same numbers."""
+        where they are. All ranks of the stage have to be given the same numbers; exchanges of equal padded counts pause
+        equally often."""
         ...
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """Sums over all experts for this replica's rows x [tokens, hidden size]: float32 [tokens, hidden size].
 
-        A replica without tokens takes part too: its experts work for the others. Raises LinkBroken when another rank is
-        gone.
+        Pauses while rows travel to the experts and back. A replica without tokens takes part too: its experts work for
+        the others. Raises LinkBroken when another rank is gone.
         """
         ...
 
@@ -56,8 +61,9 @@ class NoExchange:
     def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
         """See Exchange."""
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
+        yield from ()  # nothing travels
         sums = mixture.compute(x, mixture.route(x))
         mixture.add_shared(x, sums)
         return sums

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.ways import own_experts
 
@@ -21,13 +22,15 @@ class Replicated:
     def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
         """See Exchange."""
 
-    def run(self, x: Tensor, mixture: Mixture) -> Tensor:
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
         if not len(x):
             return x.new_empty(x.shape, dtype=torch.float32)
         sums = mixture.compute(x, mixture.route(x))
         add_shared(x, mixture, sums, self._tp)
-        return self._tp.all_reduce(sums).wait()
+        summed = self._tp.all_reduce(sums)
+        yield
+        return summed.wait()
 
 
 def shard_rows(tokens: int, shards: int, shard: int) -> slice:

@@ -43,10 +43,13 @@ def parcel_bytes(hidden: int, k: int, item_bytes: int) -> int:
     return hidden * item_bytes + 2 * WORD * k
 
 
-def exchange_bytes(way: Way, moe: MoeSpec, hidden: int, item_bytes: int, tokens: int, *, dp: int, tp: int) -> int:
+def exchange_bytes(
+    way: Way, moe: MoeSpec, hidden: int, item_bytes: int, tokens: int, *, dp: int, tp: int, halved: bool = False
+) -> int:
     """Bytes that a rank's experts and their exchange need besides weights, however tokens are routed.
 
     hidden: hidden size. item_bytes: of an element of the hidden states. tokens: of the longest pass of a replica.
+    halved: passes may be cut in halves, each of which then exchanges a tile.
     """
     parcel, row_sum = parcel_bytes(hidden, moe.top_k, item_bytes), hidden * SUM_BYTES
     # A tile of one expert's rows: hidden states, gate and up, their product, result, and result in float32.
@@ -56,12 +59,17 @@ def exchange_bytes(way: Way, moe: MoeSpec, hidden: int, item_bytes: int, tokens:
         case "replicated":
             return tile + sums
         case "allgather":
-            rows = min(tokens, TILE_TOKENS)
+            rows = _exchanged(tokens, halved)
             return tile + sums + rows * (1 + dp) * (parcel + row_sum)
         case "alltoall":
             own = -(-tokens // tp)
-            rows = min(own, TILE_TOKENS)
+            rows = _exchanged(own, halved)
             copies = rows * min(moe.top_k, dp * tp)  # of tokens sent, and of results that come back
             received = rows * dp * tp  # every rank sends every token to this one
             whole = own * row_sum + (2 * sums if tp > 1 else 0)
             return tile + whole + copies * (hidden * item_bytes + parcel + row_sum) + received * (parcel + row_sum)
+
+
+def _exchanged(tokens: int, halved: bool) -> int:
+    """Rows of a rank that are exchanged at once, of so many tokens. Halves may be rounded up."""
+    return min(tokens + 2, 2 * TILE_TOKENS) if halved else min(tokens, TILE_TOKENS)

@@ -60,6 +60,9 @@ class ThreadCollectives:
         self.rank = rank
         self.operations: list[str] = []
         """What was called, in order."""
+        self.name = ""
+        self.log: list[str] = []
+        """The same after the name; groups may be given one log in common."""
         self._meeting = meeting
 
     def all_reduce(self, x: Tensor) -> Done:
@@ -96,6 +99,7 @@ class ThreadCollectives:
 
     def _meet(self, operation: str, x: Tensor) -> list[Tensor]:
         self.operations.append(operation)
+        self.log.append(f"{self.name} {operation}")
         return self._meeting.meet(len(self.operations) - 1, self.rank, operation, x)
 
     @staticmethod

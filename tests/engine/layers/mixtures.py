@@ -68,7 +68,7 @@ def make_mixture(
     arithmetic = arithmetic or KERNELS or TorchArithmetic()
     precision = Precision(dtype, dtype, dtype, int8)
     read = LayerReader(checkpoint or RandomWeights(), 0, precision, "cpu", arithmetic.pack)
-    return MoeMlp(moe, hidden, read, arithmetic, exchange or NoExchange(moe.experts))
+    return MoeMlp(moe, hidden, read, arithmetic, (exchange or NoExchange(moe.experts),))
 
 
 def random_rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN) -> torch.Tensor:

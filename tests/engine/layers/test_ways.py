@@ -5,6 +5,7 @@ import torch
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.steps import finish
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
 from headrace.engine.layers.choice import Choice
 from headrace.engine.layers.exchange.all_gather import AllGather
@@ -93,12 +94,26 @@ def test_memory_is_kept_for_the_worst_routing(way: Way, dp: int, tp: int) -> Non
             return sums
 
         mixture.compute = noted  # type: ignore[method-assign]
-        exchange.run(random_rows(tokens), AllToFirst(mixture))
+        finish(exchange.run(random_rows(tokens), AllToFirst(mixture)))
         assert isinstance(groups[2], ThreadCollectives)
         return max(seen)
 
     taken = max(run_stage(dp, tp, work))
     assert kept / 4 < taken < kept
+
+
+@pytest.mark.parametrize("way", ["allgather", "alltoall"])
+@pytest.mark.parametrize("tokens", [40, 1500, 5000])
+def test_memory_is_kept_for_a_tile_of_each_half(way: Way, tokens: int) -> None:
+    """Of 1024 tokens; a whole pass has one under way, halves of short passes are tiles of their own."""
+
+    def kept(tokens: int, *, halved: bool) -> int:
+        return exchange_bytes(way, MIXTRAL, HIDDEN, 4, tokens, dp=2, tp=1, halved=halved)
+
+    row = kept(10, halved=False) - kept(9, halved=False)
+    sums = HIDDEN * 4
+    extra = kept(tokens, halved=True) - kept(tokens, halved=False)
+    assert extra == (row - sums) * {40: 2, 1500: 1502 - 1024, 5000: 1024}[tokens]
 
 
 def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:

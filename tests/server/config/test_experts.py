@@ -40,6 +40,12 @@ def resolved(folder: Path, *flags: str) -> Resolved:
         ("--dp 3 --expert-parallel --exchange allgather", True, Rules(pad="max")),
         ("--dp 2 --tp 2 --expert-parallel", True, Rules(multiple=2)),
         ("--dp 2 --expert-parallel --exchange alltoall", True, Rules()),
+        (
+            "--dp 3 --expert-parallel --overlap --overlap-prefill-tokens 100 --overlap-decode-tokens 4",
+            True,
+            Rules(cut=True, cut_prefill=100, cut_decode=4),
+        ),
+        ("--dp 2 --expert-parallel --overlap", True, Rules(pad="max", cut=True, cut_prefill=512, cut_decode=32)),
         ("--tp 2 --expert-parallel", False, Rules()),
         ("--dp 2", False, Rules()),
     ],

@@ -73,6 +73,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--expert-parallel"]
         elif key == "dp-sync":
             role = [*SHARED, "0/2@127.0.0.1:9000"]
+        elif key in ("overlap-prefill-tokens", "overlap-decode-tokens"):
+            role = ["--dp", "2", "--expert-parallel", "--overlap"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))
@@ -107,6 +109,7 @@ def test_the_scheduler_slice_gets_copies_of_shared_fields() -> None:
     assert configure("--kv-events-port", "5557").scheduler.kv_events
 
 
+OVERLAP = ["--overlap", "--dp", "2", "--expert-parallel"]
 EXTERNAL = ["--stages", "external", "--dtype", "float32"]
 SHARED = ["--expert-parallel", "--dp-external"]
 CURVE = ["--curve-key", "k", "--curve-allowed", "d"]
@@ -190,6 +193,17 @@ MISTAKES = [
     ([*SHARED, "0/2@127.0.0.1:9000", *EXTERNAL], "write --stages local, or --dp 2"),
     (["--dp-external", "0/2@127.0.0.1:9000"], "add --expert-parallel"),
     (["--dp-sync", "device"], "--dp-sync device is for servers with --dp-external"),
+    (["--overlap"], "write --dp 2 or more and --expert-parallel beside it, or leave it out"),
+    (["--overlap", "--dp", "2"], "write --dp 2 or more and --expert-parallel beside it, or leave it out"),
+    (["--overlap", "--tp", "2", "--expert-parallel"], "write --dp 2 or more and --expert-parallel beside it"),
+    (["--overlap-prefill-tokens", "64", "--dp", "2", "--expert-parallel"], "add it, or leave this out"),
+    (["--overlap-decode-tokens", "64", "--dp", "2", "--expert-parallel"], "add it, or leave this out"),
+    ([*OVERLAP, "--overlap-prefill-tokens", "1"], "2"),
+    ([*OVERLAP, "--overlap-decode-tokens", "0"], "2"),
+    (
+        [*OVERLAP, "--chunk-tokens", "256", "--role", "prefill"],
+        "--chunk-tokens 512 or more, or --overlap-prefill-tokens 256 or less",
+    ),
 ]
 
 
