@@ -183,7 +183,7 @@ def measure(sides: Sequence[Side], length: int, rounds: int) -> list[tuple[str, 
         timings = {number: sides[number].prefill(ids) for number in order}
         found.append([timings[number] for number in range(len(sides))])
     *shards, whole = zip(*found[1:], strict=True)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for way, side in zip(WAYS, shards, strict=True):
         rates, other_rates = ([length / each.seconds for each in timings] for timings in (side, whole))
         ratio = statistics.median(mine / other for mine, other in zip(rates, other_rates, strict=True))
