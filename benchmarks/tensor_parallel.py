@@ -23,6 +23,8 @@ from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.runner import ModelRunner
 
+WAYS = ("shared memory", "Gloo")
+
 
 class Timing(NamedTuple):
     """Seconds of one prompt on one process."""
@@ -58,21 +60,23 @@ def prefill(side: Ranks, ids: list[int]) -> Timing:
     return Timing(max(each.seconds for each in timings), max(each.blocked for each in timings))
 
 
-def measure(sides: Sequence[Ranks], length: int, rounds: int) -> tuple[str, ...]:
-    """A row of the table: the sides in turns, after a prompt each to warm up. The last side is one process."""
+def measure(sides: Sequence[Ranks], length: int, rounds: int) -> list[tuple[str, ...]]:
+    """Rows of the table: shards by each of WAYS beside one process, the last side. They take turns, after a prompt each
+    to warm up."""
     found: list[list[Timing]] = []
     for seed in range(rounds + 1):
         ids = prompt(length, seed)
         order = range(len(sides)) if seed % 2 else range(len(sides) - 1, -1, -1)
         timings = {number: prefill(sides[number], ids) for number in order}
         found.append([timings[number] for number in range(len(sides))])
-    *sharded, whole = zip(*found[1:], strict=True)
-    cells = [f"{length:,}", spread([length / each.seconds for each in whole])]
-    for side in sharded:
-        ratio = statistics.median(other.seconds / mine.seconds for mine, other in zip(side, whole, strict=True))
+    *shards, whole = zip(*found[1:], strict=True)
+    rows: list[tuple[str, ...]] = []
+    for way, side in zip(WAYS, shards, strict=True):
+        rates, other_rates = ([length / each.seconds for each in timings] for timings in (side, whole))
+        ratio = statistics.median(mine / other for mine, other in zip(rates, other_rates, strict=True))
         blocked = statistics.median(each.blocked / each.seconds for each in side)
-        cells += [spread([length / each.seconds for each in side]), f"{ratio:.2f}", f"{blocked:.1%}"]
-    return tuple(cells)
+        rows.append((f"{length:,}", way, spread(rates), spread(other_rates), f"{ratio:.2f}", f"{blocked:.1%}"))
+    return rows
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,15 +95,14 @@ def main(arguments: Sequence[str]) -> int:
             stack.enter_context(Ranks(given.tp, shard, *setup, False)),
             stack.enter_context(Ranks(1, shard, *setup, False, threads=given.tp)),
         ]
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for length in given.lengths:
             status.update(f"{length} tokens")
-            rows.append(measure(sides, length, given.rounds))
-    columns = [f"{part}, {by}" for by in ("shared memory", "Gloo") for part in ("tokens/s", "ratio", "blocked")]
+            rows += measure(sides, length, given.rounds)
     print_table(
         f"{given.model}, {given.dtype}: {given.tp} shards of one thread beside one process of {given.tp}; median "
-        f"(range) of {given.rounds} rounds; blocked: in collectives",
-        ("tokens", "tokens/s, one process", *columns),
+        f"(range) of {given.rounds} rounds",
+        ("tokens", "sums by", "tokens/s, shards", "tokens/s, one process", "ratio", "blocked in collectives"),
         rows,
     )
     return 0

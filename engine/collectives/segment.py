@@ -82,8 +82,12 @@ def make_parts(size: int, memory_bytes: int) -> list[Part]:
         for one in range(size):
             for other in range(one + 1, size):
                 ends[one, other], ends[other, one] = map(stack.enter_context, socket.socketpair())
-        # detach() below cannot fail, dup() can: all descriptors are there before the first one changes hands.
-        memories = [os.dup(memory) for _ in range(size)]
+        memories = []
+        with contextlib.ExitStack() as short:  # of descriptors; what follows cannot fail
+            for _ in range(size):
+                memories.append(os.dup(memory))
+                short.callback(os.close, memories[-1])
+            short.pop_all()
         return [
             Part(memories[rank], tuple(ends[rank, other].detach() for other in range(size) if other != rank))
             for rank in range(size)
