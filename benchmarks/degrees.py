@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table. Raises ConfigError, ServerFailed."""
     parser = make_parser("degrees", __doc__)
     add_model(parser)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS), help="sets of prompts")
     add_rounds(parser, 3)
     given = parser.parse_args(arguments)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--no-prefix-cache",
@@ -52,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         sides = {
             way: partial(prefill_all_seconds, stack.enter_context(serving(*flags, *own))) for way, own in WAYS.items()
         }
-        for name, load in LOADS.items():
+        for name in given.loads:
             with console.status(name):
-                rates = rates_of(sides, load, given.rounds)
+                rates = rates_of(sides, LOADS[name], given.rounds)
             alone, *others = rates.values()
             rows.append((name, spread(alone), *(ratio(each, alone) for each in others)))
     print_table(
