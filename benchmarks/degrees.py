@@ -21,7 +21,7 @@ WAYS = {
     "--pp 2": ("--pp", "2", "--threads", "1"),
     "--dp 2": ("--dp", "2", "--threads", "1"),
 }
-LOADS: dict[str, tuple[int, ...]] = {"128": (128,), "512": (512,), "2,048": (2048,), "32 x 256": (256,) * 32}
+LOADS: dict[str, tuple[int, ...]] = {"128": (128,), "512": (512,), "2048": (2048,), "32x256": (256,) * 32}
 
 
 def rates_of(sides: Mapping[str, Compute], load: Sequence[int], rounds: int) -> dict[str, list[float]]:
