@@ -21,7 +21,7 @@ WAYS = {
     "--pp 2": ("--pp", "2", "--threads", "1"),
     "--dp 2": ("--dp", "2", "--threads", "1"),
 }
-LOADS: dict[str, tuple[int, ...]] = {"128": (128,), "512": (512,), "2,048": (2048,), "32 x 256": (256,) * 32}
+LOADS: dict[str, tuple[int, ...]] = {"128": (128,), "512": (512,), "2048": (2048,), "32x256": (256,) * 32}
 
 
 def rates_of(sides: Mapping[str, Compute], load: Sequence[int], rounds: int) -> dict[str, list[float]]:
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table. Raises ConfigError, ServerFailed."""
     parser = make_parser("degrees", __doc__)
     add_model(parser)
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS), help="sets of prompts")
     add_rounds(parser, 3)
     given = parser.parse_args(arguments)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--no-prefix-cache",
@@ -52,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         sides = {
             way: partial(prefill_all_seconds, stack.enter_context(serving(*flags, *own))) for way, own in WAYS.items()
         }
-        for name, load in LOADS.items():
+        for name in given.loads:
             with console.status(name):
-                rates = rates_of(sides, load, given.rounds)
+                rates = rates_of(sides, LOADS[name], given.rounds)
             alone, *others = rates.values()
             rows.append((name, spread(alone), *(ratio(each, alone) for each in others)))
     print_table(
