@@ -1,9 +1,9 @@
 """Device, dtype and available memory of this machine. Imports torch only to query GPUs, since that takes seconds."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from headrace.core.config import Dtype, Quantize
+from headrace.core.config import Dtype, ModelConfig, Quantize
 from headrace.core.types.errors import ConfigError
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
@@ -11,6 +11,32 @@ ResolvedDtype = Literal["float32", "bfloat16", "float16"]
 _GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")))
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class Computation(NamedTuple):
+    """Where a model is computed, and in which dtypes."""
+
+    device: str
+    dtype: ResolvedDtype
+    """Of the model's weights and KV."""
+    native: bool
+    """It is computed in that dtype, and in float32 otherwise."""
+
+    @property
+    def compute_dtype(self) -> ResolvedDtype:
+        """Of products, sums and hidden states."""
+        return self.dtype if self.native else "float32"
+
+
+def resolve_computation(model: ModelConfig, cpuinfo: str) -> Computation:
+    """What --device, --dtype and --quantize mean on this machine.
+
+    cpuinfo: as in EngineConfig. Raises ConfigError for a device that is not there, and a quantisation that it does not
+    compute in.
+    """
+    device = resolve_device(model.device)
+    dtype = resolve_dtype(model.dtype, device, cpuinfo)
+    return Computation(device, dtype, computes_in(dtype, device, model.quantize, cpuinfo))
 
 
 def resolve_device(device: str) -> str:

@@ -23,12 +23,10 @@ from headrace.engine.collectives.startup import check_equal_sums, least
 from headrace.engine.decoder import Decoder
 from headrace.engine.device import (
     available_memory,
-    computes_in,
     has_bfloat16_vectors,
     has_int8_vectors,
     has_wide_vectors,
-    resolve_device,
-    resolve_dtype,
+    resolve_computation,
 )
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.kv.device_copies import place
@@ -170,11 +168,10 @@ class ModelRunner:
         if exchange is None and spec.moe is not None and tp.size > 1:
             exchange = Replicated(spec.moe.experts, tp)
         layers = layer_range or range(spec.layers)
-        device = resolve_device(model.device)
-        dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
+        computation = resolve_computation(model, engine.cpuinfo)
+        device, dtype, native = computation
         length = spec.resolve_length(max_model_len or model.max_model_len)
         int8 = model.quantize == "int8"
-        native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
         kernels = _kernels(engine.cpuinfo) if device == "cpu" and (dtype != "float16" or not native) else None
         plan = plan_memory(
             spec,
@@ -190,7 +187,7 @@ class ModelRunner:
             experts=len(exchange.own) if exchange is not None else None,
             exchange_bytes=exchange_bytes,
         )
-        compute = TORCH_DTYPES[dtype] if native else torch.float32
+        compute = TORCH_DTYPES[computation.compute_dtype]
         check_equal_sums(tp, spec.hidden_size, compute, device)
         kv_pages = least(tp, plan.kv_pages, device)  # the same pages on all shards, whose heads may differ in number
         checkpoint = open_checkpoint(source, spec)

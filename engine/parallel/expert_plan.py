@@ -7,7 +7,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.geometry import ITEM_BYTES
 from headrace.core.types.layout import Layout, Place
-from headrace.engine.device import computes_in, resolve_device, resolve_dtype
+from headrace.engine.device import resolve_computation
 from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes, own_experts
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.moe_spec import MoeSpec
@@ -69,15 +69,13 @@ def plan_experts(
     check_experts(engine, layout, spec, member)
     if spec.moe is None or not (engine.expert_parallel or layout.tp > 1):
         return None
-    device = resolve_device(model.device)
-    dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
-    native = computes_in(dtype, device, model.quantize, engine.cpuinfo)
-    item_bytes = ITEM_BYTES[dtype if native else "float32"]
+    computation = resolve_computation(model, engine.cpuinfo)
+    item_bytes = ITEM_BYTES[computation.compute_dtype]
     replicas = layout.dp if member is None else member.size
     dp, tp = replicas if engine.expert_parallel else 1, layout.tp
     way: Way = "replicated"
     if engine.expert_parallel:
-        way = choose_way(engine.exchange, spec.moe, dp=dp, tp=tp, device=device)
+        way = choose_way(engine.exchange, spec.moe, dp=dp, tp=tp, device=computation.device)
     needed = exchange_bytes(
         way, spec.moe, spec.hidden_size, item_bytes, engine.pass_tokens, dp=dp, tp=tp,
         halved=engine.overlap and dp > 1,

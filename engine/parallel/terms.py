@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 
 from headrace.core.config import StageConfig
-from headrace.engine.device import computes_in, resolve_dtype
+from headrace.engine.device import resolve_computation
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
@@ -16,15 +16,14 @@ def common_terms(config: StageConfig) -> dict[str, str]:
     model, engine = config.model, config.engine
     source = resolve_source(model.model)
     spec = load_spec(source)
-    dtype = resolve_dtype(model.dtype, model.device, engine.cpuinfo)
-    native = computes_in(dtype, model.device, model.quantize, engine.cpuinfo)
+    computation = resolve_computation(model, engine.cpuinfo)
     return {
         "the version of Headrace": _version(),
         "the model of --model": fingerprint(spec, open_checkpoint(source, spec), model.quantize)[:12],
-        "--dtype": dtype,
+        "--dtype": computation.dtype,
         "--quantize": model.quantize,
-        "the dtype of hidden states": dtype if native else "float32",
-        "--device": model.device.partition(":")[0],
+        "the dtype of hidden states": computation.compute_dtype,
+        "--device": computation.device.partition(":")[0],
         "--max-model-len": str(model.max_model_len),
         "--page-size": str(engine.page_size),
         "--chunk-tokens": str(engine.pass_tokens),

@@ -8,7 +8,7 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.types.coordinate import Rules
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import computes_in, resolve_device, resolve_dtype
+from headrace.engine.device import resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import split_model
@@ -37,8 +37,7 @@ def resolve(config: Config) -> Resolved:
     spec = load_spec(resolve_source(config.model.model))
     if config.group.start == "external":
         return _resolve_external(config, spec)
-    device = resolve_device(config.model.device)
-    dtype = resolve_dtype(config.model.dtype, device, config.engine.cpuinfo)
+    device, dtype, native = resolve_computation(config.model, config.engine.cpuinfo)
     length = spec.resolve_length(config.model.max_model_len)
     layers = _layers(config, spec)
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
@@ -49,7 +48,7 @@ def resolve(config: Config) -> Resolved:
         dtype,
         config.engine.page_size,
         max_model_len=length,
-        native_units=computes_in(dtype, device, config.model.quantize, config.engine.cpuinfo),
+        native_units=native,
         int8=config.model.quantize == "int8",
     )
     member = config.group.member
