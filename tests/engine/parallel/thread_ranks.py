@@ -69,9 +69,11 @@ class MeetingRunner(StubRunner):
         self._ep = ep
         self._delays = random.Random(seed)
 
-    def forward(self, rows: Any, hidden: Any = None, tokens: Sequence[int] = (), padded: int = 0) -> Tensor:
+    def forward(
+        self, rows: Any, hidden: Any = None, tokens: Sequence[int] = (), padded: int = 0, cut: int = 0
+    ) -> Tensor:
         self._meet(tokens, padded)
-        return super().forward(rows, hidden, tokens, padded)
+        return super().forward(rows, hidden, tokens, padded, cut)
 
     def join(self, agreement: Agreement) -> None:
         self._meet(agreement.tokens, agreement.padded)
