@@ -26,7 +26,7 @@ from benchmarks.arguments import make_parser
 from benchmarks.report import print_table, run
 from headrace.core.messages.orders import AnyOrder, Forward, PlanRow, ShutdownStage
 from headrace.core.types.coordinate import Rules, Vote
-from headrace.engine.agreement import TICK_S, VotedPasses, agree
+from headrace.engine.agreement import BUSY_TICKS, LONG_TICK_S, VotedPasses, agree
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.server.launch.free_port import free_port
 
@@ -114,22 +114,22 @@ def _alone(setup: Setup, group: TorchCollectives) -> list[float]:
 
 
 def _idle(setup: Setup, group: TorchCollectives) -> tuple[float, float]:
-    """CPU seconds of a rank without a plan, its compute thread's and Gloo's: per vote, and per second."""
+    """CPU seconds of a rank that has had no plan for a second, its compute thread's and Gloo's: per vote, and per second."""
     inbox: queue.Queue[AnyOrder] = queue.Queue()
     orders: deque[AnyOrder] = deque()
-    began, cpu = time.perf_counter(), time.process_time()
-    votes = int(setup.idle_s / TICK_S)  # the same number at all ranks
-    ticks = iter(range(votes))
+    votes = int(setup.idle_s / LONG_TICK_S)  # the same number at all ranks
+    looks: list[tuple[float, float]] = []
 
     def idle(timeout_s: float | None) -> None:
         with suppress(queue.Empty):
             orders.append(inbox.get(timeout=timeout_s))
-        if next(ticks, None) is None:
+        looks.append((time.perf_counter(), time.process_time()))
+        if len(looks) > BUSY_TICKS + votes:
             orders.append(ShutdownStage(seq=0))
 
     VotedPasses(group, Rules()).next(orders, idle)
-    spent = time.process_time() - cpu
-    return spent / votes, spent / (time.perf_counter() - began)
+    (began, before), (ended, after) = looks[BUSY_TICKS], looks[-1]
+    return (after - before) / votes, (after - before) / (ended - began)
 
 
 def measure_all(size: int, passes: int, pass_s: float, idle_s: float) -> list[Costs]:

@@ -5,8 +5,8 @@ their votes, which goes through core/types/coordinate.py as in a server with sev
     server 1   plan ─► vote ─┼─ all-reduce ────┼─► pass with its rows
     server 2   none ─► vote ─┘  coordinate()   └─► pass without rows: its experts work for the others
 
-A rank without a plan votes, too: at once after a pass, and TICK_S after a vote in which no rank had a token, which
-makes no pass. No rank is told to start or to stop; a plan that comes meanwhile is voted on at once.
+A rank without a plan votes, too: at once after a pass, and TICK_S, later LONG_TICK_S, after a vote in which no rank had
+a token, which makes no pass. No rank is told to start or to stop; a plan that comes meanwhile is voted on at once.
 """
 
 from collections import deque
@@ -22,6 +22,8 @@ from headrace.core.types.coordinate import Agreement, Rules, Vote, coordinate, v
 from headrace.engine.collectives.base import Collectives, Pending
 
 TICK_S = 0.005  # between votes of an idle group
+LONG_TICK_S = 0.02  # the same after BUSY_TICKS votes: a group that has nothing to do for long leaves the cores alone
+BUSY_TICKS = 200
 TOLD_TICKS = 100  # idle votes until the other shards hear of one: a wait of theirs is bounded by a timeout
 _FIXED = 4  # numbers of a message to the shards before the tokens of each replica
 
@@ -92,16 +94,20 @@ class VotedPasses:
         shards: Collectives | None = None,
         device: str = "cpu",
         tick_s: float = TICK_S,
+        long_tick_s: float = LONG_TICK_S,
     ) -> None:
         """group: the voting ranks of all servers. rules: the same at all of them. shards: of this server, which are
-        told; None where this rank is the only one. device: of the group."""
+        told; None where this rank is the only one. device: of the group.
+        tick_s, long_tick_s: between votes of an idle group, in its first BUSY_TICKS votes and after them."""
         self._group = group
         self._rules = rules
         self._shards = shards
         self._device = device
         self._tick_s = tick_s
+        self._long_tick_s = long_tick_s
         self._posted: tuple[Forward | None, PostedVote] | None = None
         self._untold = 0  # idle votes since the shards were told of one
+        self._idle = 0  # idle votes since the last pass
 
     def next(self, queued: deque[AnyOrder], idle: Idle) -> AnyOrder:
         """See PassSource."""
@@ -114,12 +120,14 @@ class VotedPasses:
             if not agreement.idle:
                 return self._begin(plan, agreement, queued)
             self._untold += 1
+            self._idle += 1
             if self._untold >= TOLD_TICKS:
                 self._tell(0, agreement)
-            idle(self._tick_s)
+            idle(self._tick_s if self._idle <= BUSY_TICKS else self._long_tick_s)
 
     def _begin(self, plan: Forward | None, agreement: Agreement, queued: deque[AnyOrder]) -> Forward:
         """The pass that was agreed on. The vote on the next plan, if it is there, travels meanwhile."""
+        self._idle = 0
         if plan is not None:
             queued.popleft()
         self._tell(plan.seq if plan is not None else 0, agreement)

@@ -16,7 +16,7 @@ from headrace.core.types.coordinate import Agreement, Rules, Vote, coordinate, v
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.request import Discard, SamplingParams
-from headrace.engine.agreement import AgreementBroken, FollowedPasses, PassSource, VotedPasses, agree
+from headrace.engine.agreement import BUSY_TICKS, AgreementBroken, FollowedPasses, PassSource, VotedPasses, agree
 from headrace.engine.collectives.alone import Alone, Done
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
@@ -130,6 +130,14 @@ def test_nothing_is_computed_while_no_rank_has_a_token_and_a_plan_that_comes_is_
     inbox.queued.clear()
     order = passes.next(inbox.queued, inbox.idle)
     assert (order.seq, group.votes, inbox.waits) == (2, [0, 9], [0.25]), "a tick that the plan has ended"
+
+
+def test_a_group_that_has_been_idle_for_long_votes_less_often_until_the_next_pass() -> None:
+    group, inbox = Others(*[0] * (BUSY_TICKS + 2), 4, 0, 4), Inbox()
+    passes = VotedPasses(group, Rules(), tick_s=0.0, long_tick_s=0.001)
+    for _ in range(2):
+        inbox.take(passes)
+    assert inbox.waits == [0.0] * BUSY_TICKS + [0.001, 0.001, 0.0]
 
 
 def test_a_rank_votes_at_once_after_a_pass() -> None:
