@@ -114,7 +114,7 @@ def _alone(setup: Setup, group: TorchCollectives) -> list[float]:
 
 
 def _idle(setup: Setup, group: TorchCollectives) -> tuple[float, float]:
-    """CPU seconds of a rank that has had no plan for a second, its compute thread's and Gloo's: per vote, and per second."""
+    """CPU seconds of a rank that has had no plan for a second, with Gloo's: per vote, and per second."""
     inbox: queue.Queue[AnyOrder] = queue.Queue()
     orders: deque[AnyOrder] = deque()
     votes = int(setup.idle_s / LONG_TICK_S)  # the same number at all ranks
