@@ -96,9 +96,11 @@ def _check_replicas(config: Config) -> None:
     scheduler = config.scheduler
     if scheduler.dp == 1:
         return
-    if config.group.start == "external":
+    engine = config.engine
+    if config.group.start == "external" and engine.expert_parallel and engine.exchange == "auto":
         raise ConfigError(
-            f"--dp {scheduler.dp} is for local stages; write --stages local, or a server for each replica"
+            "external ranks may have another device than this machine, by which --exchange auto chooses: "
+            "write --exchange allgather or --exchange alltoall"
         )
     if (ranks := len(scheduler.layout.ranks)) > MAX_RANKS:
         most = max(1, MAX_RANKS // scheduler.stages)

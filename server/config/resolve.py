@@ -73,7 +73,9 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
     check_experts(engine, layout, spec)
-    return Resolved(_completed(config, spec, model, engine), (), rank_parts(layout, engine.pp_layers, shards))
+    experts = plan_experts(msgspec.structs.replace(model, device="cpu"), engine, layout, spec)
+    completed = _completed(_coordinated(config, experts), spec, model, engine)
+    return Resolved(completed, (), rank_parts(layout, engine.pp_layers, shards, experts))
 
 
 def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:

@@ -61,7 +61,7 @@ class Up:
 
     def __init__(self, address: str, *flags: str) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = ("up", "--ray", address, "--port", str(port), "--pp", "2", "--peer-timeout", "2", *MODEL, *flags)
+        command = ("up", "--ray", address, "--port", str(port), "--peer-timeout", "2", *MODEL, *flags)
         self.process = subprocess.Popen(
             module_command("headrace.server.cli", *command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -79,8 +79,8 @@ class Up:
         except httpx.TransportError:
             return False
 
-    def text(self) -> str:
-        answer = httpx.post(f"{self.url}/v1/completions", json=body(), timeout=60, trust_env=False)
+    def text(self, **fields: Any) -> str:
+        answer = httpx.post(f"{self.url}/v1/completions", json={**body(), **fields}, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
@@ -106,7 +106,7 @@ def ranks() -> list[psutil.Process]:
 def test_lost_ranks_and_nodes_are_replaced(cluster: Nodes) -> None:
     with serving(*MODEL) as alone:
         expected = alone.post("/v1/completions", body()).json()["choices"][0]["text"]
-    up = Up(cluster.address, "--placement", "STRICT_SPREAD")
+    up = Up(cluster.address, "--pp", "2", "--placement", "STRICT_SPREAD")
     try:
         up.wait_ready(READY_S)
         assert up.text() == expected
@@ -131,8 +131,22 @@ def test_lost_ranks_and_nodes_are_replaced(cluster: Nodes) -> None:
     assert ranks() == []
 
 
+def test_replicas_are_ranks_too(cluster: Nodes) -> None:
+    with serving(*MODEL) as alone:
+        expected = alone.post("/v1/completions", body()).json()["choices"][0]["text"]
+    up = Up(cluster.address, "--dp", "2")
+    try:
+        up.wait_ready(READY_S)
+        assert [up.text(data_parallel_rank=replica) for replica in (0, 1)] == [expected, expected]
+        assert len(ranks()) == 2
+    finally:
+        status, output = up.end()
+        print(output)
+    assert status == 0
+
+
 def test_a_cluster_without_room_is_named(cluster: Nodes) -> None:
-    up = Up(cluster.address, "--rank-cpus", "64", "--place-timeout", "3")
+    up = Up(cluster.address, "--pp", "2", "--rank-cpus", "64", "--place-timeout", "3")
     output, _ = up.process.communicate(timeout=READY_S)
     assert up.process.returncode == 2
     assert f"--ray {cluster.address}: no room for 2 ranks of 64 CPU each (PACK) within 3 s; free are" in output
@@ -140,7 +154,7 @@ def test_a_cluster_without_room_is_named(cluster: Nodes) -> None:
 
 
 def test_no_cluster_is_named() -> None:
-    up = Up("127.0.0.1:1")
+    up = Up("127.0.0.1:1", "--pp", "2")
     output, _ = up.process.communicate(timeout=READY_S)
     assert up.process.returncode == 2
     assert "headrace: --ray 127.0.0.1:1: no Ray cluster can be reached" in output
@@ -148,7 +162,7 @@ def test_no_cluster_is_named() -> None:
 
 
 def test_ranks_that_cannot_run_end_the_server(cluster: Nodes) -> None:
-    up = Up(cluster.address, "--max-model-len", "100000", "--rank-cpus", "0.5")
+    up = Up(cluster.address, "--pp", "2", "--max-model-len", "100000", "--rank-cpus", "0.5")
     output, _ = up.process.communicate(timeout=READY_S)
     assert up.process.returncode == 2
     assert "KV pages" in output

@@ -60,14 +60,21 @@ def test_texts_are_those_of_transformers(experts: Path, expert_texts: Texts, fla
     ],
 )
 def test_texts_of_passes_in_halves_are_those_of_transformers(
-    folder: Path, texts: Texts, flags: tuple[str, ...]
+    experts: Path, expert_texts: Texts, flags: tuple[str, ...]
 ) -> None:
     overlap = ("--dp", "2", "--overlap", "--overlap-prefill-tokens", "4", "--overlap-decode-tokens", "2")
-    with serving("--model", str(folder), "--no-prefix-cache", *SHARED, *overlap, *flags) as server:
-        check(server, texts, 2)
+    with serving("--model", str(experts), "--no-prefix-cache", *SHARED, *overlap, *flags) as server:
+        check(server, expert_texts, 2)
         wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
-        passes = server.metrics()
-        assert passes['headrace_overlap_passes_total{result="cut"}'] > 0
+        pinned = [(prompt, replica) for prompt in expert_texts for replica in range(2)]
+        for _ in range(20):  # until both replicas have been busy at once
+            with ThreadPoolExecutor(len(pinned)) as pool:
+                found = list(pool.map(lambda each: text_after(server, each[0], data_parallel_rank=each[1]), pinned))
+            assert found == [expert_texts[prompt] for prompt, _ in pinned]
+            passes = server.metrics()
+            if passes['headrace_overlap_passes_total{result="cut"}'] > 2:
+                break
+        assert passes['headrace_overlap_passes_total{result="cut"}'] > 2
         assert passes['headrace_overlap_passes_total{result="idle"}'] > 0
 
 

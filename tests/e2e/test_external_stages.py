@@ -4,12 +4,15 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from headrace.server.launch.free_port import free_port
+from tests.e2e.expert_models import FLAGS as EXPERT_FLAGS
+from tests.e2e.expert_models import Texts, text_after
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.e2e.machines import SUBNET, Stages, Tree, machines
 from tests.e2e.models import NAME, SMOLLM2, Model, both, stub
@@ -17,7 +20,7 @@ from tests.e2e.strikes import strike
 
 ROOM = ("--chunk-tokens", "64", "--kv-pages", "1024", "--max-model-len", "2048")
 STUB = (*stub(us_per_token=1000).flags, *ROOM)
-FLAGS = ("--pp", "2", "--threads", "1", "--peer-timeout", "2", "--stages", "external")
+FLAGS = ("--threads", "1", "--peer-timeout", "2", "--stages", "external")
 LENGTHS = (1, 17, 300)
 TOKENS = 8
 KEY = "a key of these tests"
@@ -29,10 +32,10 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def waiting_server(*flags: str) -> Iterator[tuple[Server, Stages]]:
-    """A server that waits for two stages, and the machines for them."""
+def waiting_server(*flags: str, degree: str = "--pp") -> Iterator[tuple[Server, Stages]]:
+    """A server that waits for two stages, or replicas, and the machines for them."""
     with machines(2) as where:
-        server = Server(*FLAGS, "--stage-host", where[0].gateway, *flags)
+        server = Server(degree, "2", *FLAGS, "--stage-host", where[0].gateway, *flags)
         stages: Stages | None = None
         try:
             wait_until(lambda: "to join at" in server.log, 60, f"says where stages join\n{server.log}")
@@ -107,6 +110,35 @@ def test_an_orderly_end_is_that_of_the_stages_too() -> None:
         with running(server):
             assert server.get("/ready").status_code == 200
         assert [tree.ended(10) for tree in trees] == [0, 0]
+
+
+@pytest.mark.parametrize("model", both(us_per_token=50))
+def test_replicas_on_two_machines(model: Model) -> None:
+    with waiting_server("--role", "colocated", *model.flags, *ROOM, degree="--dp") as (server, stages):
+        first, second = stages.start_all()
+        server.started()
+        model.check(server, LENGTHS, TOKENS)
+        for replica in (0, 1):
+            prompt = model.story()[:100]
+            body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
+            answer = server.post("/v1/completions", {**body, "data_parallel_rank": replica})
+            assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt, TOKENS)
+        second.signal(signal.SIGKILL)
+        assert first.ended(10) == 1, "a group is all replicas"
+        stages.start_all()
+        server.started()
+        model.check(server, LENGTHS, TOKENS)
+
+
+@pytest.mark.full
+def test_replicas_on_two_machines_share_experts(experts: Path, expert_texts: Texts) -> None:
+    flags = ("--model", str(experts), *EXPERT_FLAGS, "--expert-parallel", "--exchange", "allgather")
+    with waiting_server("--role", "colocated", "--dtype", "float32", *flags, degree="--dp") as (server, stages):
+        stages.start_all()
+        server.started()
+        for replica in (0, 1):
+            found = [text_after(server, prompt, data_parallel_rank=replica) for prompt in expert_texts]
+            assert found == list(expert_texts.values())
 
 
 @pytest.mark.full

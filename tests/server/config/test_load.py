@@ -169,7 +169,7 @@ MISTAKES = [
     (["--stages", "external"], "--dtype"),
     ([*EXTERNAL, "--stage-host", "10.0.0.1"], "HEADRACE_STAGE_KEY"),
     ([*EXTERNAL, "--stage-port", "8000"], "both 8000"),
-    ([*EXTERNAL, "--dp", "2"], "write --stages local"),
+    ([*EXTERNAL, "--dp", "2", "--expert-parallel"], "write --exchange allgather or --exchange alltoall"),
     (["--pp", "30", "--dp", "3"], "write --dp 2 or less"),
     (["--dp", "0"], "1"),
     (["--dp", "2", "--data-port", "7000", "--control-port", "7001"], "both 7001"),
