@@ -12,34 +12,32 @@ import httpx
 import pytest
 
 from headrace.server.launch.free_port import free_port
-from tests.e2e.expert_models import FLAGS, Texts, check, clear_texts, save_experts, text_after
+from tests.e2e.expert_models import FLAGS, TOKENS, Texts, text_after
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
-from tests.e2e.test_pipeline import stages_of
+from tests.e2e.strikes import ranks_of
+from tests.e2e.texts import check_alone
 
 pytestmark = pytest.mark.full  # each server loads torch three times
 IDLE_S = 3.0
 FAILS_S = 5.0  # within which requests in flight fail; beside it, what a request takes that is answered
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with a dense layer."""
-    return save_experts(tmp_path_factory.mktemp("experts"))
-
-
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
-    """What transformers says after prompts where no rounding can change it."""
-    return clear_texts(folder)
-
-
 Make = Callable[[int], Server]
 
 
-def maker(folder: Path, size: int, *flags: str) -> Make:
+def maker(experts: Path, size: int, *flags: str) -> Make:
     """Starts the servers of a group, by their ranks."""
     port = free_port()
-    common = ("--model", str(folder), "--role", "colocated", "--expert-parallel", "--threads", "1", "--no-prefix-cache")
+    common = (
+        "--model",
+        str(experts),
+        "--role",
+        "colocated",
+        "--expert-parallel",
+        "--threads",
+        "1",
+        "--no-prefix-cache",
+    )
     return lambda rank: Server(*common, *FLAGS, "--dp-external", f"{rank}/{size}@127.0.0.1:{port}", *flags)
 
 
@@ -54,7 +52,7 @@ def group(make: Make, size: int) -> Iterator[list[Server]]:
 def check_all(servers: list[Server], texts: Texts) -> None:
     """Each alone, while the others are idle; then all at once."""
     for server in servers:
-        check(server, texts)
+        check_alone(server, texts, TOKENS)
     with ThreadPoolExecutor(len(servers) * len(texts)) as pool:
         asked = [
             (pool.submit(text_after, server, prompt), text) for server in servers for prompt, text in texts.items()
@@ -75,22 +73,22 @@ def check_pages_back(servers: list[Server]) -> None:
         pytest.param(2, ("--tp", "2"), id="2 servers, tp 2"),
     ],
 )
-def test_texts_are_those_of_transformers(folder: Path, texts: Texts, size: int, flags: tuple[str, ...]) -> None:
-    with group(maker(folder, size, *flags), size) as servers:
-        check_all(servers, texts)
+def test_texts_are_those_of_transformers(experts: Path, expert_texts: Texts, size: int, flags: tuple[str, ...]) -> None:
+    with group(maker(experts, size, *flags), size) as servers:
+        check_all(servers, expert_texts)
         time.sleep(IDLE_S)  # votes without a token
         for server in servers[::-1]:
-            check(server, texts)
+            check_alone(server, expert_texts, TOKENS)
         check_pages_back(servers)
 
 
-def test_a_server_that_comes_late_is_waited_for(folder: Path, texts: Texts) -> None:
-    make = maker(folder, 2)
+def test_a_server_that_comes_late_is_waited_for(experts: Path, expert_texts: Texts) -> None:
+    make = maker(experts, 2)
     with closing(make(1)) as second:
         wait_until(lambda: "waiting for server 0" in second.log, 60, f"it says what it waits for\n{second.log}")
         assert second.request("GET", "/ready").status_code == 503
         with running(make(0)) as first, running(second):
-            check_all([first, second], texts)
+            check_all([first, second], expert_texts)
 
 
 def in_flight(server: Server, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
@@ -110,11 +108,11 @@ def failed_with(answer: Future[httpx.Response], killed_at: float) -> str:
     return str(error["message"])
 
 
-def test_a_rank_that_is_killed_ends_the_group_and_all_servers_meet_again(folder: Path, texts: Texts) -> None:
-    with group(maker(folder, 2), 2) as servers, ThreadPoolExecutor(2) as pool:
+def test_a_rank_that_is_killed_ends_the_group_and_all_servers_meet_again(experts: Path, expert_texts: Texts) -> None:
+    with group(maker(experts, 2), 2) as servers, ThreadPoolExecutor(2) as pool:
         for killed in (1, 0):  # 0 serves the store
             answers = [in_flight(server, pool) for server in servers]
-            old = [stages_of(server)[0] for server in servers]
+            old = [ranks_of(server)[0] for server in servers]
             old[killed].send_signal(signal.SIGKILL)
             at = time.monotonic()
             messages = [failed_with(answer, at) for answer in answers]
@@ -123,15 +121,15 @@ def test_a_rank_that_is_killed_ends_the_group_and_all_servers_meet_again(folder:
             for server in servers:
                 wait_until(lambda server=server: server.get("/ready").status_code == 200, 90, f"back\n{server.log}")
             assert not [process for process in old if process.is_running()]
-            check_all(servers, texts)
+            check_all(servers, expert_texts)
             check_pages_back(servers)
         for server in servers:
             server.started()  # nothing of the earlier ranks may stay behind
 
 
-def test_a_server_that_is_killed_comes_back(folder: Path, texts: Texts) -> None:
+def test_a_server_that_is_killed_comes_back(experts: Path, expert_texts: Texts) -> None:
     """The other one fails what it has in flight, and is not ready until then. It is idle when that happens again."""
-    make = maker(folder, 2)
+    make = maker(experts, 2)
     with closing(make(0)) as first, closing(make(1)) as second, running(first):
         second.started()
         with ThreadPoolExecutor(1) as pool:
@@ -142,23 +140,23 @@ def test_a_server_that_is_killed_comes_back(folder: Path, texts: Texts) -> None:
         check_pages_back([first])
         with running(make(1)) as again:
             wait_until(lambda: first.get("/ready").status_code == 200, 90, f"back\n{first.log}")
-            check_all([first, again], texts)
+            check_all([first, again], expert_texts)
         # It has ended in order while this one was idle.
         wait_until(lambda: first.get("/ready").status_code == 503, 10, "a vote finds out that the other has ended")
         with running(make(1)) as third:
             wait_until(lambda: first.get("/ready").status_code == 200, 90, f"back\n{first.log}")
-            check_all([first, third], texts)
+            check_all([first, third], expert_texts)
 
 
-def test_a_server_that_does_not_fit_is_refused_by_name(folder: Path, texts: Texts) -> None:
+def test_a_server_that_does_not_fit_is_refused_by_name(experts: Path, expert_texts: Texts) -> None:
     """The others wait for the right one."""
-    make = maker(folder, 2)
+    make = maker(experts, 2)
     with closing(make(0)) as first, closing(make(1)) as second:
         member = second.process.args[-1]  # type: ignore[index]  # --dp-external is the last flag
         second.kill()
-        other = ("--model", str(folder), "--role", "colocated", "--expert-parallel", "--threads", "1", *FLAGS)
+        other = ("--model", str(experts), "--role", "colocated", "--expert-parallel", "--threads", "1", *FLAGS)
         with closing(Server(*other, "--page-size", "32", "--dp-external", str(member))) as refused:
             assert refused.ended() == 2
             assert "server 1 does not fit server 0: --page-size is 32 here and 16 there" in refused.log
         with closing(Server(*other, "--dp-external", str(member))) as fitting, running(first), running(fitting):
-            check_all([first, fitting], texts)
+            check_all([first, fitting], expert_texts)
