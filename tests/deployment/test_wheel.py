@@ -94,6 +94,7 @@ def test_wheel_and_sdist_bring_nothing_but_headrace(built: Path) -> None:
     assert {top for top in tops if top.startswith("src/")} == {"src/headrace", "src/headrace.egg-info"}
 
 
+@pytest.mark.full
 def test_a_pair_runs_among_modules_of_other_projects(built: Path, tmp_path: Path) -> None:
     """In a folder with core.py, server/, engine.py and zmq.py, beside an installed package that is called core."""
     (wheel,) = built.glob("*.whl")

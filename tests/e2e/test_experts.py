@@ -9,7 +9,8 @@ from tests.e2e.harness import pair, serving, wait_until
 from tests.e2e.texts import check_alone
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [1, 2])
 def test_texts_are_those_of_transformers_and_every_row_is_counted(
     experts: Path, expert_texts: Texts, stages: int
 ) -> None:

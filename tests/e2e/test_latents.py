@@ -67,6 +67,7 @@ def check(server: Server, saved: Saved) -> None:
     wait_until(lambda: pages_in_use(server) == 0, 5, "pages back")
 
 
+@pytest.mark.full
 def test_one_server(saved: Saved) -> None:
     with serving("--model", str(saved.folder), "--role", "colocated", "--chunk-tokens", "48", *FLAGS) as server:
         check(server, saved)

@@ -34,7 +34,8 @@ def check_texts(server: Server) -> None:
     check_together(server, expected, TOKENS)
 
 
-@pytest.mark.parametrize("stages", ["2", pytest.param("3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", ["2", "3"])
 def test_texts_are_those_of_one_stage(stages: str) -> None:
     with serving("--role", "colocated", "--pp", stages, *FLAGS) as server:
         check_texts(server)

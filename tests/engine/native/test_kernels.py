@@ -212,7 +212,7 @@ def test_who_computes_attention(kernels: Kernels) -> None:
         assert isinstance(choose_attention(pool, native_units=True, kernels=None), CpuAttention)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_a_model_without_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, dtype: str) -> None:
     """Chunks over a prefix, then the sampled token's logprobs: those of a machine without a compiler. On a CPU without
     matrix units, where kernels compute 16-bit models in float32, too."""

@@ -9,7 +9,7 @@ from headrace.core.config.scheduler import Policy
 from headrace.scheduler.simulation.server import SimulationReport
 from headrace.scheduler.simulation.simulator import POLICIES, Scenario, Shape, simulate
 
-BATCH = 100
+BATCH = 60
 
 
 def run(shape: Shape, first: int, **changes: Any) -> Counter[str]:

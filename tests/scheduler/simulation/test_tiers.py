@@ -8,7 +8,7 @@ import pytest
 from headrace.scheduler.simulation.server import SimulationReport
 from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
 
-BATCH = 40
+BATCH = 30
 
 
 def run(shape: Shape, first: int, count: int = BATCH, **changes: Any) -> Counter[str]:
