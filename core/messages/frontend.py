@@ -243,6 +243,9 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
     usage: Usage
     timing: Timing
     handoff: HandoffStats = HandoffStats()
+    peer: str = ""
+    """Name of the decode server that the KV went to."""
+
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 

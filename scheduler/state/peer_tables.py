@@ -67,6 +67,12 @@ class DecodePeerTable:
         if request.outgoing is not None and (peer := self._peers.get(request.outgoing.session)) is not None:
             peer.requests.pop(request.arrival, None)
 
+    def name_of(self, request: Request) -> str:
+        """The name of the peer that has reserved pages for it; "" if none has, or it is gone."""
+        outgoing = request.outgoing
+        peer = self._peers.get(outgoing.session) if outgoing is not None else None
+        return peer.hello.name if peer is not None else ""
+
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests that are listed at the wrong peer, or at none."""
         expected: dict[str, set[int]] = {session: set() for session in self._peers}

@@ -1,12 +1,19 @@
 """Admission of requests, and notification of peers when a request with a ticket is refused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from headrace.core.messages.frontend import Progress, RefuseTicket, ReleaseTicket, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
 from headrace.server.frontend.generation import GenerationRunner
-from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.generation_request import (
+    Emit,
+    GenerationDelta,
+    GenerationRequest,
+    GenerationResult,
+    RequestObserver,
+)
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.telemetry.prometheus import FrontMetrics
@@ -48,15 +55,22 @@ class Completions:
         """Continue a prompt to its end on this server. Raises HeadraceError: 503 or 429 if it cannot start, or what it
         failed with. Cancelling this coroutine cancels the request."""
         self._admit(request)
-        return await self._runner.complete(request, self._timed(emit))
+        with _observed(request) as observer:
+            result = await self._runner.complete(request, self._timed(emit, observer))
+            observer.ended(result)
+        return result
 
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
         complete() does. Cancelling this coroutine cancels the request."""
         started = self._clock.now()
         self._admit(request)
-        first, result = await self._runner.prefill(request, emit)
-        self._metrics.observe_first_token(self._clock.now() - started - result.timing.transfer_s)
+        with _observed(request) as observer:
+            first, result = await self._runner.prefill(request, emit)
+            first_token_s = self._clock.now() - started - result.timing.transfer_s
+            self._metrics.observe_first_token(first_token_s)
+            observer.first_token(first_token_s)
+            observer.ended(result)
         return first, result
 
     def cancel(self, rid: str) -> bool:
@@ -94,15 +108,45 @@ class Completions:
             return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
         return None
 
-    def _timed(self, emit: Emit) -> Emit:
+    def _timed(self, emit: Emit, observer: RequestObserver) -> Emit:
         """Observe the time to the first token."""
         started: float | None = self._clock.now()
 
         async def watch(event: Progress | GenerationDelta) -> None:
             nonlocal started
             if started is not None and isinstance(event, GenerationDelta):
-                self._metrics.observe_first_token(self._clock.now() - started)
+                first_token_s = self._clock.now() - started
+                self._metrics.observe_first_token(first_token_s)
+                observer.first_token(first_token_s)
                 started = None
             await emit(event)
 
         return watch
+
+
+class _NoObserver:
+    """Of prompts that no HTTP request has brought."""
+
+    def began(self, rid: str) -> None:
+        pass
+
+    def first_token(self, seconds: float) -> None:
+        pass
+
+    def ended(self, result: GenerationResult) -> None:
+        pass
+
+    def failed(self, error: ErrorInfo) -> None:
+        pass
+
+
+@contextmanager
+def _observed(request: GenerationRequest) -> Iterator[RequestObserver]:
+    """The observer of an admitted request, which sees it begin, and fail."""
+    observer = request.observer or _NoObserver()
+    observer.began(request.rid)
+    try:
+        yield observer
+    except HeadraceError as error:
+        observer.failed(error.info)
+        raise

@@ -118,13 +118,14 @@ class GenerationRunner:
             submit = await self._submit(request, FetchFrom(choice.server.url, ticket))
             async with (
                 self._client.open(submit) as call,
-                pool.prefill_call(choice, _prefill_body(request, ticket)) as prefill,
+                pool.prefill_call(choice, _prefill_body(request, ticket), request.context.headers()) as prefill,
             ):
 
                 def on_progress(progress: PrefillProgress) -> None:
                     call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
                 result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
+                result = msgspec.structs.replace(result, peer=choice.server.url)
                 return _with_prefill_response(result, await prefill.response())
 
     async def _fetch_posted(
@@ -144,7 +145,8 @@ class GenerationRunner:
             submit = await self._submit(request, FetchFrom(server.url, source.ticket, posting))
             try:
                 async with self._client.open(submit) as call:
-                    return await self._follow(call, request, emit, lambda: None, forbidden)
+                    result = await self._follow(call, request, emit, lambda: None, forbidden)
+                    return msgspec.structs.replace(result, peer=server.url)
             except HeadraceError as error:
                 raise HeadraceError(client_error(error.info)) from error
 
@@ -246,6 +248,7 @@ def _result(event: RequestFinished, reason: FinishReason | None, completion_toke
         usage=msgspec.structs.replace(event.usage, completion_tokens=completion_tokens),
         timing=event.timing,
         handoff=event.handoff,
+        peer=event.peer,
         prompt_logprobs=event.prompt_logprobs,
     )
 

@@ -1,12 +1,35 @@
 """One prompt to continue: the request, what it generates, and how it ends."""
 
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 
 from headrace.core.messages.frontend import Progress
+from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.server.frontend.request_context import RequestContext
 from headrace.server.upstream.handoff_params import KvSource
+
+
+class RequestObserver(Protocol):
+    """Sees the prompts of one HTTP request begin and end, for the request log."""
+
+    def began(self, rid: str) -> None:
+        """A prompt was admitted under this request id."""
+        ...
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a choice came so many seconds after its prompt was admitted."""
+        ...
+
+    def ended(self, result: "GenerationResult") -> None:
+        """A choice ended well."""
+        ...
+
+    def failed(self, error: ErrorInfo) -> None:
+        """A choice failed."""
+        ...
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +65,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On a prefill server: answer when the prompt is computed, and hold its KV for the peer under a lease."""
     kv_source: KvSource | None = None
     """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
+    context: RequestContext = RequestContext("")
+    """Ids that it has on other servers."""
+    observer: RequestObserver | None = None
 
 
 class GenerationDelta(msgspec.Struct, frozen=True):
@@ -66,6 +92,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was transferred."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     """One for each prompt token if requested, else empty. The first one is None."""
+    peer: str = ""
+    """The prefill server that the KV came from, or the decode server that it went to."""
     lease_s: float | None = None
     """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
 

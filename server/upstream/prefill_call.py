@@ -57,6 +57,7 @@ class PrefillCall:
         http: httpx.AsyncClient,
         url: str,
         body: dict[str, Any],
+        headers: dict[str, str],
         *,
         posted: Callable[[], None],
         answered: Callable[[ErrorInfo | None], None],
@@ -65,6 +66,7 @@ class PrefillCall:
         self._http = http
         self._url = url
         self._body = body
+        self._headers = headers
         self._posted = posted
         self._answered = answered
         self._running = running
@@ -107,7 +109,9 @@ class PrefillCall:
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""
         try:
-            async with self._http.stream("POST", f"{self._url}/v1/prefill", json=self._body) as response:
+            async with self._http.stream(
+                "POST", f"{self._url}/v1/prefill", json=self._body, headers=self._headers
+            ) as response:
                 if response.status_code != 200:
                     raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
                 if not self._body.get("stream"):

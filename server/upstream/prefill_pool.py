@@ -236,8 +236,8 @@ class PrefillPool:
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def prefill_call(self, choice: Choice, body: dict[str, Any]) -> PrefillCall:
-        """A prompt to send to the server that was chosen for it."""
+    def prefill_call(self, choice: Choice, body: dict[str, Any], headers: dict[str, str]) -> PrefillCall:
+        """A prompt to send to the server that was chosen for it. headers: ids of the request."""
         router, sent = self._router, choice.sent
 
         def answered(error: ErrorInfo | None) -> None:
@@ -249,6 +249,7 @@ class PrefillPool:
             self._http,
             choice.server.url,
             body,
+            headers,
             posted=lambda: router.posted(sent, self._clock.now()),
             answered=answered,
             running=self._calls,

@@ -8,6 +8,7 @@ from headrace.core.types.errors import invalid, shown
 from headrace.core.types.tenants import priority_ranges
 from headrace.server.api.request.sampling import objective_s, replica_number
 from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request_log import RequestRecord
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 """The objective for the first token, as llm-d's gateway sends it. A body's slo_ttft_ms goes before it."""
@@ -19,10 +20,11 @@ MAX_HEADER_CHARS = 32
 
 
 def with_client_terms(request: GenerationRequest, http: Request, config: ServerConfig) -> GenerationRequest:
-    """The request, with the tenant of its API key, its priority cut to the range that the tenant may use, and the
-    objective and the data-parallel rank of the headers if the body has none. Raises HeadraceError (400) for a header
-    that is no number."""
-    tenant = http.scope.get("state", {}).get("tenant", "")
+    """The request, with its ids on other servers, the tenant of its API key, its priority cut to the range that the
+    tenant may use, and the objective and the data-parallel rank of the headers if the body has none. Raises
+    HeadraceError (400) for a header that is no number."""
+    state = http.scope.get("state", {})
+    tenant = state.get("tenant", "")
     ranges = priority_ranges(config.priority_ranges)
     low, high = ranges.get(tenant) or ranges.get("") or (request.priority, request.priority)
     objective = request.slo_ttft_s
@@ -32,7 +34,9 @@ def with_client_terms(request: GenerationRequest, http: Request, config: ServerC
     if replica is None and (header := http.headers.get(REPLICA_HEADER)) is not None:
         replica = _header_replica(header)
     priority = min(max(request.priority, low), high)
-    return msgspec.structs.replace(request, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
+    request = msgspec.structs.replace(request, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
+    record: RequestRecord | None = state.get("record")
+    return request if record is None else msgspec.structs.replace(request, context=record.context, observer=record)
 
 
 def _header_objective(header: str) -> float | None:

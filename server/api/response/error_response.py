@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.server.api.response.streaming import EventWriter, json_response
+from headrace.server.frontend.request_log import RequestRecord
 
 _TYPES = {
     401: "authentication_error",
@@ -48,7 +49,10 @@ def install_handlers(app: FastAPI) -> None:
     """Answer every failure of a route in the same form."""
 
     @app.exception_handler(HeadraceError)
-    async def headrace_error(_request: Request, error: HeadraceError) -> Response:
+    async def headrace_error(request: Request, error: HeadraceError) -> Response:
+        record: RequestRecord | None = request.scope.get("state", {}).get("record")
+        if record is not None:
+            record.failed(error.info)
         return error_response(error.info)
 
     @app.exception_handler(HTTPException)

@@ -1,4 +1,4 @@
-"""Middleware around every route: API keys, request metrics, X-Request-Id."""
+"""Middleware around every route: API keys, request metrics and log, X-Request-Id."""
 
 import hmac
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
+from headrace.server.frontend.request_context import REQUEST_ID_HEADER, read_context
+from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.telemetry.prometheus import FrontMetrics
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")  # need no key
@@ -46,12 +48,14 @@ class ApiKeys:
 
 
 class RequestMetrics:
-    """Counts responses by route and status, and copies the client's X-Request-Id to the response."""
+    """Counts responses by route and status, logs requests with prompts, and says in X-Request-Id which id they have in
+    the logs: the client's, or one that is made up."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics, clock: Clock) -> None:
         self._app = app
         self._metrics = metrics
         self._clock = clock
+        self._log = RequestLog(clock.now())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and observe its response."""
@@ -60,20 +64,24 @@ class RequestMetrics:
             return
         started = self._clock.now()
         status = CLIENT_DISCONNECTED
-        request_id = dict(scope["headers"]).get(b"x-request-id")
+        record = RequestRecord(read_context(scope["headers"]))
+        scope.setdefault("state", {})["record"] = record
+        request_id = (REQUEST_ID_HEADER.encode(), record.context.request_id.encode())
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if request_id is not None:
-                    message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", []), request_id]
             await send(message)
 
         try:
             await self._app(scope, receive, watch)
         finally:
-            self._metrics.observe_request(_template(scope.get("route")), status, self._clock.now() - started)
+            route, now = _template(scope.get("route")), self._clock.now()
+            self._metrics.observe_request(route, status, now - started)
+            if scope["method"] == "POST":  # not the probes of orchestrators, which are refused until a server is ready
+                self._log.write(record, route, status, now - started, now)
 
 
 def _template(route: BaseRoute | None) -> str:

@@ -1,0 +1,129 @@
+"""Request log: one line for each HTTP request with a prompt, with the ids that other servers know it by."""
+
+import json
+import logging
+import re
+
+import msgspec
+
+from headrace.core.runtime.rate_limit import TokenBucket
+from headrace.core.types.errors import ErrorInfo
+from headrace.server.frontend.generation_request import GenerationResult
+from headrace.server.frontend.request_context import RequestContext
+
+log = logging.getLogger(__name__)
+
+REFUSALS_PER_S = 5.0  # lines about requests that were refused before a prompt was admitted: any client can cause them
+REFUSALS_AT_ONCE = 50
+_PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")  # needs no quotes
+
+
+class RequestRecord:
+    """What is known of one HTTP request when it ends. A request may have several prompts and choices."""
+
+    def __init__(self, context: RequestContext) -> None:
+        self.context = context
+        self._rids: list[str] = []
+        self._results: list[GenerationResult] = []
+        self._first_token_s: float | None = None
+        self._error: ErrorInfo | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether a prompt of it was admitted."""
+        return bool(self._rids)
+
+    @property
+    def error_status(self) -> int:
+        """HTTP status of what it failed with, also in the middle of a stream; 0 if it did not."""
+        return self._error.status if self._error is not None else 0
+
+    def began(self, rid: str) -> None:
+        """A prompt was admitted under this request id."""
+        self._rids.append(rid)
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a choice came so many seconds after its prompt was admitted."""
+        self._first_token_s = seconds if self._first_token_s is None else min(seconds, self._first_token_s)
+
+    def ended(self, result: GenerationResult) -> None:
+        """A choice ended well."""
+        self._results.append(result)
+
+    def failed(self, error: ErrorInfo) -> None:
+        """The request failed. The first error stays."""
+        self._error = self._error or error
+
+    def fields(self, route: str, status: int, seconds: float) -> dict[str, str | int | float]:
+        """What is logged, by name. seconds: from the request's head to the end of the response."""
+        fields: dict[str, str | int | float] = {"id": self.context.request_id, "route": route, "status": status}
+        if self.context.traceparent:
+            fields["trace"] = self.context.trace_id
+        if self._rids:
+            fields["rid"] = self._rids[0] if len(self._rids) == 1 else f"{self._rids[0]} and {len(self._rids) - 1} more"
+        fields["outcome"] = self._outcome(status)
+        if self._results:
+            fields |= self._tokens_and_times()
+        elif self._first_token_s is not None:
+            fields["ttft_s"] = round(self._first_token_s, 4)
+        fields["total_s"] = round(seconds, 4)
+        if self._error is not None:
+            fields["error"] = self._error.message
+        return fields
+
+    def _outcome(self, status: int) -> str:
+        if self._error is not None:
+            return self._error.code
+        if len(self._results) < len(self._rids):
+            return "disconnected"
+        if status >= 400:
+            return "refused"
+        reasons = dict.fromkeys(result.finish_reason or "handed_over" for result in self._results)
+        return ",".join(reasons)
+
+    def _tokens_and_times(self) -> dict[str, str | int | float]:
+        usages = [result.usage for result in self._results]
+        slowest = max((result.timing for result in self._results), key=lambda timing: timing.total_s)
+        peers = dict.fromkeys(result.peer for result in self._results if result.peer)
+        fields: dict[str, str | int | float] = {
+            "prompt": sum(usage.prompt_tokens for usage in usages),
+            "cached": sum(usage.cached_tokens for usage in usages),
+            "generated": sum(usage.completion_tokens for usage in usages),
+        }
+        if self._first_token_s is not None:
+            fields["ttft_s"] = round(self._first_token_s, 4)
+        times = msgspec.structs.asdict(slowest)
+        fields |= {name: round(value, 4) for name, value in times.items()}
+        if peers:
+            fields["peer"] = ",".join(peers)
+        return fields
+
+
+class RequestLog:
+    """Writes the request log. Refusals before a prompt was admitted are logged at a bounded rate, and counted."""
+
+    def __init__(self, now: float) -> None:
+        self._refusals = TokenBucket(now, REFUSALS_PER_S, REFUSALS_AT_ONCE)
+        self._unlogged = 0
+
+    def write(self, record: RequestRecord, route: str, status: int, seconds: float, now: float) -> None:
+        """Log a request that has ended, if it had a prompt or was refused."""
+        if not record.has_prompt:
+            if status < 400:
+                return
+            if self._refusals.exceeded(now):
+                self._unlogged += 1
+                return
+        fields = record.fields(route, status, seconds)
+        if self._unlogged and not record.has_prompt:
+            fields["refusals_not_logged"] = self._unlogged
+            self._unlogged = 0
+        level = logging.WARNING if max(status, record.error_status) >= 500 else logging.INFO
+        log.log(level, "request %s", " ".join(f"{name}={_shown(value)}" for name, value in fields.items()))
+
+
+def _shown(value: str | float) -> str:
+    """A value as logfmt has it: in quotes, with escapes, unless it is plain."""
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else json.dumps(value)  # ASCII alone: no control characters, no escapes
