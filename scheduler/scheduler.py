@@ -214,7 +214,7 @@ class Scheduler:
                 self._handoff.send_failed(event, now)
             case PeerLost():
                 reason = f"{self._state.config.layout.name(event.stage)}: {event.reason}"
-                self._state.out.add(EndPeer(session=event.session, reason=reason))
+                self._state.out.add(EndPeer(session=event.session, reason=reason, backend_failed=True))
             case ReceivePrepared():
                 self._fetch.receive_prepared(event)
             case ChunkReceived():
