@@ -19,7 +19,7 @@ from headrace.core.messages.frontend import (
     Reserved,
     Submit,
 )
-from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.clock import Clock, VirtualClock
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.request import DecodeHere
 from headrace.server.frontend.service import Service
@@ -244,33 +244,23 @@ async def test_only_servers_that_are_up_are_tried(tokenizer: Tokenizer) -> None:
 async def test_later_prompts_avoid_a_server_that_failed(tokenizer: Tokenizer) -> None:
     """With --routing least-load, too: an idle server that fails everything would draw everything."""
     prefills = Several(p1=httpx.ConnectError("refused"))
-    async with three(tokenizer, prefills) as (_, http, _):
+    async with three(tokenizer, prefills, clock=VirtualClock()) as (_, http, _):
         for _ in range(3):
             assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     assert prefills.hosts.count("p1") == 1
 
 
-class SteppedClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-
 class SlowRefusal(Several):
     """Time passes at the first server before it answers."""
 
-    def __init__(self, clock: SteppedClock, seconds: float, **answers: Answer | None) -> None:
+    def __init__(self, clock: VirtualClock, seconds: float, **answers: Answer | None) -> None:
         super().__init__(**answers)
         self._clock = clock
         self._seconds = seconds
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.host == "p1" and request.url.path == "/v1/prefill":
-            self._clock.time += self._seconds
+            self._clock.advance(self._seconds)
         return await super().handle_async_request(request)
 
 
@@ -280,7 +270,7 @@ class SlowRefusal(Several):
 @in_loop
 async def test_the_time_that_is_left_goes_on(answer: Answer, objective: float | None, tokenizer: Tokenizer) -> None:
     """An objective does not: a server that has lost the prompt had accepted it, so others are not to refuse it."""
-    clock = SteppedClock()
+    clock = VirtualClock()
     prefills = SlowRefusal(clock, 1.5, p1=answer)
     async with three(tokenizer, prefills, clock=clock) as (link, http, _):
         body = {"prompt": "x", "deadline_s": 4, "slo_ttft_ms": 2000}
@@ -293,7 +283,7 @@ async def test_the_time_that_is_left_goes_on(answer: Answer, objective: float | 
 
 @in_loop
 async def test_a_deadline_that_has_passed_ends_it(tokenizer: Tokenizer) -> None:
-    clock = SteppedClock()
+    clock = VirtualClock()
     prefills = SlowRefusal(clock, 4.0, p1=httpx.ReadError("reset"))
     async with three(tokenizer, prefills, clock=clock) as (link, http, _):
         response = await http.post("/v1/completions", json={"prompt": "x", "deadline_s": 4})
@@ -341,11 +331,11 @@ async def test_local_fallback_comes_after_all_servers(tokenizer: Tokenizer) -> N
 async def test_moves_are_logged_once_a_second_for_each_server_and_reason(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = SteppedClock()
+    clock = VirtualClock()
     prefills = Several(p1=refusal(429, "slo_unreachable"))
     async with three(tokenizer, prefills, clock=clock) as (_, http, _):
         for number in range(20):
-            clock.time += 1.0 if number == 10 else 0.001
+            clock.advance(1.0 if number == 10 else 0.001)
             assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     lines = [record.getMessage() for record in caplog.records if "moved from" in record.getMessage()]
     assert len(lines) == 2

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.core.messages.frontend import AddPrefill, AnySchedulerReply, Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored
+from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
 from headrace.scheduler.routing.prompt_pages import page_names
 from headrace.server.tokenizer.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ async def test_a_server_that_fails_a_prompt_gets_none_for_a_while(tokenizer: Tok
     def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         return fetched(tokenizer)(link, submit)[: 1 if prefill_of(submit) == ONE else None]
 
-    async with two_servers(tokenizer, OneFails()) as (link, http):
+    async with two_servers(tokenizer, OneFails(), clock=VirtualClock()) as (link, http):
         link.script = script
         text = 0
         while ONE not in {prefill_of(submit) for submit in link.of(Submit)}:
