@@ -111,11 +111,12 @@ class Simulation:
         self._prefills: dict[str, SimulatedServer] = {}
         self._attempts: dict[str, PrefillAttempts] = {}  # by rid
         if scenario.shape == "pair":
+            backend = (ZMQ, SHM)[scenario.seed % 2]
             for number in range(scenario.prefills):
-                self._add_prefill("prefill" if number == 0 else f"prefill{number}")
+                self._add_prefill("prefill" if number == 0 else f"prefill{number}", backend)
             self._server.on_output = self._on_decode_output
             self._server.on_peer = self._on_peer
-            if self._backend == SHM:
+            if backend == SHM:
                 self._server.on_restart = self._lose_all  # its hellos describe other pools
         self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
 
@@ -137,14 +138,10 @@ class Simulation:
         self._report.seconds = self._world.now
         return self._report
 
-    @property
-    def _backend(self) -> str:
-        return (ZMQ, SHM)[self._scenario.seed % 2]
-
-    def _add_prefill(self, name: str) -> None:
+    def _add_prefill(self, name: str, backend: str) -> None:
         prefill = self._prefills[name] = self._new_server(name, self._server.config)
         self._servers.append(prefill)
-        self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, self._backend)
+        self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, backend)
         self._server.send(AddPrefill(name=name, endpoint="simulated"))
         prefill.on_output = lambda output: self._on_prefill_output(name, output)
 
@@ -271,23 +268,17 @@ class Simulation:
     def _follow_hold(self, client: SimulatedClient) -> None:
         """Renew the ticket of a held prompt or not, and fetch, release or abort it early or late, or do nothing."""
         rng, world = self._random, self._world
-        ticket = _ticket(client)
+        ticket, link = _ticket(client), self._links["prefill"]
         for _ in range(rng.choice([0, 0, 1, 6])):
-            world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
+            world.after(rng.choice([0.02, 0.2]), lambda: link.renew(ticket))
         fate = rng.random()
         if fate < 0.7:
             world.after(rng.choice([0.001, 0.02, 0.1, 0.5]), lambda: self._server.submit(client))
         elif fate < 0.8:
-            world.after(0.05, lambda: self._release(ticket))
+            world.after(0.05, lambda: link.release(ticket))
         elif fate < 0.9:
             prefill, rid = self._prefills["prefill"], client.submit.rid
             world.after(0.05, lambda: prefill.send(Abort(rid=rid)))
-
-    def _renew(self, ticket: str) -> None:
-        self._links["prefill"].renew(ticket)
-
-    def _release(self, ticket: str) -> None:
-        self._links["prefill"].release(ticket)
 
     def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
         if client.submit.rid not in prefill.clients:
@@ -336,9 +327,8 @@ class Simulation:
             client = self._server.clients.get(output.rid)
             if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):
                 return  # it was moved: the POST was given up
-            error = ErrorInfo(
-                code=f"prefill_{output.error.code}", message=output.error.message, status=502, at_prefill=True
-            )
+            code, text = f"prefill_{output.error.code}", output.error.message
+            error = ErrorInfo(code=code, message=text, status=502, at_prefill=True)
             self._server.send(Abort(rid=output.rid, error=error))
 
     def _lose_peer(self) -> None:

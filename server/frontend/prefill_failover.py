@@ -51,6 +51,7 @@ class PrefillFailover:
         try:
             while (result := await self._attempt(left, attempts, attempt)) is None:
                 if has_begun() or not attempts.may_move or not self._pool.has_other(attempts.servers):
+                    self._log(logging.INFO, request, attempts.failures[-1], "failed at prefill server %s")
                     raise HeadraceError(attempts.error())
                 left = remaining(request, self._clock.now() - arrived, attempts.failures)
                 self._moved(request, attempts.failures[-1])
@@ -86,12 +87,14 @@ class PrefillFailover:
         """Count and log that a request leaves a server."""
         assert failure.reason is not None, "only then it is moved"
         self._metrics.count_retry(failure.reason)
-        if self._logged.due(f"{failure.server} {failure.reason}", self._clock.now()):
+        self._log(logging.WARNING, request, failure, "moved from prefill server %s to another one")
+
+    def _log(self, level: int, request: GenerationRequest, failure: PrefillFailure, what: str) -> None:
+        """what: what has become of the request, with a %s for the server."""
+        reason = failure.reason or failure.error.code
+        if self._logged.due(f"{what} {failure.server} {reason}", self._clock.now()):
             text = printable(failure.error.message)
-            log.warning(
-                "%s: moved from prefill server %s to another one (%s: %s)",
-                printable(request.rid), failure.server, failure.reason, text,
-            )  # fmt: skip
+            log.log(level, f"%s: {what} (%s: %s)", printable(request.rid), failure.server, printable(reason), text)
 
 
 def remaining(
