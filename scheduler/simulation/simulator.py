@@ -2,7 +2,6 @@
 
     colocated:   clients ─► server (some requests are dropped after the first token)
     pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
-                 (with several prefill servers, what one fails goes to the next)
 
 A run follows from its seed. All that must hold whatever the schedule is checked as it happens, and violations are
 collected.
@@ -237,8 +236,7 @@ class Simulation:
     def _draw_route(self, number: int) -> AnyRoute:
         """In a pair every request is fetched; alone, some are dropped after the first token."""
         if self._scenario.shape == "pair":
-            names = list(self._prefills)
-            return FetchFrom(names[number % len(names)], f"t{number}")
+            return FetchFrom(list(self._prefills)[number % len(self._prefills)], f"t{number}")
         return DecodeHere() if self._clients.random() < 0.8 else Discard()
 
     def _draw_prompt(self) -> tuple[int, ...]:
