@@ -65,7 +65,7 @@ from headrace.core.messages.stage_events import (
     StageReady,
 )
 from headrace.core.stats import Stats
-from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo
+from headrace.core.types.errors import CANCELLED, DEADLINE, DRAINING, ErrorInfo
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.batching.page_copies import PageCopies
@@ -292,11 +292,14 @@ class Scheduler:
             self._completion.stage_stopped(request, event.stage)
 
     def _abort(self, event: Abort, now: float) -> None:
-        request = self._state.requests.live(event.rid)
+        state = self._state
+        request = state.requests.live(event.rid)
         if request is None:
-            self._state.drop("unknown_rid")
+            state.drop("unknown_rid")
         elif event.finish and request.decodes_here:
             self._completion.complete(request, "stop", now)
+        elif event.error is not None and event.error.at_prefill and request.needs_no_prefill:
+            state.drop("late_error")  # all of the KV is here
         else:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._completion.fail(request, error, now)
@@ -346,4 +349,4 @@ class Scheduler:
                     self._stages.answer_timed_out(request, now)
             case _:
                 text = f"not done within the deadline of {request.submit.deadline_s:g} s"
-                self._completion.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)
+                self._completion.fail(request, ErrorInfo(code=DEADLINE, message=text, status=504), now)

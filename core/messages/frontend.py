@@ -55,6 +55,10 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     progress: bool = False
     """Send Progress messages."""
 
+    moved: bool = False
+    """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
+    it."""
+
 
 class Abort(FrontendRequest, frozen=True, kw_only=True):
     """End a request. Answered by RequestFailed, or RequestFinished, unless the request has already ended."""

@@ -30,7 +30,7 @@ from headrace.core.types.request import (
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
 
 
 class Phase(Enum):
@@ -204,6 +204,13 @@ class Request:
     def to_fetch(self) -> bool:
         """Its KV has to be fetched before it goes on here. A request that was preempted after that is computed here."""
         return isinstance(self.route, FetchFrom) and self.incoming is None
+
+    @property
+    def needs_no_prefill(self) -> bool:
+        """All of its KV has come from a prefill server, whose response has no prompt logprobs that it waits for."""
+        incoming = self.incoming
+        received = incoming is not None and incoming.state is IncomingState.RECEIVED
+        return received and self.submit.sampling.prompt_logprobs is None
 
     @property
     def uses_cache(self) -> bool:

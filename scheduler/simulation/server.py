@@ -52,6 +52,9 @@ class SimulationReport:
     tier_pages: dict[str, int] = field(default_factory=dict)
     """Pages copied between tiers, by "server:tier result"."""
 
+    moves: int = 0
+    """Requests that went to another prefill server, each time counted."""
+
     events: int = 0
     seconds: float = 0.0
     """Virtual time at the end."""

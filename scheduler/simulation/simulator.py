@@ -16,10 +16,13 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.config.scheduler import Policy
 from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
+from headrace.core.messages.peers import AskCancel, AskReserve, ConnectPrefill
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
+from headrace.scheduler.routing.failover import PrefillAttempts
+from headrace.scheduler.scheduler import Effect
 from headrace.scheduler.simulation.link import SimulatedLinks
 from headrace.scheduler.simulation.model import VOCABULARY
 from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
@@ -73,6 +76,9 @@ class Scenario:
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 
+    prefills: int = 1
+    """Prefill servers of a pair. With several, no router names one: hold is 0."""
+
     dp: int = 1
     """Data-parallel replicas of each server."""
 
@@ -100,16 +106,17 @@ class Simulation:
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
         self._crashed = False
-        self._link: SimulatedLinks | None = None
-        self._prefill: SimulatedServer | None = None
+        self._links: dict[str, SimulatedLinks] = {}
+        self._prefills: dict[str, SimulatedServer] = {}
+        self._attempts: dict[str, PrefillAttempts] = {}  # by rid
         if scenario.shape == "pair":
-            self._prefill = self._new_server("prefill", self._server.config)
-            self._servers.append(self._prefill)
             backend = (ZMQ, SHM)[scenario.seed % 2]
-            self._link = SimulatedLinks(self._world, self._prefill, self._server, scenario.stall, backend)
-            self._server.send(AddPrefill(name="prefill", endpoint="simulated"))
+            for number in range(scenario.prefills):
+                self._add_prefill("prefill" if number == 0 else f"prefill{number}", backend)
             self._server.on_output = self._on_decode_output
-            self._prefill.on_output = self._on_prefill_output
+            self._server.on_peer = self._on_peer
+            if backend == SHM:
+                self._server.on_restart = self._lose_all  # its hellos describe other pools
         self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
 
     def run(self) -> SimulationReport:
@@ -129,6 +136,13 @@ class Simulation:
                 server.violation("the watchdog declared a stage silent that was not")
         self._report.seconds = self._world.now
         return self._report
+
+    def _add_prefill(self, name: str, backend: str) -> None:
+        prefill = self._prefills[name] = self._new_server(name, self._server.config)
+        self._servers.append(prefill)
+        self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, backend)
+        self._server.send(AddPrefill(name=name, endpoint="simulated"))
+        prefill.on_output = lambda output: self._on_prefill_output(name, output)
 
     def _new_server(self, name: str, other: SchedulerConfig | None = None) -> SimulatedServer:
         rng = self._random
@@ -208,20 +222,21 @@ class Simulation:
             replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
-        if pair and rng.random() < self._scenario.hold:
+        alone = self._scenario.prefills == 1
+        if pair and alone and rng.random() < self._scenario.hold:
             self._post(client, hold=True)
         else:
             self._server.submit(client)
         if rng.random() < self._scenario.cancel:
             finish = rng.random() < 0.3
             self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
-        if pair and rng.random() < 0.3:  # a router that calls both sides at once
+        if pair and alone and rng.random() < 0.3:  # a router that calls both sides at once
             self._post(client)
 
     def _draw_route(self, number: int) -> AnyRoute:
         """In a pair every request is fetched; alone, some are dropped after the first token."""
         if self._scenario.shape == "pair":
-            return FetchFrom("prefill", f"t{number}")
+            return FetchFrom(list(self._prefills)[number % len(self._prefills)], f"t{number}")
         return DecodeHere() if self._clients.random() < 0.8 else Discard()
 
     def _draw_prompt(self) -> tuple[int, ...]:
@@ -237,8 +252,10 @@ class Simulation:
 
     def _post(self, client: SimulatedClient, hold: bool = False) -> None:
         """Post the prompt to the prefill server, once: as the decode server's front end, or (hold) as a router."""
-        prefill, submit = self._prefill, client.submit
-        if prefill is None or submit.rid in prefill.clients:
+        submit = client.submit
+        assert isinstance(submit.route, FetchFrom), "in a pair every request is fetched"
+        prefill = self._prefills[submit.route.prefill]
+        if submit.rid in prefill.clients:
             return
         there = msgspec.structs.replace(submit, route=SendTo(_ticket(client), hold))
         posted = SimulatedClient(there, client.prompt)
@@ -249,45 +266,77 @@ class Simulation:
     def _follow_hold(self, client: SimulatedClient) -> None:
         """Renew the ticket of a held prompt or not, and fetch, release or abort it early or late, or do nothing."""
         rng, world = self._random, self._world
-        ticket = _ticket(client)
+        ticket, link = _ticket(client), self._links["prefill"]
         for _ in range(rng.choice([0, 0, 1, 6])):
-            world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
+            world.after(rng.choice([0.02, 0.2]), lambda: link.renew(ticket))
         fate = rng.random()
         if fate < 0.7:
             world.after(rng.choice([0.001, 0.02, 0.1, 0.5]), lambda: self._server.submit(client))
         elif fate < 0.8:
-            world.after(0.05, lambda: self._release(ticket))
-        elif fate < 0.9 and self._prefill is not None:
-            prefill, rid = self._prefill, client.submit.rid
+            world.after(0.05, lambda: link.release(ticket))
+        elif fate < 0.9:
+            prefill, rid = self._prefills["prefill"], client.submit.rid
             world.after(0.05, lambda: prefill.send(Abort(rid=rid)))
-
-    def _renew(self, ticket: str) -> None:
-        if self._link is not None:
-            self._link.renew(ticket)
-
-    def _release(self, ticket: str) -> None:
-        if self._link is not None:
-            self._link.release(ticket)
 
     def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
         if client.submit.rid not in prefill.clients:
             prefill.submit(client)
 
+    def _on_peer(self, effect: Effect) -> None:
+        """Lead an effect of the decode server to the connection that it is for."""
+        match effect:
+            case ConnectPrefill(name=name):
+                self._links[name].from_control_client(effect)
+            case AskReserve() | AskCancel():
+                known = (link for link in self._links.values() if link.knows(effect.session))
+                next(known, self._links["prefill"]).from_control_client(effect)
+            case _:
+                pass
+
     def _on_decode_output(self, output: SchedulerReply) -> None:
         if isinstance(output, Reserved):
             if self._random.random() >= self._scenario.abandon:
                 self._post(self._server.clients[output.rid])
-        elif isinstance(output, RequestFailed) and self._prefill is not None and self._random.random() < 0.8:
-            self._prefill.send(Abort(rid=output.rid))
+        elif isinstance(output, RequestFailed):
+            route = self._server.clients[output.rid].submit.route
+            assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+            if self._random.random() < 0.8:
+                self._prefills[route.prefill].send(Abort(rid=output.rid))
+            if len(self._prefills) > 1:
+                self._move(output, route)
 
-    def _on_prefill_output(self, output: SchedulerReply) -> None:
+    def _move(self, failed: RequestFailed, route: FetchFrom) -> None:
+        """Submit a request again as the front end does, if its prefill server failed it and there is another one."""
+        client = self._server.clients[failed.rid]
+        attempts = self._attempts.setdefault(failed.rid, PrefillAttempts())
+        attempts.failed(route.prefill, failed.error)
+        others = [name for name in self._prefills if name not in attempts.servers]
+        if client.tokens or not attempts.may_move or not others:
+            return
+        client.ends.clear()
+        again = FetchFrom(self._random.choice(others), f"{route.ticket}+")
+        client.submit = msgspec.structs.replace(client.submit, route=again, moved=True)
+        self._report.moves += 1
+        self._server.send(client.submit)
+
+    def _on_prefill_output(self, name: str, output: SchedulerReply) -> None:
+        """The front end learns from its POST that the prefill server has failed a prompt."""
         if isinstance(output, RequestFailed):
-            error = ErrorInfo(code=f"prefill_{output.error.code}", message=output.error.message, status=502)
+            client = self._server.clients.get(output.rid)
+            if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):
+                return  # it was moved: the POST was given up
+            code, text = f"prefill_{output.error.code}", output.error.message
+            error = ErrorInfo(code=code, message=text, status=502, at_prefill=True)
             self._server.send(Abort(rid=output.rid, error=error))
 
     def _lose_peer(self) -> None:
-        if self._link is not None:
-            self._link.lose()
+        if self._links:
+            names = list(self._links)
+            self._links[names[0] if len(names) == 1 else self._random.choice(names)].lose()
+
+    def _lose_all(self) -> None:
+        for link in self._links.values():
+            link.lose()
 
     def _crash(self) -> None:
         self._crashed = True

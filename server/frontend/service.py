@@ -71,7 +71,7 @@ class Service:
         local = config.server.fallback == "local"
         self.completions = Completions(
             self._client,
-            GenerationRunner(self._client, self.model, self.prefills, local=local),
+            GenerationRunner(self._client, self.model, self.prefills, self.metrics, self.clock, local=local),
             self.readiness,
             self.prefills,
             self.metrics,

@@ -1,6 +1,7 @@
 """All metrics of a server, by the part that counts them. Those of the scheduler: headrace.scheduler.state.metrics."""
 
 from headrace.core.stats import MetricSpec
+from headrace.scheduler.routing.failover import MOVE_REASONS
 from headrace.scheduler.state.metrics import CATALOG as SCHEDULER
 
 TRANSFER: tuple[MetricSpec, ...] = (
@@ -161,6 +162,23 @@ FRONT: tuple[MetricSpec, ...] = (
         ("route",),
     ),
     MetricSpec("time_to_first_token_seconds", "histogram", "Time from the arrival of a request to its first token."),
+    MetricSpec(
+        "prefill_retries_total",
+        "counter",
+        "Prompts that this decode server sent to another prefill server before their first token, by what was wrong "
+        "with the one before: unreachable, lost (its connection, session or stage ended), overloaded, unavailable (it "
+        "drains or is not ready), silent, damaged (checksum, metadata), nonfinite, failed (anything else).",
+        ("reason",),
+        zeros=tuple((reason,) for reason in MOVE_REASONS),
+    ),
+    MetricSpec(
+        "prefill_retried_requests_total",
+        "counter",
+        "Requests whose prompt was sent to more than one prefill server, by how they ended: finished, failed, "
+        "cancelled.",
+        ("outcome",),
+        zeros=(("finished",), ("failed",), ("cancelled",)),
+    ),
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, canonical, require_allowed
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
+from headrace.scheduler.routing.failover import MoveReason, avoided_s
 from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.handoff_params import PrefillAddress
@@ -41,7 +42,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
-AVOID_S = 1.0  # for which a server that has failed a prompt gets none that another one could compute
+AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
 
 
@@ -167,21 +168,31 @@ class PrefillPool:
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
     @contextlib.contextmanager
-    def chosen(self, prompt: tuple[int, ...], salt: str) -> Iterator[Choice]:
+    def chosen(self, prompt: tuple[int, ...], salt: str, tried: Container[str] = ()) -> Iterator[Choice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. Raises HeadraceError (503) if none is reachable."""
+        is answered. tried: URLs of servers that are not to get it. Raises HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
-        up = [number for number, server in enumerate(servers) if server.up]
+        up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
         else:
-            sent = self._router.least_loaded(len(prompt), up)
+            sent = self._router.least_loaded(len(prompt), up, self._clock.now())
         try:
             yield Choice(servers[sent.replica], sent)
         finally:
             self._router.done(sent)
+
+    def has_other(self, tried: Container[str]) -> bool:
+        """Whether a configured server is reachable that is not among these URLs."""
+        return any(server.up and server.url not in tried for server in self._servers.values())
+
+    def avoid(self, choice: Choice, error: ErrorInfo, reason: MoveReason) -> None:
+        """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""
+        now = self._clock.now()
+        if (seconds := avoided_s(error, reason, AVOID_S)) > 0:
+            self._router.avoid(choice.sent.replica, now + seconds)
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
         """The server with this address, if the scheduler was told to connect to it already."""
@@ -240,18 +251,13 @@ class PrefillPool:
         """A prompt to send to the server that was chosen for it. headers: ids of the request."""
         router, sent = self._router, choice.sent
 
-        def answered(error: ErrorInfo | None) -> None:
-            router.done(sent)
-            if error is not None and error.status in (502, 503):
-                router.avoid(sent.replica, self._clock.now() + AVOID_S)
-
         return PrefillCall(
             self._http,
             choice.server.url,
             body,
             headers,
             posted=lambda: router.posted(sent, self._clock.now()),
-            answered=answered,
+            answered=lambda: router.done(sent),
             running=self._calls,
         )
 

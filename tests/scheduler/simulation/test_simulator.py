@@ -35,6 +35,17 @@ def test_prefill_and_decode(batch: int) -> None:
     assert expected | {"prefill:handoff", "prefill:stop", "prefill:cancelled", "prefill:no_peer"} <= set(outcomes)
 
 
+def test_prompts_move_between_prefill_servers_whatever_happens_to_these() -> None:
+    """Servers are lost, crash, refuse, and damage nothing: moved requests generate what they would have anywhere."""
+    moves = 0
+    for seed in range(70_000, 70_000 + BATCH // 2):
+        scenario = Scenario(seed, "pair", requests=9, prefills=3, lost_peer=0.9, crash=0.3, stall=0.01, cancel=0.1)
+        report = simulate(scenario)
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        moves += report.moves
+    assert moves > BATCH // 4
+
+
 def test_peers_that_fall_silent() -> None:
     outcomes = run("pair", 10_000, stall=0.1, cancel=0.1, crash=0.0)
     assert outcomes["prefill:peer_gone"] > 0
