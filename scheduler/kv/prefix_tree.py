@@ -244,13 +244,12 @@ class PrefixTree:
         """Every node with a page in the pool, parents first (for checks)."""
         return (node for node in self.walk_all() if node.page != NONE)
 
-    def walk_all(self) -> Iterator[Node]:
+    def walk_all(self) -> list[Node]:
         """Every node, ghosts among them, parents first (for checks)."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        nodes = [child for root in self._roots.values() for child in root.children.values()]
+        for node in nodes:  # which grows meanwhile
+            nodes.extend(node.children.values())
+        return nodes
 
     def _touch(self, node: Node, turn: int, rank: int) -> None:
         self._tick += 1

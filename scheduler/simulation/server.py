@@ -52,6 +52,9 @@ class SimulationReport:
     tier_pages: dict[str, int] = field(default_factory=dict)
     """Pages copied between tiers, by "server:tier result"."""
 
+    actions: list[str] = field(default_factory=list)
+    """What came from outside, in the order in which it was decided: by its number it can be left out."""
+
     events: int = 0
     seconds: float = 0.0
     """Virtual time at the end."""
