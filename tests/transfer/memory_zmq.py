@@ -78,13 +78,14 @@ class Network:
         self._count += 1
         heapq.heappush(self._events, (self.now + delay_s, self._count, action))
 
-    def advance(self, to: float) -> None:
-        """Let everything happen that is due by then; the clock stops after the first of it."""
+    def advance(self, to: float) -> bool:
+        """Let everything happen that is due by then; the clock stops after the first of it. False when nothing is."""
         if self._events and self._events[0][0] <= to:
             self.now, _, action = heapq.heappop(self._events)
             action()
-        else:
-            self.now = to
+            return True
+        self.now = to
+        return False
 
     def carry(self, connection: Connection, target: "Socket", frames: list[Any], trackers: list[Tracker]) -> None:
         """Put a message under way. Its memory is in use until no copy of it is."""

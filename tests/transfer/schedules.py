@@ -3,6 +3,8 @@
 Every other pair of seeds has components beside keys and values, and every third seed another backend.
 """
 
+from dataclasses import dataclass
+
 from headrace.core.types.backends import NIXL, SHM, ZMQ
 from headrace.core.types.geometry import Component, Geometry
 from tests.transfer.decode_side import DecodeSide
@@ -17,19 +19,46 @@ COMPONENTS = (
     Component("draft", "float16", layers=1, kv_heads=2, head_dim=2),
     Component("latent", "float32", layers=2, kv_heads=1, head_dim=3, planes=1),
 )
+SETTLE_S = 15.0
+LATE_S = 3.0  # more than the longest delay of a message, and than the silence after which a session ends
 
 
-def run_schedule(seed: int) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class ProtocolSchedule:
+    """What to run. Everything else follows from the seed."""
+
+    seed: int
+    steps: int | None = None
+    """Fetches, cancels and restarts; None draws 5 to 14."""
+
+    loss: bool = True
+    """The network may lose messages."""
+
+    repeat: bool = True
+    delay: bool = True
+    cut: bool = True
+    components: bool = True
+    """There may be KV beside keys and values."""
+
+    skipped: tuple[int, ...] = ()
+    """Numbers of the steps that are left out."""
+
+
+def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
     """Run one schedule and see to G1 to G5; AssertionError says which one is broken. Returns how its uses ended."""
+    seed = schedule.seed
     network = Network(seed, Faults())
     random = network.random
 
     def rate() -> float:
         return random.choice((0.0, 0.0, random.uniform(0.01, 0.2)))
 
-    network.faults = faults = Faults(drop=rate(), repeat=rate(), delay=rate() * 3, cut=rate() / 4)
+    drop, repeat, delay, cut = rate(), rate(), rate() * 3, rate() / 4
+    network.faults = faults = Faults(
+        drop=drop * schedule.loss, repeat=repeat * schedule.repeat, delay=delay * schedule.delay, cut=cut * schedule.cut
+    )
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
-    components = COMPONENTS if seed % 4 >= 2 else ()
+    components = COMPONENTS if seed % 4 >= 2 and schedule.components else ()
     source, destination = (
         Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size, components=components) for size in sizes
     )
@@ -40,9 +69,12 @@ def run_schedule(seed: int) -> dict[str, int]:
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
     world.sides = [prefill, decode]
     stopped = False
-    for _ in range(random.randrange(5, 15)):
+    drawn = random.randrange(5, 15)
+    for number in range(drawn if schedule.steps is None else schedule.steps):
         world.run(network.now + random.uniform(0, 0.6))
         kind = random.random()
+        if number in schedule.skipped:
+            continue
         if kind < 0.75:
             decode.fetch(f"t{random.randrange(6)}")
         elif kind < 0.93:
@@ -60,9 +92,17 @@ def run_schedule(seed: int) -> dict[str, int]:
         world.sides = [decode] if stopped else [prefill, decode]
     world.sides = [prefill, decode]
     network.faults = Faults()
-    world.run(network.now + 15.0)
+    _settle(world, prefill, decode)
     _settled(prefill, decode, lossless=not faults.drop)
     return {end: sum(one.end == end for one in decode.ended) for end in {one.end for one in decode.ended}}
+
+
+def _settle(world: World, prefill: PrefillSide, decode: DecodeSide) -> None:
+    """Run on a good network until all has ended, and then for as long as anything may still come late."""
+    until = world.network.now + SETTLE_S
+    while world.network.now < until and (prefill.open or decode.open):
+        world.run(world.network.now + 0.5)
+    world.run(min(until, world.network.now + LATE_S))
 
 
 def _settled(prefill: PrefillSide, decode: DecodeSide, lossless: bool) -> None:
