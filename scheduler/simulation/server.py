@@ -16,6 +16,7 @@ from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.exchange import SimulatedExchange
 from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
+from headrace.scheduler.simulation.promise_guard import PromiseGuard
 from headrace.scheduler.simulation.tiers import SimulatedDisk
 from headrace.scheduler.simulation.world import Channel, World
 
@@ -114,6 +115,7 @@ class SimulatedServer:
         self._disks = [
             [SimulatedDisk() for _ in range(config.stages if any(self._tier_pages) else 0)] for _ in range(config.dp)
         ]
+        self._promises = PromiseGuard(config.hold_lease_s, config.hold_limit_s)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._start()
         self._front = Channel(world, 0.001)
@@ -143,7 +145,10 @@ class SimulatedServer:
             replica = self.replicas[self.config.layout.place(event.stage).replica]
             replica.guard.event(event)
             replica.copy_guard.event(event)
+        elif isinstance(event, Submit):
+            self._promises.submitted(event)
         self._driver.handle(event)
+        self._complain(self._promises.handled(event, self.world.now))
 
     def crash(self) -> None:
         """End a stage; the whole engine comes up again a little later."""
@@ -179,6 +184,10 @@ class SimulatedServer:
         """Add to the report what was wrong."""
         self.report.violations.append(f"{self.world.now:.6f} {self.name}: {text}")
 
+    def _complain(self, problem: str | None) -> None:
+        if problem is not None:
+            self.violation(problem)
+
     def _start(self) -> None:
         """Start the ranks of all replicas."""
         config = self.config
@@ -213,6 +222,7 @@ class SimulatedServer:
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
+        self._complain(self._promises.effect(effect))
         if isinstance(effect, Order):
             if isinstance(effect, ReplicaOrder):
                 self._order(self.replicas[effect.replica], effect.order)
@@ -231,11 +241,13 @@ class SimulatedServer:
         replica.pipeline.order(order)
 
     def _output(self, output: SchedulerReply) -> None:
+        self._complain(self._promises.output(output, self.world.now))
         if isinstance(output, Tokens):
             self.clients[output.rid].tokens.extend(output.tokens)
         elif isinstance(output, RequestFinished | RequestFailed):
             client = self.clients[output.rid]
             client.ends.append(output)
+            self._promises.ended(output.rid)
             if isinstance(output, RequestFinished):
                 self._check_tokens(client, output)
                 self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)

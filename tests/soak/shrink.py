@@ -43,6 +43,7 @@ SIMPLEST: dict[type[Case], tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("repeat", (False,)),
         ("delay", (False,)),
         ("cut", (False,)),
+        ("damage", (False,)),
     ),
 }
 

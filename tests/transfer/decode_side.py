@@ -30,6 +30,7 @@ from headrace.transfer.protocol.matching import make_hello
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, poison, slots_of
 
+FINGERPRINT = "model"  # of the prefill side
 POISONED = bytes([POISON]) * (1 << 16)  # more than any pool here
 
 
@@ -52,9 +53,11 @@ class Incoming:
 class DecodeSide(Side):
     """A control client, a stage's receiver, and a pool whose returned pages stay poisoned or are another request's."""
 
-    def __init__(self, world: "World", geometry: Geometry, endpoint: str) -> None:
+    def __init__(self, world: "World", geometry: Geometry, endpoint: str, fingerprint: str = FINGERPRINT) -> None:
+        """fingerprint: of its model; with another one than the prefill side has, no session may begin."""
         super().__init__(world)
         self.geometry = geometry
+        self.fingerprint = fingerprint
         self.store = ArrayPageStore(geometry, PAGES)
         poison(self.store, slice(None))
         self.free = list(range(PAGES))
@@ -73,7 +76,7 @@ class DecodeSide(Side):
         self.ports = [self.control_client, self.receiver]
         self.control_client.ready(
             make_hello(
-                world.config, instance=world.new_id(), name="decode", role="decode", fingerprint="model",
+                world.config, instance=world.new_id(), name="decode", role="decode", fingerprint=fingerprint,
                 geometries=(geometry,), kv_pages=PAGES, max_model_len=1024, metadata_rows=64,
                 backends=(world.backend,), memory=(self.shared.memory,),
             )
@@ -115,7 +118,8 @@ class DecodeSide(Side):
             case KvReceived(request=request) if request in self.open:
                 self.arrived(self.open[request])
             case ReceiveFailed(request=request, code=code) if request in self.open:
-                assert code not in ("bad_chunk", "bad_metadata", "checksum_mismatch"), event
+                assert code not in ("bad_chunk", "bad_metadata"), event
+                assert code != "checksum_mismatch" or self.world.network.damaged, event
                 self.cancel(self.open[request], "failed")
             case TicketFailed(ticket=ticket, generation=generation):
                 for one in [o for o in self.open.values() if (o.ticket, o.generation) == (ticket, generation)]:
@@ -126,6 +130,7 @@ class DecodeSide(Side):
                     self.finish(one)
 
     def connect(self, up: PrefillUp) -> None:
+        assert self.fingerprint == FINGERPRINT, "a session with another model has begun (G6)"
         self.session = up.session
         order = OpenSession(
             seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries, window_bytes=up.window_bytes,

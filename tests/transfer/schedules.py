@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.core.types.backends import NIXL, SHM, ZMQ
 from headrace.core.types.geometry import Component, Geometry
-from tests.transfer.decode_side import DecodeSide
+from tests.transfer.decode_side import FINGERPRINT, DecodeSide
 from tests.transfer.harness import value
 from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
@@ -37,6 +37,9 @@ class ProtocolSchedule:
     repeat: bool = True
     delay: bool = True
     cut: bool = True
+    damage: bool = True
+    """Bytes of payloads may change."""
+
     components: bool = True
     """There may be KV beside keys and values."""
 
@@ -45,7 +48,7 @@ class ProtocolSchedule:
 
 
 def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
-    """Run one schedule and see to G1 to G5; AssertionError says which one is broken. Returns how its uses ended."""
+    """Run one schedule and see to G1 to G7; AssertionError says which one is broken. Returns how its uses ended."""
     seed = schedule.seed
     network = Network(seed, Faults())
     random = network.random
@@ -53,9 +56,13 @@ def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
     def rate() -> float:
         return random.choice((0.0, 0.0, random.uniform(0.01, 0.2)))
 
-    drop, repeat, delay, cut = rate(), rate(), rate() * 3, rate() / 4
+    drop, repeat, delay, cut, damage = rate(), rate(), rate() * 3, rate() / 4, rate() / 2
     network.faults = faults = Faults(
-        drop=drop * schedule.loss, repeat=repeat * schedule.repeat, delay=delay * schedule.delay, cut=cut * schedule.cut
+        drop=drop * schedule.loss,
+        repeat=repeat * schedule.repeat,
+        delay=delay * schedule.delay,
+        cut=cut * schedule.cut,
+        damage=damage * schedule.damage,
     )
     sizes = random.choice((4, 8, 16)), random.choice((4, 8, 16))
     components = COMPONENTS if seed % 4 >= 2 and schedule.components else ()
@@ -87,7 +94,8 @@ def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
             prefill = PrefillSide(world, source)
         else:
             decode.kill()
-            decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
+            model = FINGERPRINT if random.random() < 0.7 else "another model"
+            decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000", model)
         # What a stopped process has begun to write goes on.
         world.sides = [decode] if stopped else [prefill, decode]
     world.sides = [prefill, decode]
@@ -111,6 +119,8 @@ def _settled(prefill: PrefillSide, decode: DecodeSide, lossless: bool) -> None:
     assert not decode.open, f"open at the decode side (G1): {decode.open}"
     assert sorted(prefill.free) == sorted(decode.free) == list(range(PAGES))
     assert value(prefill.control_server.statistics(), "open_tickets") == 0
+    counted = [peer.pages for peer in prefill.control_server._sessions._by_session.values()]
+    assert not any(counted), f"peers without a ticket are counted as having {counted} pages (G7)"
     assert value(prefill.sender.statistics(), "queued_chunks") == 0
     assert value(decode.receiver.statistics(), "expected_requests") == 0
     if lossless:  # a lost answer takes its part of the window with it until the connection ends
