@@ -46,6 +46,15 @@ class Recorder:
                 stack.enter_context(patch.object(owner, name, wrapper(getattr(owner, name))))
             yield self
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing meanwhile: what shrinking tries is no part of the run."""
+        seen, arrivals = Counter(self.seen), Counter(self.arrivals)
+        try:
+            yield
+        finally:
+            self.seen, self.arrivals = seen, arrivals
+
     def _note(self, machine: str, before: str, after: str) -> None:
         if before != after:
             self.seen[machine, before, self._event, after] += 1

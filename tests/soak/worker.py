@@ -54,6 +54,9 @@ class Batch(msgspec.Struct, frozen=True):
     """It is the last one."""
 
 
+ENDLESS = "EndlessSchedule"
+
+
 class EndlessSchedule(Exception):
     """A schedule has used LONGEST_CPU_S."""
 
@@ -84,10 +87,11 @@ def examine(case: Case, seed: int, problems: list[str], shrinks: bool) -> Failur
 
 class _Worker:
     def __init__(self, process: int, reports: "Queue[Batch]") -> None:
-        self.recorder = Recorder()
+        self._recorder = self.recorder = Recorder()
         self._process = process
         self._reports = reports
         self._kinds: set[str] = set()
+        self._undeclared: set[Transition] = set()
         self._reset()
 
     def run(self, seeds: range, stop: Event) -> None:
@@ -114,18 +118,19 @@ class _Worker:
         self._schedules += 1
         self._outcomes.update(result.outcomes)
         problems = result.problems
-        if not problems and (wrong := undeclared(self.recorder.seen) - self._undeclared):
-            self._undeclared |= wrong
-            problems = [f"undeclared transition: {' / '.join(each)}" for each in sorted(wrong)]
-            self._failures.append(Failure(seed, tuple(problems), command(case)))
-        elif problems:
+        if problems:
             kind = signature(problems[0])
-            shrinks = kind not in self._kinds and len(self._kinds) < SHRUNK
+            shrinks = kind not in self._kinds and len(self._kinds) < SHRUNK and ENDLESS not in problems[0]
             self._kinds.add(kind)
-            self._failures.append(examine(case, seed, problems, shrinks))
+            with self._recorder.paused():
+                self._failures.append(examine(case, seed, problems, shrinks))
+        elif wrong := undeclared(self._recorder.seen) - self._undeclared:
+            self._undeclared |= wrong
+            texts = tuple(f"undeclared transition: {' / '.join(each)}" for each in sorted(wrong))
+            self._failures.append(Failure(seed, texts, command(case)))
 
     def _report(self, next_seed: int, over: bool = False) -> None:
-        recorder = self.recorder
+        recorder = self._recorder
         self._reports.put(
             Batch(
                 self._process,
@@ -147,7 +152,6 @@ class _Worker:
         self._schedules = 0
         self._outcomes: Counter[str] = Counter()
         self._failures: list[Failure] = []
-        self._undeclared: set[Transition] = set()
 
 
 def _endless(_signal: int, _frame: FrameType | None) -> None:
