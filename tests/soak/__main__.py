@@ -9,7 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.soak.cases import from_json, run_case
+import msgspec
+
+from tests.soak.cases import Case, from_json, run_case
 from tests.soak.report import failure_text, report_text
 from tests.soak.run import soak
 from tests.soak.worker import examine
@@ -37,9 +39,8 @@ def main() -> int:
     return 0 if summary.clean else 1
 
 
-def _only(text: str, shrinks: bool) -> int:
+def _only(case: Case, shrinks: bool) -> int:
     """Run one schedule."""
-    case = from_json(text)
     result = run_case(case)
     for problem in result.problems:
         print(problem)
@@ -57,9 +58,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow it (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=Path("soak-report.txt"), help="default: %(default)s")
     parser.add_argument("--no-coverage", action="store_true", help="do not record transitions")
-    parser.add_argument("--only", metavar="JSON", help="run one schedule, as a failure's report names it")
+    parser.add_argument("--only", type=_case, metavar="JSON", help="run one schedule, as a failure's report names it")
     parser.add_argument("--shrink", action="store_true", help="with --only: make it simpler if it fails")
     return parser
+
+
+def _case(text: str) -> Case:
+    try:
+        return from_json(text)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> float:

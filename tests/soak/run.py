@@ -7,6 +7,7 @@
 
 import multiprocessing
 import queue
+import signal
 import sys
 import time
 from collections import Counter
@@ -97,8 +98,10 @@ def soak(
         context.Process(target=work, args=(index, range(first_seed + index, end, processes), recording, reports, stop))
         for index in range(processes)
     ]
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the processes inherit: stop ends them
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, interrupt)
     started = time.monotonic()
     shown, running = started, set(range(processes))
     deadline = started + seconds

@@ -63,7 +63,6 @@ class EndlessSchedule(Exception):
 
 def work(process: int, seeds: range, recording: bool, reports: "Queue[Batch]", stop: Event) -> None:
     """Run these seeds until they are through or stop is set."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sets stop
     signal.signal(signal.SIGVTALRM, _endless)
     gc.collect()
     gc.freeze()
