@@ -1,7 +1,7 @@
-"""Checks what a server has promised its clients and peers: cancels that end a request, leases, and final replies."""
+"""Checks what a server has promised: cancels that end a request, leases, releases, and final replies to peers."""
 
 from headrace.core.messages.frontend import Abort, Held, RequestFailed, SchedulerReply, Submit
-from headrace.core.messages.orders import Order, ReplicaOrder, SendChunk
+from headrace.core.messages.orders import Forward, Order, PrepareReceive, ReleaseRequest, ReplicaOrder, SendChunk
 from headrace.core.messages.peers import PeerRenewed, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import LEASE_EXPIRED
 from headrace.core.types.request import SendTo
@@ -15,6 +15,7 @@ class PromiseGuard:
 
     cancel    a request that has come, and has not ended, has ended when its Abort has been handled
     lease     a held request does not expire before the end of its lease, which every heartbeat renews
+    release   a number that the stages were told to forget is not used again
     reply     a use of a ticket is told one end; no chunk is ordered for it after that
     """
 
@@ -24,6 +25,7 @@ class PromiseGuard:
         self._live: set[str] = set()
         self._tickets: dict[str, str] = {}  # of held requests, by rid
         self._leases: dict[str, tuple[float, float]] = {}  # by ticket: its end, and beyond what it is not renewed
+        self._released: set[int] = set()
         self._replies: dict[tuple[str, str, int], str] = {}
 
     def handled(self, event: Event, now: float) -> str | None:
@@ -74,7 +76,14 @@ class PromiseGuard:
         return None
 
     def _order(self, order: Order) -> str | None:
-        if not isinstance(order, SendChunk):
-            return None
-        reply = self._replies.get((order.session, order.ticket, order.generation))
-        return None if reply is None else f"a chunk of {order.ticket} is sent after {reply}"
+        if isinstance(order, Forward):
+            if self._released and (known := self._released.intersection(row.request for row in order.rows)):
+                return f"requests {known} are computed after their release"
+        elif isinstance(order, SendChunk):
+            if reply := self._replies.get((order.session, order.ticket, order.generation)):
+                return f"a chunk of {order.ticket} is sent after {reply}"
+        elif isinstance(order, ReleaseRequest):
+            self._released.add(order.request)
+        elif isinstance(order, PrepareReceive) and order.request in self._released:
+            return f"request {order.request} is prepared after its release"
+        return None

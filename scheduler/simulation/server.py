@@ -14,7 +14,7 @@ from headrace.scheduler.simulation.copy_guard import CopyGuard
 from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.exchange import SimulatedExchange
-from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
+from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
 from headrace.scheduler.simulation.promise_guard import PromiseGuard
 from headrace.scheduler.simulation.tiers import SimulatedDisk
@@ -176,6 +176,11 @@ class SimulatedServer:
                 self.report.tier_pages[key] = self.report.tier_pages.get(key, 0) + int(sample.value)
         if pages[("leased",)] or pages[("free",)] + pages[("cached",)] != self.config.kv_pages * self.config.dp:
             self.violation(f"pages are left at the end: {pages}")
+        for replica in self.replicas:
+            for stage in replica.pipeline.stages if not replica.pipeline.dead else ():
+                if left := stage.left():
+                    self.violation(f"rank {stage.rank} still knows requests {left}")
+        self._check_no_nan_is_cached()
         for rid, client in self.clients.items():
             if len(client.ends) != 1:
                 self.violation(f"{rid} ended {len(client.ends)} times: {client.ends}")
@@ -281,6 +286,19 @@ class SimulatedServer:
         failed = isinstance(end, RequestFailed) and end.error.code == NONFINITE
         if failed and not (self._has_nan_token and NAN_TOKEN in given):
             self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
+
+    def _check_no_nan_is_cached(self) -> None:
+        """What requests have left in the prefix cache is finite: those that computed NaN took their pages out of it,
+        unless one was cancelled, or ended for another reason, before its NaN was known."""
+        ends = [end for client in self.clients.values() for end in client.ends]
+        if any(isinstance(end, RequestFailed) and end.error.code != NONFINITE for end in ends):
+            return
+        for replica in self.replicas if self._has_nan_token else ():
+            tree = self.scheduler._state.replicas[replica.index].cache._tree
+            cached = [node.page for node in tree.walk()]
+            for stage in replica.pipeline.stages:
+                if bad := [page for page in cached if NAN in stage.pool[page]]:
+                    self.violation(f"pages {bad} in the prefix cache of rank {stage.rank} hold NaN")
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size

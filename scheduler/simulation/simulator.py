@@ -19,7 +19,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
 from headrace.scheduler.simulation.link import SimulatedLinks
-from headrace.scheduler.simulation.model import VOCABULARY
+from headrace.scheduler.simulation.model import NAN_TOKEN, VOCABULARY
 from headrace.scheduler.simulation.scenario import Scenario, draw_config
 from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
 from headrace.scheduler.simulation.world import World
@@ -161,7 +161,10 @@ class Simulation:
         scale = self._scenario.scale
         shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50]) // scale]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]) // scale or 1)]
-        return (*shared, *own)
+        prompt = [*shared, *own]
+        if self._scenario.has_nan_token and self._scenario.small and rng.random() < 0.4:  # else short ones have none
+            prompt[rng.randrange(len(prompt))] = NAN_TOKEN
+        return tuple(prompt)
 
     def _cancel(self, client: SimulatedClient, finish: bool) -> None:
         client.finished_early = finish

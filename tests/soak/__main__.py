@@ -1,6 +1,6 @@
 """Random schedules of the scheduler and of the transfer protocol: `python -m tests.soak --hours 8 --processes 2`.
 
-Stops at the end of the time, after --schedules, or at Ctrl-C, and writes a report. Ends with 1 if a guarantee was broken.
+Stops at the end of the time, after --schedules, or at Ctrl-C, and writes a report. Ends with 1 if something was broken.
 """
 
 import argparse

@@ -4,8 +4,7 @@ The schedules of a soak have to find each of them. One that is not found means t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -48,6 +47,9 @@ class Mutant(NamedTuple):
     method: str
     change: Callable[[Any], Any]
     """Makes the wrong one of the right one."""
+
+    also: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = ()
+    """The same bug in other places, where one alone would change nothing."""
 
     protocol: bool = False
     """The bug is in transfer/: schedules of the protocol look for it, the simulation does not run that code."""
@@ -292,19 +294,11 @@ def _cancel_ignored(_original: Any) -> Any:
 
 
 def _any_model(original: Any) -> Any:
-    def check(offer: Any, checksums: Any, hello: Any) -> Any:
-        return original(replace_offer(offer, hello), checksums, hello)
+    def check(ours: Any, *rest: Any) -> Any:
+        refusal = original(ours, *rest)
+        return None if refusal is not None and refusal.code == "fingerprint_mismatch" else refusal
 
     return check
-
-
-def replace_offer(offer: Any, hello: Any) -> Any:
-    """The offer of a server that has the model of the hello."""
-    if isinstance(offer, msgspec.Struct):
-        return msgspec.structs.replace(offer, fingerprint=hello.fingerprint)
-    return offer._replace(fingerprint=hello.fingerprint) if hasattr(offer, "_replace") else replace(
-        offer, fingerprint=hello.fingerprint
-    )
 
 
 def _row_not_cleared(_original: Any) -> Any:
@@ -344,7 +338,8 @@ MUTANTS = (
     Mutant("a chunk is reported while its pages are read", "G3", Outbound, "settle", _acked_too_early, protocol=True),
     Mutant("the window of a peer is not kept", "G7", Outbound, "next_part", _no_window, protocol=True),
     Mutant("a cancel of a peer is ignored", "G1", SessionTable, "_cancel", _cancel_ignored, protocol=True),
-    Mutant("another model is welcome", "G6", matching, "check_hello", _any_model, protocol=True),
+    Mutant("another model is welcome", "G6", matching, "check_hello", _any_model,
+           also=((matching, "check_welcome", _any_model),), protocol=True),
     Mutant("a metadata row is used again without being cleared", "G5", MetadataRows, "clear", _row_not_cleared,
            protocol=True),
 )  # fmt: skip
@@ -363,17 +358,21 @@ class Found(NamedTuple):
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """The bug is there meanwhile."""
-    with patch.object(mutant.owner, mutant.method, mutant.change(getattr(mutant.owner, mutant.method))):
+    with ExitStack() as stack:
+        for owner, name, change in ((mutant.owner, mutant.method, mutant.change), *mutant.also):
+            stack.enter_context(patch.object(owner, name, change(getattr(owner, name))))
         yield
 
 
 def hunt(mutant: Mutant, limit: int, first_seed: int = 0) -> Found | None:
-    """Run the schedules of a soak until one finds the mutant; None if none of them does. Those that cannot run its code
-    are not run."""
+    """Run the schedules of a soak until one finds the mutant; None if none of them does. For a bug in transfer/ every
+    schedule is one of the protocol: the others do not run its code."""
     with planted(mutant):
         for seed in range(first_seed, first_seed + limit):
             case = case_of(seed)
-            if isinstance(case, ProtocolSchedule) != mutant.protocol:
+            if mutant.protocol and not isinstance(case, ProtocolSchedule):
+                case = ProtocolSchedule(seed, steps=1 + seed % 6)
+            elif isinstance(case, ProtocolSchedule) and not mutant.protocol:
                 continue
             if problems := run_case(case).problems:
                 return Found(seed - first_seed + 1, case, problems[0])

@@ -2,7 +2,7 @@
 
 request   see scheduler/requests/record.py: held (ticket flow), sent (rendezvous), fetched, own (decoded here, or not)
 ticket    see scheduler/state/tickets.py         incoming transfer, remote writer   see scheduler/requests/transfers.py
-peers     see scheduler/state/peer_tables.py     session, inbound and outbound KV   see transfer/control and transfer/data
+peers     see scheduler/state/peer_tables.py     session, inbound and outbound KV   see transfer/
 
 "-" is before it is there, "gone" when nothing is left of it. "next" is what follows by itself: planning, and starting
 what has room now. A transition that is not here breaks a guarantee.
@@ -45,8 +45,8 @@ fetched request
     generating > failed    : Abort, PlanDone, StageFailed, deadline REQUEST
     done > gone            : Abort, PlanDone, ReceiveCancelled, SessionClosed, StageFailed, TicketCancelled, next
     done > gone            : TicketFailed, TicketFinished, KvReceived
-    failed > gone          : Abort, PlanDone, PrefillDown, ReceiveCancelled, SessionClosed, StageFailed, deadline REQUEST
-    failed > gone          : TicketCancelled, TicketFailed, TicketFinished
+    failed > gone          : Abort, PlanDone, PrefillDown, ReceiveCancelled, SessionClosed, StageFailed
+    failed > gone          : deadline REQUEST, TicketCancelled, TicketFailed, TicketFinished
 held request
     - > bootstrap          : Submit
     - > waiting            : Submit

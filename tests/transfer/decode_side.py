@@ -48,6 +48,7 @@ class Incoming:
     deadline: float = 0.0
     end: str = ""
     cancelling: bool = False
+    row: int = -1
 
 
 class DecodeSide(Side):
@@ -96,7 +97,9 @@ class DecodeSide(Side):
         use = self.world.uses
         one = Incoming(use, ticket, use, self.session, pages, tokens, cached, self.world.network.now + PATIENCE_S)
         self.open[one.serial] = one
-        names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": use % 64}
+        row = min(set(range(64)) - {each.row for each in self.open.values()})
+        one.row = row
+        names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": row}
         order = PrepareReceive(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
         self.apply(self.receiver, order)
         if not one.end:
@@ -118,7 +121,7 @@ class DecodeSide(Side):
             case KvReceived(request=request) if request in self.open:
                 self.arrived(self.open[request])
             case ReceiveFailed(request=request, code=code) if request in self.open:
-                assert code not in ("bad_chunk", "bad_metadata"), event
+                assert code not in ("bad_chunk", "bad_metadata", "bad_reservation"), event
                 assert code != "checksum_mismatch" or self.world.network.damaged, event
                 self.cancel(self.open[request], "failed")
             case TicketFailed(ticket=ticket, generation=generation):

@@ -104,7 +104,8 @@ class PrefillSide(Side):
             case PeerLost(session=session, reason=reason):
                 self.apply(self.control_server, EndPeer(session=session, reason=reason))
             case SendFailed(request=request, code=code, message=text) if request in self.open:
-                assert code != "checksum_mismatch" or self.world.network.damaged, "source pages have changed before they were acknowledged (G3)"
+                changed = code == "checksum_mismatch" and not self.world.network.damaged
+                assert not changed, "source pages have changed before they were acknowledged (G3)"
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
             case SendCancelled(request=request) if request in self.open:
                 one = self.open[request]

@@ -76,6 +76,7 @@ def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")
     world.sides = [prefill, decode]
     stopped = False
+    tickets = 6 if schedule.steps is None else 2  # a few steps should use one twice
     drawn = random.randrange(5, 15)
     for number in range(drawn if schedule.steps is None else schedule.steps):
         world.run(network.now + random.uniform(0, 0.6))
@@ -83,7 +84,7 @@ def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
         if number in schedule.skipped:
             continue
         if kind < 0.75:
-            decode.fetch(f"t{random.randrange(6)}")
+            decode.fetch(f"t{random.randrange(tickets)}")
         elif kind < 0.93:
             for one in random.sample(list(decode.open.values()), min(1, len(decode.open))):
                 decode.cancel(one, "cancelled")
