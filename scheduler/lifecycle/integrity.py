@@ -14,35 +14,37 @@ WITHOUT_PAGES = (Phase.BOOTSTRAP, Phase.WAITING)
 def check(state: State) -> list[str]:
     """Every discrepancy found, in words: those of each table, and those between tables."""
     requests = list(state.requests)
-    found = [problem for replica in state.replicas for problem in _replica(state, replica, requests)]
-    for problems in (
-        state.requests.check(),
-        state.tickets.check(requests),
-        state.peers.check(requests),
-        state.prefills.check(requests),
-        _rows(state, requests),
-    ):
-        found.extend(problems)
+    found: list[str] = []
+    for replica in state.replicas:
+        alone = len(state.replicas) == 1
+        own = requests if alone else [request for request in requests if request.replica == replica.index]
+        problems = _replica(replica, own)
+        found.extend(problems if alone else (f"replica {replica.index}: {text}" for text in problems))
+    found.extend(state.requests.check())
+    found.extend(state.tickets.check(requests))
+    found.extend(state.peers.check(requests))
+    found.extend(state.prefills.check(requests))
+    found.extend(_rows(state, requests))
     for request in requests:
         found.extend(_request(state, request))
     return found
 
 
-def _replica(state: State, replica: Replica, everywhere: list[Request]) -> Iterator[str]:
-    """The tables of one replica, and its leases: each has its request. everywhere: the requests of all replicas."""
-    requests = [request for request in everywhere if request.replica == replica.index]
-    found = [
-        *replica.cache.check(),
-        *replica.queues.check(requests),
-        *replica.plans.check(requests),
-        *replica.held.check(requests),
-    ]
-    leases = sum(request.lease is not None for request in requests)
-    if leases != replica.cache.leases:
-        found.append(f"{replica.cache.leases} leases, {leases} of them with a request")
-    if not requests and replica.cache.leased and not replica.cache.copying:
-        found.append(f"no request is left, but {replica.cache.leased} leased pages")
-    yield from (f"replica {replica.index}: {text}" if len(state.replicas) > 1 else text for text in found)
+def _replica(replica: Replica, requests: list[Request]) -> list[str]:
+    """The tables of one replica, and its leases: each has its request."""
+    cache = replica.cache
+    found = cache.check()
+    found.extend(replica.queues.check(requests))
+    found.extend(replica.plans.check(requests))
+    found.extend(replica.held.check(requests))
+    leases = 0
+    for request in requests:
+        leases += request.lease is not None
+    if leases != cache.leases:
+        found.append(f"{cache.leases} leases, {leases} of them with a request")
+    if not requests and cache.leased and not cache.copying:
+        found.append(f"no request is left, but {cache.leased} leased pages")
+    return found
 
 
 def _rows(state: State, requests: list[Request]) -> Iterator[str]:

@@ -203,7 +203,8 @@ class Request:
     @property
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
-        return 0 if self.ended else max(0, self.target - self.planned)
+        left = self.target - self.planned
+        return left if left > 0 and self.phase not in ENDED else 0
 
     @property
     def to_fetch(self) -> bool:

@@ -101,6 +101,7 @@ class SimulatedServer:
         self.name = name
         self.config = config
         self.report = report
+        self._layout = config.layout
         self.replicas = [SimulatedReplica(config, index) for index in range(config.dp)]
         self.clients: dict[str, SimulatedClient] = {}
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
@@ -142,7 +143,7 @@ class SimulatedServer:
         """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
         if isinstance(event, StageEvent):
-            replica = self.replicas[self.config.layout.place(event.stage).replica]
+            replica = self.replicas[self._layout.place(event.stage).replica]
             replica.guard.event(event)
             replica.copy_guard.event(event)
         elif isinstance(event, Submit):

@@ -11,6 +11,7 @@ from headrace.scheduler.policies.policy import Policy
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
 
+NONE_QUEUED = dict.fromkeys(QUEUES, 0)
 STARTED = (Phase.RUNNING, Phase.GENERATING)
 
 
@@ -227,29 +228,29 @@ class Queues:
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
-        counts, tokens = dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0)
+        counts, tokens = NONE_QUEUED.copy(), NONE_QUEUED.copy()
         unplanned, squares, left, arrivals = 0, 0, 0, set()
         for request in requests:
             arrivals.add(request.arrival)
-            unplanned += request.unplanned
-            own = request.load
-            squares, left = squares + own.squares, left + own.tokens
             if not request.ended:
+                unplanned += request.unplanned
+                own = request.load
+                squares, left = squares + own.squares, left + own.tokens
                 counts[request.phase] += 1
                 tokens[request.phase] += request.prompt_tokens
             yield from self._check_request(request)
-        if (counts, tokens) != (self.requests, self.tokens):
+        if counts != self.requests or tokens != self.tokens:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
         if unplanned != self.unplanned:
             yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
-        load = Load(squares, left)
+        load = (squares, left)
         if load != self.load or load != self.backlog.total():
-            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {load} found"
+            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {Load(*load)} found"
         listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
         for queue in (self.prefilling, self.decoding, self.preempting):
-            if unknown := queue.keys() - arrivals:
+            if queue and (unknown := queue.keys() - arrivals):
                 yield f"requests {unknown} are queued and not known"
 
     def _check_request(self, request: Request) -> list[str]:

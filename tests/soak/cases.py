@@ -14,10 +14,10 @@ from headrace.scheduler.simulation.simulator import simulate
 from tests.transfer.schedules import ProtocolSchedule, run_schedule
 
 Case = Scenario | ProtocolSchedule
-PROTOCOL = 0.06
+PROTOCOL = 0.05
 """Share of schedules of the transfer protocol."""
 
-LARGE = 0.01
+LARGE = 0.005
 """Share of simulations at full length; all others are small, since many small schedules find more than a few large."""
 
 
@@ -38,9 +38,9 @@ def case_of(seed: int) -> Case:
     rng = random.Random(seed)
     kind, pick = rng.random(), rng.choice
     if kind < PROTOCOL:
-        return ProtocolSchedule(seed, steps=None if rng.random() < 0.05 else pick((2, 3, 4, 6)))
+        return ProtocolSchedule(seed, steps=None if rng.random() < 0.05 else pick((1, 2, 3, 4)))
     large = kind > 1 - LARGE
-    dp = pick((1,) * 12 + (2, 2, 3))
+    dp = pick((1,) * 16 + (2, 2, 3))
     tiers = rng.random() < 0.06  # pages are loaded again in longer schedules only, where that beats computing them
     return Scenario(
         seed=seed,
