@@ -31,10 +31,7 @@ class World:
 
     def run(self, limit: int) -> bool:
         """Run all actions, in the order of their times; False when there are more than limit."""
-        for _ in range(limit):
-            if not self.step():
-                return True
-        return False
+        return any(not self.step() for _ in range(limit))
 
     def step(self) -> bool:
         """Run the next action; False when there is none."""
