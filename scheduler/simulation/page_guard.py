@@ -38,6 +38,8 @@ class PageGuard:
         elif isinstance(order, SendChunk):
             self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in self._stages})
         elif isinstance(order, ReleaseRequest):  # its pages are free: nothing may be written into them for it
+            if order.request in self._held:
+                return f"request {order.request} is released while its bytes may be under way"
             self._owners = {page: owner for page, owner in self._owners.items() if owner != order.request}
         return None
 

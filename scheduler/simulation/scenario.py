@@ -39,6 +39,9 @@ class Scenario:
     hold: float = 0.3
     """Probability that a prompt is held at the prefill server first, and fetched later."""
 
+    other_prompt: float = 0.0
+    """Probability that what a router posts to the prefill server has one token more."""
+
     lost_peer: float = 0.2
     """Probability that the connection breaks in a run."""
 

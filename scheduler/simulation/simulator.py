@@ -170,13 +170,17 @@ class Simulation:
         client.finished_early = finish
         self._server.send(Abort(rid=client.submit.rid, finish=finish))
 
-    def _post(self, client: SimulatedClient, hold: bool = False) -> None:
-        """Post the prompt to the prefill server, once: as the decode server's front end, or (hold) as a router."""
+    def _post(self, client: SimulatedClient, hold: bool = False, local: bool = False) -> None:
+        """Post the prompt to the prefill server, once: as a router, or (local) as the decode server's front end."""
         prefill, submit = self._prefill, client.submit
         if prefill is None or submit.rid in prefill.clients:
             return
         there = msgspec.structs.replace(submit, route=SendTo(_ticket(client), hold))
-        posted = SimulatedClient(there, client.prompt)
+        prompt = client.prompt
+        if self._scenario.other_prompt and not local and self._random.random() < self._scenario.other_prompt:
+            prompt = (*prompt, 1)
+            there = msgspec.structs.replace(there, prompt=pack(prompt))
+        posted = SimulatedClient(there, prompt)
         self._act(f"post {submit.rid}", lambda: self._posted(prefill, posted), mean_s=0.002)
         if hold:
             self._follow_hold(client)
@@ -212,7 +216,7 @@ class Simulation:
     def _on_decode_output(self, output: SchedulerReply) -> None:
         if isinstance(output, Reserved):
             if self._random.random() >= self._scenario.abandon:
-                self._post(self._server.clients[output.rid])
+                self._post(self._server.clients[output.rid], local=True)
         elif isinstance(output, RequestFailed) and self._prefill is not None and self._random.random() < 0.8:
             self._prefill.send(Abort(rid=output.rid))
 

@@ -31,6 +31,7 @@ SIMPLEST: dict[type[Case], tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("cancel", (0.0,)),
         ("hold", (0.0,)),
         ("abandon", (0.0,)),
+        ("other_prompt", (0.0,)),
         ("has_nan_token", (False,)),
         ("tier_faults", (0.0,)),
         ("depth", (0,)),

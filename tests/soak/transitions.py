@@ -39,7 +39,8 @@ fetched request
     running > failed       : Abort, PlanDone, StageFailed, deadline REQUEST
     fetching > generating  : KvReceived
     fetching > done        : Abort, TicketFinished, KvReceived
-    fetching > failed      : Abort, PrefillDown, PrefillUp, StageFailed, TicketFailed, deadline REQUEST
+    fetching > failed      : Abort, PrefillDown, PrefillUp, StageFailed, TicketFailed, TicketFinished, KvReceived
+    fetching > failed      : deadline REQUEST
     generating > waiting   : PlanDone, KvReceived, next
     generating > done      : Abort, PlanDone, next
     generating > failed    : Abort, PlanDone, StageFailed, deadline REQUEST
@@ -50,8 +51,8 @@ fetched request
 held request
     - > bootstrap          : Submit
     - > waiting            : Submit
-    bootstrap > waiting    : Submit, PeerReserved
-    bootstrap > failed     : Abort, PeerReleased, StageFailed, deadline BOOTSTRAP, deadline REQUEST
+    bootstrap > waiting    : Submit
+    bootstrap > failed     : Submit
     waiting > running      : next
     waiting > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed, deadline REQUEST
     running > inflight     : PlanDone
@@ -64,12 +65,13 @@ held request
     inflight > failed      : deadline LEASE, deadline TRANSFER
     done > gone            : ChunkAcked, PlanDone, SendCancelled, StageFailed
     failed > gone          : Abort, PeerCancelled, PeerGone, PeerReleased, PlanDone, SendCancelled, StageFailed
-    failed > gone          : deadline LEASE, deadline REQUEST, deadline TRANSFER
+    failed > gone          : PeerReserved, Submit, deadline LEASE, deadline REQUEST, deadline TRANSFER
 sent request
     - > bootstrap          : Submit
     - > waiting            : Submit
     bootstrap > waiting    : PeerReserved, Submit
-    bootstrap > failed     : Abort, PeerReleased, PeerReserved, StageFailed, deadline BOOTSTRAP, deadline REQUEST
+    bootstrap > failed     : Abort, PeerReleased, PeerReserved, StageFailed, Submit
+    bootstrap > failed     : deadline BOOTSTRAP, deadline REQUEST
     waiting > running      : next
     waiting > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed
     waiting > failed       : deadline BOOTSTRAP, deadline REQUEST
@@ -83,7 +85,7 @@ sent request
     inflight > failed      : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
     done > gone            : ChunkAcked, PlanDone, SendCancelled, StageFailed
     failed > gone          : Abort, PeerCancelled, PeerGone, PeerReleased, PlanDone, SendCancelled, StageFailed
-    failed > gone          : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
+    failed > gone          : PeerReserved, Submit, deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
 incoming transfer
     preparing > reserved   : ReceivePrepared
     preparing > ended      : PrefillDown, PrefillUp
