@@ -118,6 +118,8 @@ def draw_config(scenario: Scenario, rng: random.Random, other: SchedulerConfig |
         lockstep=scenario.lockstep,
     )
     tokens = rng.choice([48, 96, 256]) // scale  # below max_model_len some requests fill the whole pool
+    if scenario.small and scenario.tiers:  # pages have to leave the pool before they come again
+        tokens = rng.choice([16, 20, 28])
     config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
     if other is not None and rng.random() < 0.5:
         config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)

@@ -159,7 +159,8 @@ class Simulation:
         """A prefix of a common text and an ending of its own, so that prompts share pages."""
         rng = self._clients
         scale = self._scenario.scale
-        shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50]) // scale]
+        lengths = [0, 5, 16, 33, 50] if scale == 1 or not self._scenario.tiers else [0, 32, 40, 48, 48]
+        shared = rng.choice(self._texts)[: rng.choice(lengths) // scale]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]) // scale or 1)]
         prompt = [*shared, *own]
         if self._scenario.has_nan_token and self._scenario.small and rng.random() < 0.4:  # else short ones have none

@@ -46,7 +46,7 @@ def case_of(seed: int) -> Case:
         seed=seed,
         shape=pick(("colocated", "pair")),
         requests=pick((5, 7, 12)) if large else pick((4, 6, 8) if tiers else (1, 1, 1, 2, 2, 2, 3, 4)),
-        arrivals_s=pick((0.0005, 0.003, 0.01)),
+        arrivals_s=pick((0.01, 0.03, 0.05) if tiers else (0.0005, 0.003, 0.01)),
         token_s=0.004 if tiers else pick((0.0005, 0.0005, 0.004)),
         cancel=pick((0.0, 0.3, 0.3, 0.9)),
         stall=pick((0.0, 0.0, 0.0, 0.1)),
