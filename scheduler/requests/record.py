@@ -45,6 +45,11 @@ class Phase(Enum):
     DONE = "done"
     FAILED = "failed"
 
+    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow in the counts by phase
+
+
+ENDED = (Phase.DONE, Phase.FAILED)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -193,12 +198,13 @@ class Request:
     @property
     def ended(self) -> bool:
         """It is done or has failed, and may still hold pages."""
-        return self.phase in (Phase.DONE, Phase.FAILED)
+        return self.phase in ENDED
 
     @property
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
-        return 0 if self.ended else max(0, self.target - self.planned)
+        left = self.target - self.planned
+        return left if left > 0 and self.phase not in ENDED else 0
 
     @property
     def to_fetch(self) -> bool:

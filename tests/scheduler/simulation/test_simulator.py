@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from headrace.core.config.scheduler import Policy
+from headrace.scheduler.simulation.scenario import POLICIES, Scenario, Shape
 from headrace.scheduler.simulation.server import SimulationReport
-from headrace.scheduler.simulation.simulator import POLICIES, Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import simulate
 
 BATCH = 60
 
