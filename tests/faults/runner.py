@@ -1,0 +1,66 @@
+"""Runs one case of the matrix: strikes real servers under load, heals, and checks what always has to hold."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.faults import invariants
+from tests.faults.cells import Case
+from tests.faults.load import Load, counted
+from tests.faults.pair import Pair
+from tests.faults.phases import scene
+from tests.faults.servers import Manager, shared_files
+
+CALM_REQUESTS = 3  # honest ones that are served before the fault, and after it
+
+
+@dataclass(frozen=True)
+class Result:
+    """recovery_s: from the heal, and where a server had to be started again from when it was ready, to the third
+    honest request that was served. outcomes: of all requests of the case."""
+
+    recovery_s: float
+    outcomes: Counter[str]
+    restarts: int
+
+
+def run(case: Case, pair: Pair, within_s: float) -> Result:
+    """Raises AssertionError for what does not hold. within_s: longest recovery."""
+    files = shared_files()
+    before = {server.name: invariants.life(server) for server in pair.servers}
+    lives = sum(server.lives for server in pair.servers)
+    threads = 0 if case.phase == "idle" else 2
+    with (
+        Manager(*pair.servers),
+        scene(pair, case.phase) as requests,
+        Load(pair.decode.url, pair.texts, threads) as load,
+    ):
+        if load.threads:
+            assert load.served_after(0.0, CALM_REQUESTS, 60) is not None, "served before the fault"
+        with case.struck.strike(pair):
+            time.sleep(case.struck.hold_s)
+        pair.clear()
+        healed = time.monotonic()
+        requests.complete()
+        pair.settled()
+        restarts = sum(server.lives for server in pair.servers) - lives
+        healed = time.monotonic() if restarts else healed
+        recovered = _recovered(load, pair, healed)
+        load.end()
+        ends = [*requests.results(), *load.ended]
+    invariants.check_ends(pair, ends, before, case.struck.breaks)
+    assert recovered - healed <= within_s, f"served again {recovered - healed:.1f} s after the heal"
+    invariants.check_settled(pair)
+    invariants.check_totals(pair, invariants.right(ends, pair.decode.url), before)
+    invariants.check_left_behind(pair, before, files)
+    return Result(max(0.0, recovered - healed), counted(ends), restarts)
+
+
+def _recovered(load: Load, pair: Pair, healed: float) -> float:
+    """When honest requests were served again."""
+    if not load.threads:
+        load.threads = 1
+        load.__enter__()
+    recovered = load.served_after(healed, CALM_REQUESTS, 60)
+    assert recovered is not None, f"honest requests are not served again: {load.ended[-3:]}\n{pair.decode.story}"
+    return recovered
