@@ -16,8 +16,8 @@ CALM_REQUESTS = 3  # honest ones that are served before the fault, and after it
 
 @dataclass(frozen=True)
 class Result:
-    """recovery_s: from the heal, and where a server had to be started again from when it was ready, to the third
-    honest request that was served. outcomes: of all requests of the case."""
+    """recovery_s: from the heal to the third honest request that was served, the starts of servers and stages
+    included. outcomes: of all requests of the case."""
 
     recovery_s: float
     outcomes: Counter[str]
@@ -43,8 +43,6 @@ def run(case: Case, pair: Pair, within_s: float) -> Result:
         healed = time.monotonic()
         requests.complete()
         pair.settled()
-        restarts = sum(server.lives for server in pair.servers) - lives
-        healed = time.monotonic() if restarts else healed
         recovered = _recovered(load, pair, healed)
         load.end()
         ends = [*requests.results(), *load.ended]
@@ -53,7 +51,8 @@ def run(case: Case, pair: Pair, within_s: float) -> Result:
     invariants.check_settled(pair)
     invariants.check_totals(pair, invariants.right(ends, pair.decode.url), before)
     invariants.check_left_behind(pair, before, files)
-    return Result(max(0.0, recovered - healed), counted(ends), restarts)
+    restarts = sum(server.lives for server in pair.servers) - lives
+    return Result(recovered - healed, counted(ends), restarts)
 
 
 def _recovered(load: Load, pair: Pair, healed: float) -> float:
