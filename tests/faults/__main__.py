@@ -1,6 +1,6 @@
 """`make faults`: the whole fault matrix, and its table with results.
 
-    python -m tests.faults [--only WORDS] [--within SECONDS] [--write]
+python -m tests.faults [--only WORDS] [--within SECONDS] [--write]
 """
 
 import argparse

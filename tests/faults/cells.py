@@ -13,6 +13,7 @@ PLACES = (
     "prefill stage 0", "prefill stage 1", "a whole server", "both servers", "HTTP", "control", "data", "files",
 )  # fmt: skip
 BenchName = Literal["pair", "shm", "network", "disks", "clock"]
+Need = Literal["", "freezer", "memory", "pids", "namespaces", "mounts", "compiler", "descriptors"]
 Strike = Callable[[Pair], AbstractContextManager[None]]  # the fault lasts for the length of its with block
 EACH: tuple[Phase, ...] = ("waiting", "computing", "transferring", "generating", "idle")
 AT_ONCE: tuple[Phase, ...] = ("all at once", "idle")
@@ -29,6 +30,10 @@ class Struck:
     bench: BenchName = "pair"
     quick: Sequence[Phase] = ()
     """Phases that `make test` runs, too."""
+    needs: Need = ""
+    """What the machine has to have."""
+    ends_within_s: float = 0.0
+    """Honest requests that were open when it began have ended so soon; 0: not looked at."""
     breaks: bool = False
     """Connections of clients may be cut, though the server that they are connected to lives."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import psutil
 
 from tests.e2e.harness import wait_until
-from tests.faults.load import BROKEN, RIGHT, Ended, counted
-from tests.faults.pair import Pair
+from tests.faults.load import BROKEN, RIGHT, Ended
+from tests.faults.pair import PAGES, Pair
 from tests.faults.servers import Supervised, shared_files
 
 BACK_S = 30.0
@@ -48,7 +48,7 @@ def settled(server: Supervised) -> list[str]:
     if leased := values['headrace_kv_pages{state="leased"}']:
         found.append(f"{leased:g} pages leased")
     pages = sum(value for name, value in values.items() if name.startswith("headrace_kv_pages{"))
-    if pages != 1500:
+    if pages != PAGES:
         found.append(f"{pages:g} pages in all")
     return found
 
@@ -70,14 +70,16 @@ def check_ends(pair: Pair, ends: Sequence[Ended], before: dict[str, Life], broke
         assert broken or died or not cut, f"{server.name} lives and has cut {len(cut)} connections"
 
 
-def check_totals(pair: Pair, right_of_decode: int, before: dict[str, Life]) -> None:
-    """Both sides count the same ends, where their schedulers have lived through the fault."""
+def check_totals(pair: Pair, right_of_decode: int, uncounted: int, before: dict[str, Life]) -> None:
+    """Both sides count the same ends, where their schedulers have lived through the fault. uncounted: so many requests
+    more may have ended well."""
     lived = {
         server.name: life(server).scheduler == before[server.name].scheduler for server in pair.servers
     }  # fmt: skip
     if lived["decode"]:
         finished = _delta(pair.decode, before["decode"], "requests_total", 'outcome="finished"')
-        assert finished == right_of_decode, f"{finished} finished, {right_of_decode} answered with 200"
+        told = f"{finished} finished, {right_of_decode} answered with 200"
+        assert right_of_decode <= finished <= right_of_decode + uncounted, told
     for server in pair.servers:
         if lived[server.name]:
             ended = _delta(server, before[server.name], "requests_total", "")

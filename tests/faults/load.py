@@ -31,6 +31,7 @@ class Ended:
     at: float
     url: str = ""
     """Of the server that was asked."""
+    began: float = 0.0
 
     @property
     def wrong(self) -> bool:
@@ -64,6 +65,7 @@ def body_of(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
 
 def ask(url: str, body: dict[str, Any], expected: str | None) -> Ended:
     """Send a completion and judge its end. expected: None for any text."""
+    began = time.monotonic()
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as http:
             answer = http.post(f"{url}/v1/completions", json=body)
@@ -72,7 +74,7 @@ def ask(url: str, body: dict[str, Any], expected: str | None) -> Ended:
         outcome = f"WRONG: no end within {TIMEOUT_S:g} s"
     except httpx.TransportError:
         outcome = BROKEN
-    return Ended(outcome, time.monotonic(), url)
+    return Ended(outcome, time.monotonic(), url, began)
 
 
 def _judge(answer: httpx.Response, expected: str | None) -> str:

@@ -29,7 +29,7 @@ class Scene:
     def begin(self) -> None:
         """Send the requests and wait until they are in the phase."""
         for phase, begin in (
-            ("waiting", self._waiting), ("transferring", self._transferring), ("generating", self._generating),
+            ("waiting", self._waiting), ("generating", self._generating), ("transferring", self._transferring),
             ("computing", self._computing),
         ):  # fmt: skip
             if self._phase in (phase, "all at once"):
@@ -53,7 +53,7 @@ class Scene:
         prompt = pair.texts.prompt(70, 11)
         expected = pair.texts.after(prompt, 4)
         for first, second in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
-            body = body_of(prompt, 4, **pair.router_fields(), cache_salt=str(pair.rooms))
+            body = body_of(prompt, 4, **pair.router_fields(), cache_salt=f"{time.monotonic()}")
             self._asked.ask(first.url, body, expected if first is pair.decode else None)
             late = (second.url, body, expected if second is pair.decode else None)
             self._halves.append(lambda late=late: ask(*late))
@@ -65,8 +65,7 @@ class Scene:
         _until(lambda: queued(self._pair.prefill, "running") > 0, "a prompt is computed")
 
     def _transferring(self) -> None:
-        for relay in self._pair.data:
-            relay.down.bytes_per_s = SLOW_BYTES_PER_S / 2
+        self._pair.network.slow(SLOW_BYTES_PER_S)
         self._long(BULKY, 4)
         _until(lambda: queued(self._pair.prefill, "inflight") > 0, "KV is on its way")
 

@@ -6,7 +6,7 @@ not apply, and why.
 
 from collections.abc import Iterator
 
-from tests.faults import groups, limits, links, processes
+from tests.faults import clocks, devices, disks, groups, limits, links, network, processes
 from tests.faults.cells import AT_ONCE, EACH, PLACES, Case, Cell, Fault, Group, Proven, Struck, fault
 from tests.faults.pair import PEER_TIMEOUT_S
 from tests.faults.phases import Phase
@@ -16,15 +16,16 @@ ONE = (
     "decode front end", "decode scheduler", "decode stage", "prefill front end", "prefill scheduler",
     "prefill stage 0", "prefill stage 1",
 )  # fmt: skip
+LINKS = ("HTTP", "control", "data")
 NO_PROCESS = "a fault of processes"
 NO_LINK = "a fault of connections"
 BROKEN = (links.reset, links.refused, links.half_open, links.silent, links.silent_up, links.silent_down)
-"""What a connection without a request feels, too."""
+"""These are felt without a request, too."""
 QUICK: dict[str, tuple[Phase, ...]] = {"prefill stage 1": ("computing",), "prefill scheduler": ("transferring",)}
 
 
 def _signals() -> Group:
-    none = {place: NO_PROCESS for place in PLACES}
+    none = dict.fromkeys(PLACES, NO_PROCESS)
     kills: dict[str, Cell] = {place: Struck(processes.killed(place), EACH, quick=QUICK.get(place, ())) for place in ONE}
     kills["a whole server"] = Struck(processes.killed("prefill"))
     kills["both servers"] = Struck(processes.killed("prefill", "decode"))
@@ -47,9 +48,9 @@ def _signals() -> Group:
 
 
 def _frozen() -> Fault:
-    cells: dict[str, Cell] = {place: Struck(groups.frozen(place), AT_ONCE, LONGER_S) for place in ONE}
-    cells["a whole server"] = Struck(groups.frozen("prefill"), hold_s=LONGER_S)
-    cells["both servers"] = Struck(groups.frozen("prefill", "decode"), hold_s=LONGER_S)
+    cells: dict[str, Cell] = {place: Struck(groups.frozen(place), AT_ONCE, LONGER_S, needs="freezer") for place in ONE}
+    cells["a whole server"] = Struck(groups.frozen("prefill"), hold_s=LONGER_S, needs="freezer")
+    cells["both servers"] = Struck(groups.frozen("prefill", "decode"), hold_s=LONGER_S, needs="freezer")
     how = f"the freezer of control groups, for {LONGER_S:g} s"
     return fault("frozen", how, cells, NO_PROCESS)
 
@@ -100,13 +101,14 @@ def _scarcity() -> Group:
     idle_connections = "tests/e2e/test_idle_connections.py::test_a_pair_behind_a_crowd"
     descriptors |= {link: Proven((idle_connections,)) for link in ("HTTP", "control", "data")}
     forks: dict[str, Cell] = {
-        "prefill front end": Struck(groups.no_forks("prefill front end", "prefill stage 1"), hold_s=3.0),
-        "decode front end": Struck(groups.no_forks("decode front end", "decode stage"), hold_s=3.0),
+        "prefill front end": Struck(groups.no_forks("prefill front end", "prefill stage 1"), hold_s=3.0, needs="pids"),
+        "decode front end": Struck(groups.no_forks("decode front end", "decode stage"), hold_s=3.0, needs="pids"),
     }
     start_nothing = {place: "starts no process" for place in ONE if place not in forks}
-    memory: dict[str, Cell] = {place: Struck(groups.out_of_memory(place), hold_s=2.0) for place in ONE}
+    memory: dict[str, Cell] = {place: Struck(groups.out_of_memory(place), hold_s=2.0, needs="memory") for place in ONE}
     crowds: dict[str, Cell] = {
-        place: Struck(limits.crowded(1000, place.lower()), ("all at once",), 2.0) for place in ("HTTP", "control", "data")
+        place: Struck(limits.crowded(1000, place.lower()), ("all at once",), 2.0, needs="descriptors")
+        for place in ("HTTP", "control", "data")
     }
     others = {place: NO_LINK if place in ONE else NO_PROCESS for place in PLACES}
     whole = {"a whole server": "each of its processes by itself", "both servers": "each process by itself"}
@@ -116,16 +118,168 @@ def _scarcity() -> Group:
             fault("no descriptors", "a limit at what is open; connections are reset, a stage is killed", descriptors,
                   others | whole | {"files": NO_PROCESS}),
             fault("no processes", "a pids control group at its count while a stage is killed", forks,
-                  {place: NO_PROCESS for place in PLACES} | start_nothing | whole),
+                  dict.fromkeys(PLACES, NO_PROCESS) | start_nothing | whole),
             fault("out of memory", "a memory control group without room: the kernel kills at the next allocation",
-                  memory, {place: NO_PROCESS for place in PLACES} | whole),
+                  memory, dict.fromkeys(PLACES, NO_PROCESS) | whole),
             fault("1,000 connections", "idle ones, made anew when they are closed", crowds, others | whole |
-                  {place: "has no port" for place in ONE} | {"files": NO_LINK}),
+                  dict.fromkeys(ONE, "has no port") | {"files": NO_LINK}),
         ),
     )  # fmt: skip
 
 
-GROUPS = (_signals(), _links(), _scarcity())
+def _packets() -> Group:
+    def there(
+        prefill: dict[str, float] | None, decode: dict[str, float] | None, hold_s: float, within_s: float = 0
+    ) -> Cell:
+        strike = network.weather(prefill, decode)
+        phases = AT_ONCE if within_s else AT_ONCE[:1]
+        return Struck(strike, phases, hold_s, "network", needs="namespaces", ends_within_s=within_s)
+
+    bad = {
+        "5 % lost": {"loss": 0.05},
+        "reordered": {"delay_s": 0.005, "jitter_s": 0.02},
+        "10 % doubled": {"double": 0.1},
+        "5 % damaged": {"damage": 0.05},
+        "far away": {"delay_s": 0.1},
+        "125 kB/s": {"bytes_per_s": 125e3},
+        "all at once": {"loss": 0.02, "delay_s": 0.02, "jitter_s": 0.02, "double": 0.02, "damage": 0.02},
+    }
+    gone, soon = {"loss": 1.0}, PEER_TIMEOUT_S + 2.0
+    cells = [(f"packets: {name}", f"{fate}, each way", there(fate, fate, 3.0)) for name, fate in bad.items()]
+    cells += [
+        ("partition", "no packet arrives", there(gone, gone, LONGER_S + 1, soon)),
+        ("one-way partition", "no packet of the prefill server arrives", there(gone, None, LONGER_S + 1, soon)),
+        ("the other way", "no packet of the decode server arrives", there(None, gone, LONGER_S + 1, soon)),
+        ("partition for a moment", "no packet arrives for 0.5 s", there(gone, gone, 0.5)),
+    ]
+    why = dict.fromkeys(PLACES, NO_LINK) | dict.fromkeys(LINKS, "strikes all connections at once: see both servers")
+    return Group(
+        "Packets, by a relay between two network namespaces",
+        tuple(fault(name, how, {"both servers": cell}, why) for name, how, cell in cells),
+    )
+
+
+def _disks() -> Group:
+    def at(side: str, folder: str, victim: str = "") -> Cell:
+        return Struck(disks.full(side, folder, victim), ("all at once",), 2.0, "disks", needs="mounts")
+
+    none = dict.fromkeys(ONE, "shows in its server's other cells")
+    none |= dict.fromkeys((*LINKS, "a whole server", "both servers"), "a fault of disks")
+    none["files"] = "tests of damaged files"
+    restarted = "while it starts again"
+    return Group(
+        "Full disks",
+        (
+            fault("no room for logs", "stdout and stderr in a full file system", {
+                "decode front end": at("decode", "log"), "prefill front end": at("prefill", "log"),
+                "prefill scheduler": at("prefill", "log", "prefill scheduler"),
+                "prefill stage 0": at("prefill", "log", "prefill stage 0"),
+            }, none),
+            fault("no room for temporary files", "TMPDIR full, a stage killed", {
+                "decode stage": at("decode", "tmp", "decode stage"),
+                "prefill stage 1": at("prefill", "tmp", "prefill stage 1"),
+            }, none | dict.fromkeys((), restarted)),
+            fault("no room in the cache folder", "--cache-dir full", {
+                "decode front end": at("decode", "cache"), "prefill front end": at("prefill", "cache"),
+                "files": Proven(("tests/faults/test_disks.py::test_a_start_with_a_full_cache_folder",)),
+            }, none),
+            fault("no room in the disk tier", "--disk-path full", {
+                "prefill stage 0": at("prefill", "kv"), "prefill stage 1": at("prefill", "kv", "prefill stage 1"),
+            }, none),
+            fault("/dev/shm full", "a tmpfs of 64 MB", {
+                "decode stage": at("decode", "shm"), "prefill stage 0": at("prefill", "shm"),
+                "files": Proven(("tests/faults/test_disks.py::test_a_start_with_full_shared_memory",)),
+            }, none),
+        ),
+    )  # fmt: skip
+
+
+def _clocks() -> Group:
+    def jump(servers: tuple[str, ...], seconds: int) -> Cell:
+        return Struck(clocks.jumped(servers, seconds), AT_ONCE, LONGER_S, "clock", needs="compiler")
+
+    why = {place: "all processes of a machine have one clock" if place in ONE else NO_PROCESS for place in PLACES}
+    rows = []
+    for name, seconds in (("an hour forward", 3600), ("an hour back", -3600)):
+        cells = {
+            "a whole server": jump(("prefill",), seconds), "both servers": jump(("prefill", "decode"), seconds)
+        }  # fmt: skip
+        rows.append(fault(name, f"CLOCK_REALTIME {seconds:+d} s, and back", cells, why))
+    return Group("Clocks", tuple(rows))
+
+
+def _devices() -> Group:
+    def at(server: str, kind: devices.Kind, last: bool, hold_s: float) -> Cell:
+        return Struck(devices.broken(server, kind, last), AT_ONCE, hold_s)
+
+    stages = {
+        "decode stage": ("decode", False), "prefill stage 0": ("prefill", False), "prefill stage 1": ("prefill", True)
+    }  # fmt: skip
+    why = {place: "has no device" if place in ONE else NO_PROCESS for place in PLACES}
+    memory = {place: at(server, "memory", last, 0.5) for place, (server, last) in stages.items()}
+    hangs = {place: at(server, "hang", last, 0.5) for place, (server, last) in stages.items()}
+    nan = "tests/e2e/test_nonfinite.py::"
+    values: dict[str, Cell] = {
+        "decode stage": Proven((f"{nan}test_nan_in_fetched_kv",)),
+        "data": Proven((f"{nan}test_nan_in_fetched_kv",)),
+        "prefill stage 1": Proven((f"{nan}test_through_a_pair",)),
+        "prefill stage 0": Proven((f"{nan}test_bad_prompts_among_good_ones",)),
+    }
+    return Group(
+        "Devices",
+        (
+            fault("device out of memory", "a forward pass raises torch.OutOfMemoryError", memory, why),
+            fault("device hangs", "a forward pass never returns: --stage-timeout", hangs, why),
+            fault("NaN", "in weights, and in KV that comes by wire", values, why),
+        ),
+    )
+
+
+def _damage() -> Group:
+    def shown(*names: str) -> Cell:
+        return Proven(tuple(f"tests/faults/test_damage.py::{name}" for name in names))
+
+    why = dict.fromkeys(PLACES, "a fault of files")
+    return Group(
+        "Damaged files",
+        (
+            fault("damaged weights", "bits flipped, ends cut off, in safetensors and GGUF", {
+                "files": shown("test_damaged_headers_are_refused", "test_a_changed_weight_is_another_model",
+                               "test_weights_that_became_infinite_fail_their_requests"),
+            }, why),
+            fault("damaged disk tier", "bits flipped in segments, between two lives and under load", {
+                "files": shown("test_damaged_pages_of_the_disk_tier_are_not_used"),
+            }, why),
+            fault("damaged cache folder", "files of --cache-dir with other bytes", {
+                "files": shown("test_a_damaged_tokenizer_in_the_cache_folder"),
+            }, why),
+        ),
+    )  # fmt: skip
+
+
+def _crowds() -> Group:
+    unread = "tests/e2e/test_unread.py::"
+    reading = {
+        "control": Proven((f"{unread}test_flooding_a_port_without_reading_answers_costs_a_few_megabytes",)),
+        "data": Proven((f"{unread}test_a_peer_that_pings_and_never_reads_loses_its_session_and_others_lose_nothing",
+                        f"{unread}test_flooding_a_port_without_reading_answers_costs_a_few_megabytes")),
+        "HTTP": Struck(limits.unread_streams(40), ("all at once",), 2.0),
+    }  # fmt: skip
+    herd: dict[str, Cell] = {"control": Struck(limits.herd(50), ("all at once",), 3.0)}
+    return Group(
+        "Crowds",
+        (
+            fault("readers that never read", "floods and streams whose answers are not read", reading,
+                  {place: "has no port of its own" if place in ONE else NO_LINK for place in PLACES}),
+            fault("a reconnecting herd", "50 peers that say hello again as soon as they are cut off", herd,
+                  dict.fromkeys(PLACES, "decode servers reconnect to the control endpoint")),
+        ),
+    )  # fmt: skip
+
+
+GROUPS = (
+    _signals(), _links(), _packets(), _scarcity(), _disks(), _clocks(), _devices(), _damage(), _crowds()
+)  # fmt: skip
 
 
 def faults() -> Iterator[tuple[Group, Fault]]:
