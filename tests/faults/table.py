@@ -18,6 +18,7 @@ ONE = (
 )  # fmt: skip
 LINKS = ("HTTP", "control", "data")
 NO_PROCESS = "a fault of processes"
+NONFINITE = "tests/e2e/test_nonfinite.py::"
 NO_LINK = "a fault of connections"
 BROKEN = (links.reset, links.refused, links.half_open, links.silent, links.silent_up, links.silent_down)
 """These are felt without a request, too."""
@@ -218,12 +219,11 @@ def _devices() -> Group:
     why = {place: "has no device" if place in ONE else NO_PROCESS for place in PLACES}
     memory = {place: at(server, "memory", last, 0.5) for place, (server, last) in stages.items()}
     hangs = {place: at(server, "hang", last, 0.5) for place, (server, last) in stages.items()}
-    nan = "tests/e2e/test_nonfinite.py::"
     values: dict[str, Cell] = {
-        "decode stage": Proven((f"{nan}test_nan_in_fetched_kv",)),
-        "data": Proven((f"{nan}test_nan_in_fetched_kv",)),
-        "prefill stage 1": Proven((f"{nan}test_through_a_pair",)),
-        "prefill stage 0": Proven((f"{nan}test_bad_prompts_among_good_ones",)),
+        "decode stage": Proven((f"{NONFINITE}test_nan_in_fetched_kv",)),
+        "data": Proven((f"{NONFINITE}test_nan_in_fetched_kv",)),
+        "prefill stage 1": Proven((f"{NONFINITE}test_through_a_pair",)),
+        "prefill stage 0": Proven((f"{NONFINITE}test_bad_prompts_among_good_ones",)),
     }
     return Group(
         "Devices",
@@ -244,8 +244,9 @@ def _damage() -> Group:
         "Damaged files",
         (
             fault("damaged weights", "bits flipped, ends cut off, in safetensors and GGUF", {
-                "files": shown("test_damaged_headers_are_refused", "test_a_changed_weight_is_another_model",
-                               "test_weights_that_became_infinite_fail_their_requests"),
+                "files": shown("test_damaged_headers_are_refused", "test_damaged_gguf_headers_are_refused",
+                               "test_a_changed_weight_is_another_model"),
+                "prefill stage 0": Proven((f"{NONFINITE}test_bad_prompts_among_good_ones",)),
             }, why),
             fault("damaged disk tier", "bits flipped in segments, between two lives and under load", {
                 "files": shown("test_damaged_pages_of_the_disk_tier_are_not_used"),
