@@ -24,7 +24,7 @@ def summary(result: Result) -> str:
     return f"{result.recovery_s:.1f} s, {right} + {result.outcomes.total() - right}"
 
 
-def keys() -> list[Key]:
+def cells_with_results() -> list[Key]:
     """Every cell of the tables that has a result, in order."""
     return [
         (fault.name, place, column)
@@ -106,7 +106,7 @@ def _shown(cell: Struck, phase: str, result: str | None) -> str:
 def _proven(results: Mapping[Key, str]) -> list[list[str]]:
     rows: dict[tuple[str, str], list[str]] = {}
     found: dict[tuple[str, str], str] = {}
-    for fault, place, test in keys():
+    for fault, place, test in cells_with_results():
         if test not in PHASES:
             rows.setdefault((fault, test), []).append(place)
             found[fault, test] = results.get((fault, place, test), NOT_RUN)

@@ -20,9 +20,10 @@ LINKS = ("HTTP", "control", "data")
 NO_PROCESS = "a fault of processes"
 NONFINITE = "tests/e2e/test_nonfinite.py::"
 NO_LINK = "a fault of connections"
+QUICK_LINKS = ((links.silent_down, "control"), (links.half_open, "data"))
 BROKEN = (links.reset, links.refused, links.half_open, links.silent, links.silent_up, links.silent_down)
 """These are felt without a request, too."""
-QUICK: dict[str, tuple[Phase, ...]] = {"prefill stage 1": ("computing",), "prefill scheduler": ("transferring",)}
+QUICK: dict[str, tuple[Phase, ...]] = {"prefill stage 1": ("computing",)}
 
 
 def _signals() -> Group:
@@ -70,7 +71,12 @@ def _storms() -> Fault:
 def _links() -> Group:
     def on_each(change: links.Change, hold_s: float, idle: bool) -> dict[str, Cell]:
         return {
-            place: Struck(links.changed(place.lower(), change), AT_ONCE if idle else AT_ONCE[:1], hold_s)
+            place: Struck(
+                links.changed(place.lower(), change),
+                AT_ONCE if idle else AT_ONCE[:1],
+                hold_s,
+                quick=AT_ONCE[:1] if (change, place) in QUICK_LINKS else (),
+            )
             for place in ("HTTP", "control", "data")
         }
 
@@ -106,7 +112,7 @@ def _scarcity() -> Group:
         "decode front end": Struck(groups.no_forks("decode front end", "decode stage"), hold_s=3.0, needs="pids"),
     }
     start_nothing = {place: "starts no process" for place in ONE if place not in forks}
-    memory: dict[str, Cell] = {place: Struck(groups.out_of_memory(place), hold_s=2.0, needs="memory") for place in ONE}
+    memory: dict[str, Cell] = {place: Struck(groups.out_of_memory(place), AT_ONCE[:1], needs="memory") for place in ONE}
     crowds: dict[str, Cell] = {
         place: Struck(limits.crowded(1000, place.lower()), ("all at once",), 2.0, needs="descriptors")
         for place in ("HTTP", "control", "data")

@@ -18,8 +18,7 @@ def test_every_fault_has_a_cell_for_every_place() -> None:
 
 def test_the_document_has_every_cell_with_a_result() -> None:
     found = report.parse(DOCUMENT)
-    assert list(dict.fromkeys(key for key in report.keys() if key not in found)) == [], "make faults writes them"
-    assert set(found) == set(report.keys())
+    assert set(found) == set(report.cells_with_results()), "make faults writes them"
     bad = {key: text for key, text in found.items() if text in ("", report.NOT_RUN) or "FAILED" in text}
     assert not bad
 
