@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from tests.faults import clocks, disks, groups, invariants, network
 from tests.faults.cells import BenchName, Case
 from tests.faults.pair import Pair, relayed_pair
-from tests.faults.servers import shared_files
+from tests.faults.servers import abandoned_files
 
 CROWD = 4000  # descriptors that a crowd of connections takes here
 
@@ -25,7 +25,7 @@ class Benches:
         """The pair of this name, started if it is not there."""
         if name != self._name or self._pair is None:
             self.end()
-            self._files = shared_files()
+            self._files = abandoned_files()
             self._pair = self._stack.enter_context(_made(name))
             self._name = name
         return self._pair

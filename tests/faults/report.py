@@ -13,7 +13,7 @@ from tests.faults.table import GROUPS
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- begin: results of make faults -->", "<!-- end: results of make faults -->"
 NOT_RUN = "not run"
-AT_ONCE, ONE_BY_ONE, LOADED = "at once", "one by one", "loaded only"
+AT_ONCE, ONE_BY_ONE, LOADED, SLOW = "at once", "one by one", "loaded only", "too fast"
 
 Key = tuple[str, str, str]  # fault, place, phase; for tests elsewhere the name of the test in the place of the phase
 
@@ -42,7 +42,7 @@ def parse(document: str) -> dict[Key, str]:
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if len(cells) == 2 + len(PHASES) and cells[0] not in ("fault", "---"):
             for phase, text in zip(PHASES, cells[2:], strict=True):
-                if text not in (AT_ONCE, ONE_BY_ONE, LOADED):
+                if text not in (AT_ONCE, ONE_BY_ONE, LOADED, SLOW):
                     found[cells[0], cells[1], phase] = text
         elif len(cells) == 4 and cells[2].startswith("`tests/"):
             for place in cells[1].split(", "):
@@ -100,7 +100,9 @@ def _shown(cell: Struck, phase: str, result: str | None) -> str:
         return result or NOT_RUN
     if phase == "idle":
         return LOADED
-    return AT_ONCE if "all at once" in cell.phases else ONE_BY_ONE
+    if "all at once" in cell.phases:
+        return AT_ONCE
+    return ONE_BY_ONE if "waiting" in cell.phases else SLOW
 
 
 def _proven(results: Mapping[Key, str]) -> list[list[str]]:

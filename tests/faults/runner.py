@@ -9,7 +9,7 @@ from tests.faults.cells import Case
 from tests.faults.load import Load, counted
 from tests.faults.pair import Pair
 from tests.faults.phases import scene
-from tests.faults.servers import Manager, shared_files
+from tests.faults.servers import Manager, abandoned_files
 
 CALM_S = 10.0  # longest recovery that is asked for on a machine with nothing else to do
 BUSY = 5.0  # times as long may things take on others
@@ -28,7 +28,7 @@ class Result:
 
 def run(case: Case, pair: Pair, within_s: float) -> Result:
     """Raises AssertionError for what does not hold. within_s: longest recovery."""
-    files = shared_files()
+    files = abandoned_files()
     before = {server.name: invariants.life(server) for server in pair.servers}
     lives = sum(server.lives for server in pair.servers)
     threads = 0 if case.phase == "idle" else 2

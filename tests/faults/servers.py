@@ -140,9 +140,19 @@ class Manager:
                 server.revive()
 
 
-def shared_files() -> set[str]:
-    """Pools in shared memory that servers of this machine have, or have left behind."""
-    return {path.name for path in SHARED_MEMORY.glob("headrace-kv-*")}
+def abandoned_files() -> set[str]:
+    """Pools in shared memory that no process has mapped: servers that have ended left them behind."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            lines = maps.read_text(errors="replace").splitlines()
+            mapped.update(int(line.split()[4]) for line in lines if str(SHARED_MEMORY) in line)
+    found = set()
+    for path in SHARED_MEMORY.glob("headrace-kv-*"):
+        with suppress(OSError):
+            if path.stat().st_ino not in mapped:
+                found.add(path.name)
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -44,9 +44,22 @@ def _signals() -> Group:
             fault("stopped for long", f"SIGSTOP, SIGCONT after {LONGER_S:g} s", long, none),
             fault("stopped for a moment", "SIGSTOP, SIGCONT after 0.5 s", short, none),
             _frozen(),
+            _shared_memory(),
             _storms(),
         ),
     )
+
+
+def _shared_memory() -> Fault:
+    shm = (
+        "tests/e2e/test_shm.py::test_pages_that_a_stopped_prefill_server_may_write_stay_in_quarantine_until_it_is_gone"
+    )
+    places = ("decode front end", "decode stage", "prefill scheduler", "prefill stage 0", "prefill stage 1")
+    cells: dict[str, Cell] = {place: Struck(processes.killed(place), ("computing",), bench="shm") for place in places}
+    cells["both servers"] = Struck(processes.killed("prefill", "decode"), ("computing",), bench="shm")
+    cells["a whole server"] = Proven((shm,))
+    why = {place: "touches no shared memory" if place in ONE else NO_PROCESS for place in PLACES}
+    return fault("killed beside shared memory", "SIGKILL while KV is written into the other server's pool", cells, why)
 
 
 def _frozen() -> Fault:
