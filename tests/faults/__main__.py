@@ -12,6 +12,7 @@ from tests.faults.recorder import NAME, Recorder
 from tests.faults.report import render, write
 
 WITHIN_S = 10.0
+EARLY = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")  # the matrix is, with what it needs
 
 
 def main() -> int:
@@ -23,7 +24,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the results to docs/reliability.md")
     args = parser.parse_args()
     recorder = Recorder(args.within)
-    flags = ["-m", "faults or not faults", "-p", "no:cacheprovider"]
+    flags = ["-m", "faults or not faults", "-p", "no:cacheprovider", *EARLY]
     if args.only:
         flags += ["-k", args.only]
     status = pytest.main([*flags, "tests/faults", *recorder.tests()], plugins=[_Named(recorder)])
