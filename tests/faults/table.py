@@ -20,7 +20,7 @@ LINKS = ("HTTP", "control", "data")
 NO_PROCESS = "a fault of processes"
 NONFINITE = "tests/e2e/test_nonfinite.py::"
 NO_LINK = "a fault of connections"
-QUICK_LINKS = ((links.silent_down, "control"), (links.half_open, "data"))
+QUICK_LINKS = ((links.half_open, "data"),)
 BROKEN = (links.reset, links.refused, links.half_open, links.silent, links.silent_up, links.silent_down)
 """These are felt without a request, too."""
 QUICK: dict[str, tuple[Phase, ...]] = {"prefill stage 1": ("computing",)}
