@@ -43,6 +43,7 @@ from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
+from headrace.engine.stub_faults import fault_in, have_fault
 
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
@@ -86,6 +87,7 @@ class StubRunner:
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
         self._first = layers.start == 0
+        self._last = layers.stop == spec.layers
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
         self._positions = length
@@ -149,6 +151,7 @@ class StubRunner:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         started, count = time.perf_counter(), sum(row.count for row in rows)
+        have_fault(fault_in(rows, self._model.fault_token, self._first, self._last))
         result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
         incoming = None if hidden is None else _words(hidden[:, :16])
         if self._experts is None:

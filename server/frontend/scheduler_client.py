@@ -157,7 +157,7 @@ class SchedulerClient:
     def start(self) -> None:
         """Begin to receive and to probe."""
         self._heard = self._clock.now()
-        self._link.open(self._take)
+        self._link.open(self._take, self._link_lost)
         self._probing = asyncio.create_task(self._probe())
 
     async def stop(self) -> None:
@@ -271,6 +271,11 @@ class SchedulerClient:
                 log.error("the scheduler has been silent for %.0f s", silence)
                 message = f"the scheduler has been silent for {silence:.0f} s"
                 self.fail_all(ErrorInfo(code="scheduler_silent", message=message, status=503))
+
+    def _link_lost(self) -> None:
+        """The scheduler has ended, and this server with it: open requests fail while they can still be answered."""
+        message = "the scheduler of this server has ended"
+        self.fail_all(ErrorInfo(code="scheduler_lost", message=message, status=503))
 
     def _take(self, message: AnySchedulerReply) -> None:
         match message:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from headrace.core.config import Config
 from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.frames import FrameSocket
-from headrace.core.runtime.process import max_http_connections
+from headrace.core.runtime.process import max_http_connections, say
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
@@ -60,7 +60,7 @@ class FrontEnd:
         printed = ""
         while True:
             printed = await self.service.readiness.next_engine_news(printed)
-            print(printed, flush=True)
+            say(printed)
 
     def announce(self, seconds: float) -> None:
         """Print the addresses of the server, once it is ready."""
@@ -89,7 +89,7 @@ class FrontEnd:
         )
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
         lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
 
 
 def _uvicorn_config(config: Config, app: FastAPI, port: int, connections: HttpConnections) -> uvicorn.Config:

@@ -28,7 +28,7 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
-from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit
+from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.launch.free_port import free_port
@@ -53,8 +53,11 @@ def serve(config: Config) -> int:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        return asyncio.run(_serve(config, Path(folder)))
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+            return asyncio.run(_serve(config, Path(folder)))
+    finally:
+        release_output()
 
 
 async def _serve(config: Config, folder: Path) -> int:
@@ -98,7 +101,7 @@ async def _serve(config: Config, folder: Path) -> int:
             front.announce(time.monotonic() - started)
             await over
         if stop.first.is_set():
-            print("draining", flush=True)
+            say("draining")
             await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
     finally:
         front.close()
