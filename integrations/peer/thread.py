@@ -63,7 +63,8 @@ class PeerThread(threading.Thread):
         """Open the sockets; start() runs the thread.
 
         staging: where KV arrives. name: for logs of prefill servers. max_model_len: longest sequence, told to prefill
-        servers. api_key: sent to their HTTP ports in lookups. Raises ConfigError for CURVE key files that are missing.
+        servers. api_key: sent in lookups to HTTP ports that limits.rules name by host and port. Raises ConfigError for
+        CURVE key files that are missing.
         """
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
@@ -99,7 +100,7 @@ class PeerThread(threading.Thread):
         self._wakeup_send, self._wakeup_recv = socket.socketpair()
         for end in (self._wakeup_send, self._wakeup_recv):
             end.setblocking(False)
-        self._lookups = ControlPortLookup(self.submit, api_key)
+        self._lookups = ControlPortLookup(self.submit, api_key, limits.rules)
         self._running = True
 
     def submit(self, *commands: AnyCommand | ControlPortReply | None) -> None:

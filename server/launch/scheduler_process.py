@@ -20,6 +20,7 @@ from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageCon
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, raise_descriptor_limit
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
@@ -210,7 +211,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
+    configure_logging(config.log_level, "scheduler")
     try:
         run(config)
     except ConfigError as error:

@@ -28,9 +28,11 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
+from headrace.server.frontend import request_log
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
@@ -43,9 +45,7 @@ MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the t
 
 def serve(config: Config) -> int:
     """Run a server with a resolved configuration until a signal. Returns the exit status."""
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
-    )
+    configure_logging(config.server.log_level, "front end", unlimited={request_log.__name__})
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()

@@ -4,7 +4,8 @@ One task per server:   GET /v1/handoff ──► scheduler connects to its contr
                            ▲    │ no answer: pause, twice as long each time                                      │
                            └────┴────────────────────────────────────────────────────────────────────────────────┘
 A server that a request names and that is not configured is connected to if --allow-prefill covers it, and kept while
-it is up, up to MAX_NAMED of them.
+it is up, up to MAX_NAMED of them. The API key goes only to servers that --prefill or --allow-prefill names by host and
+port; where another one wants a key, GET /query, which needs none, says where its control endpoint is.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Container, Iterator
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,14 +23,14 @@ from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
-from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.addresses import url
-from headrace.core.types.allow_list import Rules, canonical, require_allowed
+from headrace.core.types.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
 from headrace.scheduler.routing.failover import MoveReason, avoided_s
 from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
+from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillCall
 from headrace.server.upstream.server_watch import ServerWatch
@@ -44,19 +45,6 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
-
-
-class Discovery(msgspec.Struct, frozen=True):
-    """Fields of the response to GET /v1/handoff that a decode server uses."""
-
-    protocol: tuple[int, ...]
-    """Versions that the server speaks."""
-    instance: str
-    """Id of this run of the server."""
-    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    """TCP port of the control endpoint."""
-    bootstrap_port: int = 0
-    """HTTP port that answers GET /v1/handoff, too; 0 for none."""
 
 
 class PrefillServer:
@@ -131,6 +119,8 @@ class PrefillPool:
         timeout = httpx.Timeout(None, connect=DISCOVERY_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
+        self._without_key = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport)
+        self._discovery = DiscoveryClient(self._http, self._without_key)
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -145,6 +135,7 @@ class PrefillPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
+        await self._without_key.aclose()
 
     def update(self, state: PrefillState) -> None:
         """Note that the scheduler has connected to a server, or lost it."""
@@ -268,7 +259,7 @@ class PrefillPool:
             pause_s = backoff.next_delay()
             server.changed.clear()
             try:
-                found = await self._discover(server)
+                found = await self._discovery.discover(server.url, key=self._gets_key(server))
             except HeadraceError as error:
                 server.reason = error.info.message
                 log.debug("prefill server %s: %s", server.url, server.reason)
@@ -307,7 +298,7 @@ class PrefillPool:
             number,
             server.host,
             self._clock,
-            lambda: self._ask(server),
+            lambda: self._discovery.handoff(server.url, key=self._gets_key(server)),
             lambda: self._until_down(server),
         )
         await watch.until_down()
@@ -327,19 +318,5 @@ class PrefillPool:
             server.changed.clear()
             await server.changed.wait()
 
-    async def _discover(self, server: PrefillServer) -> Discovery:
-        """Ask a server where its control endpoint is. Raises HeadraceError (503)."""
-        try:
-            return msgspec.json.decode(await self._ask(server), type=Discovery)
-        except NO_MESSAGE as error:
-            raise unavailable(f"GET /v1/handoff sent an unexpected response: {error}") from error
-
-    async def _ask(self, server: PrefillServer) -> bytes:
-        """The response to GET /v1/handoff. Raises HeadraceError (503)."""
-        try:
-            response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
-        except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
-            raise unavailable(f"GET /v1/handoff failed: {type(error).__name__} {error}".rstrip()) from error
-        if response.status_code != 200:
-            raise unavailable(f"GET /v1/handoff answered {response.status_code}")
-        return response.content
+    def _gets_key(self, server: PrefillServer) -> bool:
+        return server.url in self._servers or is_named(self._rules, server.host, server.port)
