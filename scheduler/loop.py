@@ -23,7 +23,7 @@ from headrace.core.messages.frontend import SchedulerReply, Shutdown
 from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
-from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.clock import Clock, LoopClock
 from headrace.core.runtime.event_loop import EventLoop, is_due
 from headrace.core.runtime.event_source import EventSource
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
@@ -39,6 +39,9 @@ class SchedulerLoop:
     front takes SchedulerReply effects, stages take Orders, control_server and control_client their own effects,
     publisher KvEvents. The last three may be absent; an effect for an absent one is a programming error and raises
     TypeError. observe sees every event before it is handled.
+
+    Time is that in which this loop ran (LoopClock): after a pause, of this process or of the machine, no peer and no
+    stage is judged by what could not be read meanwhile.
     """
 
     def __init__(
@@ -60,10 +63,17 @@ class SchedulerLoop:
         self._control_client = control_client
         self._publisher = publisher
         sources = (front, stages, control_server, control_client, publisher)
-        self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock)
-        self._clock = clock
+        self._clock = LoopClock(clock)
+        self._loop = EventLoop(
+            [source for source in sources if source is not None], zmq.Poller, self._clock, self._clock.wait
+        )
         self._observe = observe
         self._stopping = False
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds so far in which this process did not run its loop: its clock is so far behind the machine's."""
+        return self._clock.paused_s
 
     def run(self) -> None:
         """Turn until Shutdown has been handled."""

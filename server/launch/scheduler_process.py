@@ -21,6 +21,7 @@ from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, raise_descriptor_limit
+from headrace.core.runtime.process_activity import read_activity
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
@@ -39,6 +40,8 @@ from headrace.transfer.protocol.messages import Hello
 from headrace.transfer.sockets.connections import Connections
 
 log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # at most, between heartbeats of a stage: one that is stopped is noticed after as long
 
 
 class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +149,10 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
     return StageChannel(
         router,
         config.scheduler.layout,
-        heartbeat_s=silence_s / 3,
+        heartbeat_s=min(silence_s / 3, HEARTBEAT_S),
         silence_s=silence_s,
+        hang_s=config.scheduler.stage_timeout_s,
+        inspect=read_activity,
         join_endpoint=join_endpoint,
     )
 
