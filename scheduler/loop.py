@@ -23,7 +23,7 @@ from headrace.core.messages.frontend import SchedulerReply, Shutdown
 from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
-from headrace.core.runtime.clock import Clock, LoopClock
+from headrace.core.runtime.clock import LoopClock
 from headrace.core.runtime.event_loop import EventLoop, is_due
 from headrace.core.runtime.event_source import EventSource
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
@@ -53,7 +53,7 @@ class SchedulerLoop:
         control_server: AnySource | None,
         control_client: AnySource | None,
         publisher: AnySource | None,
-        clock: Clock,
+        clock: LoopClock,
         observe: Callable[[Event], None] = lambda _event: None,
     ) -> None:
         self._scheduler = scheduler
@@ -63,17 +63,10 @@ class SchedulerLoop:
         self._control_client = control_client
         self._publisher = publisher
         sources = (front, stages, control_server, control_client, publisher)
-        self._clock = LoopClock(clock)
-        self._loop = EventLoop(
-            [source for source in sources if source is not None], zmq.Poller, self._clock, self._clock.wait
-        )
+        self._clock = clock
+        self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock, clock.wait)
         self._observe = observe
         self._stopping = False
-
-    @property
-    def paused_s(self) -> float:
-        """Seconds so far in which this process did not run its loop: its clock is so far behind the machine's."""
-        return self._clock.paused_s
 
     def run(self) -> None:
         """Turn until Shutdown has been handled."""

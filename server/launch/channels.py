@@ -15,6 +15,7 @@ from headrace.core.messages.frontend import (
     StageLost,
     StagePools,
     StatsReply,
+    Traced,
 )
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
@@ -68,6 +69,7 @@ class FrontChannel:
 
     Adds ServerInfo, which the scheduler does not know, to what the scheduler says; completes StatsReply with the
     counters of the other ports; turns the supervisor's StageLost into the StageFailed that a silent stage causes too.
+    paused_s: seconds so far in which this process did not run, which its clock leaves out.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class FrontChannel:
         on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]],
         stats_sources: Sequence[StatsSource],
         experts: ExpertSource | None = None,
+        paused_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._frames = frames
         self._info = ServerInfo(instance=instance, control_port=control_port)
         self._on_stage_down = on_stage_down
         self._stats_sources = stats_sources
         self._experts = experts
+        self._paused_s = paused_s
         self._flush_at: float | None = None
         self._in: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
@@ -123,6 +127,8 @@ class FrontChannel:
             stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
             experts = self._experts.expert_loads() if self._experts is not None else ()
             command = msgspec.structs.replace(command, stats=stats, experts=experts)
+        elif isinstance(command, Traced):
+            command = msgspec.structs.replace(command, paused_s=self._paused_s())
         self._send(command)
         self._schedule_flush(now)
         return self._on_stage_down(command) if isinstance(command, StageDown) else ()
