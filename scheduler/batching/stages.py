@@ -135,8 +135,9 @@ class StageGroup:
         if plan is not None:
             silent = self._awaited(replica, plan)
             name = self._state.config.layout.name(silent)
-            text = f"{name} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
-            self.stage_failed(silent, text, now)
+            text = self._state.engine.silent.get(silent)
+            text = text or f"has not finished a plan in {self._state.config.stage_timeout_s:g} s"
+            self.stage_failed(silent, f"{name} {text}", now)
 
     def answer_timed_out(self, request: Request, now: float) -> None:
         """A stage has not answered PrepareReceive, CancelSend or CancelReceive in time: it has failed."""

@@ -101,9 +101,10 @@ class StageSilences:
                 continue
             found = silence.look(now, self._inspect(pid) if pid is not None else None)
             if found.hung:
-                log.error("%s %s", self._layout.name(rank), found.text)
+                message = f"{self._layout.name(rank)} {found.text}"
+                log.error("%s", message)
                 self.forget(rank)
-                events.append(StageFailed(stage=rank, message=found.text))
+                events.append(StageFailed(stage=rank, message=message))
             elif self._matters(found):
                 self._note(rank, found)
                 events.append(StageSilence(stage=rank, reason=found.text))

@@ -99,7 +99,7 @@ def test_a_stage_that_is_stopped_for_longer_than_its_bound_is_started_again(text
             old[rank].send_signal(signal.SIGSTOP)
             failed = answer.result()
             assert failed.status_code == 503, failed.text
-            assert f"stage {rank} failed: is stopped (SIGSTOP) for " in failed.text
+            assert f"stage {rank} failed: stage {rank} is stopped (SIGSTOP) for " in failed.text
             assert STAGE_S - 1 < time.monotonic() - began < STAGE_S + 10
             come_back(server, old)
             assert text_of(server.post("/v1/completions", body())) == text
@@ -126,12 +126,19 @@ def test_a_killed_process_is_known_at_once() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layers", "status"), [(8, 200), (1, 503)], ids=["a long pass", "a hang"])
-def test_a_pass_that_comes_on_may_take_longer_than_the_bound(layers: int, status: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "stages", "status"),
+    [
+        pytest.param(8, 1, 200, id="a long pass"),
+        pytest.param(16, 2, 200, id="a long pass of a stage for which another one waits"),
+        pytest.param(1, 1, 503, id="a hang"),
+    ],
+)
+def test_a_pass_that_comes_on_may_take_longer_than_the_bound(layers: int, stages: int, status: int) -> None:
     """Four seconds of one forward pass: in steps of half a second, or in one during which nothing is done."""
     flags = ("--stage-timeout", "2", "--peer-timeout", "1", "--max-model-len", "500")
-    stub = f"stub:layers={layers},us_per_plan=4000000"
-    with serving("--role", "colocated", "--model", stub, *flags) as server:
+    stub = f"stub:layers={layers},us_per_plan={4000000 * stages}"
+    with serving("--role", "colocated", "--model", stub, "--pp", f"{stages}", *flags) as server:
         answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0})
         assert answer.status_code == status, answer.text
         assert status == 200 or "stage 0 has not finished a plan in 2 s" in answer.text

@@ -62,7 +62,7 @@ def bench() -> Iterator[Bench]:
 def test_a_stage_that_could_answer_and_does_not_is_dead_after_the_silence(bench: Bench) -> None:
     *_, failed = bench.until(0.0, 10.0)
     assert isinstance(failed, StageFailed)
-    assert failed.message.startswith("has been silent for ")
+    assert failed.message.startswith("stage 0 has been silent for ")
     assert bench.channel.all_ready() == ()
 
 
