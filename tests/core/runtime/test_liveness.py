@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -206,7 +207,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_the_kernel_says_of_a_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", COMPUTES], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-c", COMPUTES], stdin=subprocess.PIPE) as child, ExitStack() as ends:
+        ends.callback(child.kill)
         assert child.stdin is not None
 
         def activity() -> Activity:
@@ -220,11 +222,10 @@ def test_what_the_kernel_says_of_a_process() -> None:
         child.stdin.write(b"\n")
         child.stdin.flush()
         until(lambda: activity().cpu_s > idle.cpu_s + 0.05, "a thread of it computes")
-        assert activity().runnable
+        until(lambda: activity().runnable, "it goes on computing")
         os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: activity().stopped, "it is stopped")
+        until(lambda: activity().stopped and not activity().runnable, "it is stopped, with all its threads")
         stopped = activity()
-        assert not stopped.runnable
         os.kill(child.pid, signal.SIGCONT)
         until(lambda: not activity().stopped and activity().cpu_s > stopped.cpu_s, "it goes on")
         child.kill()
