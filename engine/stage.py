@@ -104,6 +104,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         outbox=outbox,
         clock=clock,
         copies=copies,
+        progress=runner.progress,
         experts=ExpertMeter(config.layout.place(config.rank).stage, runner.expert_rows),
     )
     freeze_loaded()

@@ -24,6 +24,7 @@ from torch import Tensor
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.runtime.progress import Progress
 from headrace.core.types import packed
 from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.request import SamplingParams, TokenLogprob
@@ -45,6 +46,7 @@ from headrace.engine.sampling.sampler import Sampler, SampleRow
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
 from headrace.engine.stub_faults import fault_in, have_fault
 
+LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
 
@@ -86,6 +88,7 @@ class StubRunner:
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
+        self.progress = Progress()
         self._first = layers.start == 0
         self._last = layers.stop == spec.layers
         self._tp = tp
@@ -303,8 +306,13 @@ class StubRunner:
         next sleep."""
         due_s = due_us * 1e-6 * self._share
         until = started + due_s - self._overslept_s
-        if (left := until - time.perf_counter()) > 0:
+        if (left := until - time.perf_counter()) > LONG_SLEEP_S:
+            for _ in range(self.geometry.layers):
+                time.sleep(left / self.geometry.layers)
+                self.progress.step()
+        elif left > 0:
             time.sleep(left)
+        self.progress.step()
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 
     def _numbers(self, keys: Sequence[int], series: int) -> Tensor:

@@ -62,7 +62,9 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
     StageEvent,
     StageFailed,
+    StageProgress,
     StageReady,
+    StageSilence,
 )
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DEADLINE, DRAINING, ErrorInfo
@@ -236,6 +238,10 @@ class Scheduler:
                 self._copies[self._state.with_rank(event.stage).index].take(event, now)
             case StageFailed():
                 self._stages.stage_failed(event.stage, event.message, now, elsewhere=event.elsewhere)
+            case StageProgress():
+                self._stages.progressed(event.stage, now)
+            case StageSilence():
+                self._stages.silent(event, now)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:

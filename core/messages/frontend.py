@@ -278,6 +278,8 @@ class Traced(SchedulerReply, frozen=True, kw_only=True):
 
     trace: int
     scheduler: SchedulerTrace
+    paused_s: float = 0.0
+    """Seconds that the times of this part are behind the machine's monotonic clock (LoopClock)."""
 
 
 class StageTraced(SchedulerReply, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ import zmq
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerEffect, PeerEvent
-from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.allow_list import is_allowed
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
@@ -68,7 +68,7 @@ class PeerThread(threading.Thread):
         """
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
-        self._clock = clock or SystemClock()
+        self._clock = LoopClock(clock or SystemClock())  # the process may keep this thread from running for long
         self._context: Any = zmq.Context()
         self._loader = KvLoader(limits)
         self._control_client = ControlClient(
@@ -94,7 +94,7 @@ class PeerThread(threading.Thread):
             metadata_rows=METADATA_ROWS,
         )
         self._control_client.ready(hello)
-        self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock)
+        self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock, self._clock.wait)
         self._commands: queue.SimpleQueue[AnyCommand | ControlPortReply | None] = queue.SimpleQueue()  # one per request
         self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # at most one per command
         self._wakeup_send, self._wakeup_recv = socket.socketpair()

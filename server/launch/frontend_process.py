@@ -11,6 +11,7 @@ from headrace.core.config import Config
 from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.process import max_http_connections, say
+from headrace.core.runtime.process_activity import read_activity
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
@@ -27,12 +28,17 @@ class FrontEnd:
         config: Config,
         scheduler: FrameSocket,
         *,
+        scheduler_pid: int,
         on_stages_ready: Callable[[], None],
         on_stage_down: Callable[[StageDown], None],
     ) -> None:
         self._config = config
         self.service = Service(
-            SocketLink(scheduler), config, on_stages_ready=on_stages_ready, on_stage_down=on_stage_down
+            SocketLink(scheduler),
+            config,
+            inspect_scheduler=partial(read_activity, scheduler_pid),
+            on_stages_ready=on_stages_ready,
+            on_stage_down=on_stage_down,
         )
         self._errors = LoopErrors()
         server, connections = config.server, HttpConnections(max_http_connections())

@@ -86,7 +86,11 @@ async def _serve(config: Config, folder: Path) -> int:
     )
 
     front = FrontEnd(
-        config, FrameSocket(ours), on_stages_ready=supervisor.stages_ready, on_stage_down=supervisor.stage_down
+        config,
+        FrameSocket(ours),
+        scheduler_pid=supervisor.scheduler_pid,
+        on_stages_ready=supervisor.stages_ready,
+        on_stage_down=supervisor.stage_down,
     )
     service = front.service
     supervisor.watch(service.stage_lost)

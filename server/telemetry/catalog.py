@@ -96,6 +96,17 @@ STAGES: tuple[MetricSpec, ...] = (
         "Orders received by a stage, as of its last heartbeat.",
         ("stage",),
     ),
+    MetricSpec(
+        "stage_silences_total",
+        "counter",
+        "Silences of a live stage for which requests had to wait, by cause (stopped, computing, overloaded, disk).",
+        ("stage", "cause"),
+    ),
+    MetricSpec(
+        "scheduler_paused_seconds_total",
+        "counter",
+        "Time in which the scheduler process was due and did not run: stopped, frozen, without a core or swapped out.",
+    ),
     MetricSpec("stage_busy_seconds_total", "counter", "Time that a stage spent computing.", ("stage",)),
     MetricSpec(
         "stage_waiting_seconds_total",

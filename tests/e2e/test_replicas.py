@@ -59,7 +59,7 @@ def test_death_and_silence_of_a_rank(number: int, rank: int, pinned: dict[str, i
     """It ends the requests of all replicas, also when it had none itself; all ranks come back."""
     prompt = STUB.story()[:1900]
     body = {"model": NAME, "temperature": 0, "max_tokens": 400, **pinned}
-    with serving("--role", "colocated", "--pp", "2", *FLAGS, *STUB.flags) as server:
+    with serving("--role", "colocated", "--pp", "2", "--stage-timeout", "4", *FLAGS, *STUB.flags) as server:
         old = ranks_of(server)
         assert len(old) == 4
         name = f"rank {rank} (stage {rank // 2}, replica {rank % 2}, shard 0)"
