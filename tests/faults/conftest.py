@@ -7,7 +7,7 @@ import pytest
 from tests.faults.benches import Benches
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def benches() -> Iterator[Benches]:
     made = Benches()
     yield made

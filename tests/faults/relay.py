@@ -21,6 +21,8 @@ BUFFER_BYTES = 64 << 10
 TURN_S = 0.02
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
 
+DRAW = random.Random()  # its own: relays run on threads, beside tests that seed the common one
+
 
 @dataclass
 class Way:
@@ -153,7 +155,7 @@ class _Link:
         due = 0.0
         try:
             while data := await reader.read(BUFFER_BYTES):
-                due = max(due, loop.time() + way.delay_s + random.uniform(0, way.jitter_s))
+                due = max(due, loop.time() + way.delay_s + DRAW.uniform(0, way.jitter_s))
                 await line.put((due, data))
         except ConnectionError:
             pass
@@ -176,7 +178,7 @@ class _Link:
                     if self.client.is_closing():
                         return
                     await asyncio.sleep(TURN_S)
-                size = random.randint(1, way.piece) if way.piece else len(data)
+                size = DRAW.randint(1, way.piece) if way.piece else len(data)
                 if way.bytes_per_s:
                     size = min(size, max(1, int(way.bytes_per_s * TURN_S)))
                     await asyncio.sleep(size / way.bytes_per_s)
