@@ -13,7 +13,8 @@ ROUNDING_S = 1e-9
 class PromiseGuard:
     """Follows one server by its events and effects.
 
-    cancel    a request that has come, and has not ended, has ended when its Abort has been handled
+    cancel    a request that has come, and has not ended, has ended when its Abort has been handled; one that tells
+              an error of the prefill server does not matter any more once all KV has come
     lease     a held request does not expire before the end of its lease, which every heartbeat renews
     release   a number that the stages were told to forget is not used again
     reply     a use of a ticket is told one end; no chunk is ordered for it after that
@@ -30,7 +31,7 @@ class PromiseGuard:
 
     def handled(self, event: Event, now: float) -> str | None:
         """An event was handled, and its effects are known; returns what that violates, None if nothing."""
-        if isinstance(event, Abort) and event.rid in self._live:
+        if isinstance(event, Abort) and event.rid in self._live and not (event.error and event.error.at_prefill):
             return f"{event.rid} goes on after it was cancelled"
         if isinstance(event, PeerRenewed):
             for ticket in event.tickets:

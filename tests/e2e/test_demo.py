@@ -27,6 +27,9 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # ignored where tests run in the background
         )
         self.lines: list[str] = []
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack
 from tests.faults import clocks, disks, groups, invariants, network
 from tests.faults.cells import BenchName, Case
 from tests.faults.pair import Pair, relayed_pair
-from tests.faults.servers import abandoned_files
 
 CROWD = 4000  # descriptors that a crowd of connections takes here
 
@@ -19,13 +18,11 @@ class Benches:
         self._name: BenchName | None = None
         self._stack = ExitStack()
         self._pair: Pair | None = None
-        self._files: set[str] = set()
 
     def pair(self, name: BenchName) -> Pair:
         """The pair of this name, started if it is not there."""
         if name != self._name or self._pair is None:
             self.end()
-            self._files = abandoned_files()
             self._pair = self._stack.enter_context(_made(name))
             self._name = name
         return self._pair
@@ -40,7 +37,7 @@ class Benches:
         pair = self._pair
         try:
             if pair is not None:
-                invariants.check_gone(pair, self._files)
+                invariants.check_gone(pair)
         finally:
             self.drop()
 

@@ -9,7 +9,7 @@ import psutil
 from tests.e2e.harness import wait_until
 from tests.faults.load import BROKEN, RIGHT, Ended
 from tests.faults.pair import PAGES, Pair
-from tests.faults.servers import Supervised, abandoned_files
+from tests.faults.servers import Supervised
 
 BACK_S = 30.0
 SPARE_DESCRIPTORS = 24  # of connections that are kept for a while
@@ -92,9 +92,8 @@ def check_totals(pair: Pair, right_of_decode: int, uncounted: int, before: dict[
         assert handed >= right_of_decode, f"{handed} handed over, {right_of_decode} answered with 200"
 
 
-def check_left_behind(pair: Pair, before: dict[str, Life], files: set[str]) -> None:
-    """No process, thread, descriptor, folder or shared memory is left of what has ended. files: abandoned in shared
-    memory before the fault."""
+def check_left_behind(pair: Pair, before: dict[str, Life]) -> None:
+    """No process, thread, descriptor, folder or shared memory is left of what has ended."""
     for server in pair.servers:
         wait_until(lambda server=server: not server.orphans(), 15, f"processes of {server.name} end")
         folders = [name for name in server.temporary() if name.startswith("headrace-")]
@@ -105,11 +104,11 @@ def check_left_behind(pair: Pair, before: dict[str, Life], files: set[str]) -> N
                 threads, descriptors = then[process.pid]
                 assert process.num_threads() <= threads + SPARE_THREADS, (server.name, process)
                 assert process.num_fds() <= descriptors + SPARE_DESCRIPTORS, (server.name, process)
-    wait_until(lambda: abandoned_files() <= files, 15, "shared memory is given back")
+    wait_until(lambda: not any(server.abandoned() for server in pair.servers), 15, "shared memory is given back")
 
 
-def check_gone(pair: Pair, files: set[str]) -> None:
-    """After an orderly end there is nothing at all. files: abandoned in shared memory before the pair started."""
+def check_gone(pair: Pair) -> None:
+    """After an orderly end there is nothing at all."""
     for server in (pair.decode, pair.prefill):
         status = server.end()
         assert status == 0, f"{server.name} ended with status {status}\n{server.log}"
@@ -117,7 +116,7 @@ def check_gone(pair: Pair, files: set[str]) -> None:
         assert not server.orphans()
         assert len(server.temporary()) <= LEFT_BY_KILLED * len(server.statuses), server.temporary()
         assert server.bound() == []
-    wait_until(lambda: abandoned_files() <= files, 15, "shared memory is given back")
+    wait_until(lambda: not any(server.abandoned() for server in pair.servers), 15, "shared memory is given back")
 
 
 def _delta(server: Supervised, before: Life, metric: str, label: str) -> float:

@@ -9,7 +9,7 @@ from tests.faults.cells import Case
 from tests.faults.load import Load, counted
 from tests.faults.pair import Pair
 from tests.faults.phases import scene
-from tests.faults.servers import Manager, abandoned_files
+from tests.faults.servers import Manager
 
 CALM_S = 10.0  # longest recovery that is asked for on a machine with nothing else to do
 BUSY = 5.0  # times as long may things take on others
@@ -28,7 +28,6 @@ class Result:
 
 def run(case: Case, pair: Pair, within_s: float) -> Result:
     """Raises AssertionError for what does not hold. within_s: longest recovery."""
-    files = abandoned_files()
     before = {server.name: invariants.life(server) for server in pair.servers}
     lives = sum(server.lives for server in pair.servers)
     threads = 0 if case.phase == "idle" else 2
@@ -50,7 +49,7 @@ def run(case: Case, pair: Pair, within_s: float) -> Result:
     invariants.check_settled(pair)
     invariants.check_totals(pair, invariants.right(ends, pair.decode.url), pair.uncounted, before)
     pair.uncounted = 0
-    invariants.check_left_behind(pair, before, files)
+    invariants.check_left_behind(pair, before)
     restarts = sum(server.lives for server in pair.servers) - lives
     return Result(recovered - healed, counted(ends), restarts)
 

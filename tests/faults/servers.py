@@ -1,6 +1,7 @@
 """Servers under faults: ports that stay, folders of their own, and a service manager that starts them again."""
 
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -47,6 +48,7 @@ class Supervised(Server):
         """Exit statuses of lives that ended by themselves."""
         self._flags = tuple(flags)
         self._past: dict[int, psutil.Process] = {}
+        self._pools: set[str] = set()  # files in shared memory that its processes were seen to have mapped
         self._logs: list[str] = []
         self._children: list[psutil.Process] = []
         self.begin()
@@ -77,8 +79,15 @@ class Supervised(Server):
         with suppress(psutil.NoSuchProcess):
             found = [psutil.Process(self.process.pid), *self.children()]
             self._past.update((process.pid, process) for process in found)
+            self._pools.update(*(_pools(process.pid) for process in found))
             return found
         return []
+
+    def abandoned(self) -> list[str]:
+        """Pools of its own that are in shared memory, and that no process has mapped any more."""
+        there = [name for name in sorted(self._pools) if (SHARED_MEMORY / name).exists()]
+        mapped = set().union(*(_pools(pid) for pid in psutil.pids())) if there else set()
+        return [name for name in there if name not in mapped]
 
     def revive(self) -> bool:
         """Start it again if it has ended. Returns whether it had."""
@@ -140,19 +149,12 @@ class Manager:
                 server.revive()
 
 
-def abandoned_files() -> set[str]:
-    """Pools in shared memory that no process has mapped: servers that have ended left them behind."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            lines = maps.read_text(errors="replace").splitlines()
-            mapped.update(int(line.split()[4]) for line in lines if str(SHARED_MEMORY) in line)
-    found = set()
-    for path in SHARED_MEMORY.glob("headrace-kv-*"):
-        with suppress(OSError):
-            if path.stat().st_ino not in mapped:
-                found.add(path.name)
-    return found
+def _pools(process: int) -> set[str]:
+    """Names of the KV pools in shared memory that a process has mapped."""
+    with suppress(OSError):
+        maps = Path(f"/proc/{process}/maps").read_text(errors="replace")
+        return set(re.findall(rf"{SHARED_MEMORY}/(headrace-kv-\S+)", maps))
+    return set()
 
 
 def _runs(process: psutil.Process) -> bool:
