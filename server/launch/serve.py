@@ -16,7 +16,6 @@ import logging
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine
 from contextlib import closing
@@ -30,6 +29,7 @@ from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.private_folder import private_folder, remove_abandoned
 from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
@@ -57,13 +57,14 @@ def serve(config: Config) -> int:
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    remove_abandoned()
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     try:
         with (
             closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
-            tempfile.TemporaryDirectory(prefix="headrace-") as folder,
+            private_folder() as folder,
         ):
-            return asyncio.run(_serve(config, listeners, Path(folder)))
+            return asyncio.run(_serve(config, listeners, folder))
     finally:
         release_output()
 

@@ -14,7 +14,6 @@ from tests.faults.servers import Supervised, abandoned_files
 BACK_S = 30.0
 SPARE_DESCRIPTORS = 24  # of connections that are kept for a while
 SPARE_THREADS = 12
-LEFT_BY_KILLED = 1  # temporary folders that a front end leaves which is killed with SIGKILL
 EMPTY = (
     "open_requests", "open_tickets", "held_requests", "held_pages", "quarantined_pages", "integrity_errors",
     "metadata_rows_in_use", "reservations_waiting", "unacked_bytes", "queued_chunks", "sessions_being_revoked",
@@ -98,7 +97,7 @@ def check_left_behind(pair: Pair, before: dict[str, Life], files: set[str]) -> N
     for server in pair.servers:
         wait_until(lambda server=server: not server.orphans(), 15, f"processes of {server.name} end")
         folders = [name for name in server.temporary() if name.startswith("headrace-")]
-        assert len(folders) <= 1 + LEFT_BY_KILLED * len(server.statuses), folders
+        assert len(folders) <= 1, f"{server.name} has left folders of lives before: {folders}"
         then = before[server.name].sizes
         for process in server.processes():
             if process.pid in then:
@@ -115,7 +114,7 @@ def check_gone(pair: Pair, files: set[str]) -> None:
         assert status == 0, f"{server.name} ended with status {status}\n{server.log}"
     for server in pair.servers:
         assert not server.orphans()
-        assert len(server.temporary()) <= LEFT_BY_KILLED * len(server.statuses), server.temporary()
+        assert server.temporary() == []
         assert server.bound() == []
     wait_until(lambda: abandoned_files() <= files, 15, "shared memory is given back")
 

@@ -1,11 +1,13 @@
-"""HTTP ports are bound before a server starts a process, and a port that is taken is told in one line."""
+"""What a server does before it starts a process: it binds its HTTP ports, and removes what killed servers have left."""
 
 import asyncio
 import logging
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -26,6 +28,16 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """serve() sets up the process that it runs in: not that of the tests."""
+    monkeypatch.setattr(serve, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(sys, "set_int_max_str_digits", lambda _: None)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
+    monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.WARNING)
+
+
 @pytest.mark.parametrize("flag", ["port", "bootstrap-port"])
 def test_a_port_that_is_taken_ends_the_start_before_a_process_is_started(
     taken: int, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -34,11 +46,6 @@ def test_a_port_that_is_taken_ends_the_start_before_a_process_is_started(
         raise AssertionError("it is too late")
 
     monkeypatch.setattr(serve, "_serve", started)
-    monkeypatch.setattr(serve, "configure_logging", lambda *_, **__: None)
-    monkeypatch.setattr(serve, "raise_descriptor_limit", lambda: None)
-    monkeypatch.setattr(sys, "set_int_max_str_digits", lambda _: None)
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
-    monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.WARNING)
     ports = {"port": free_port(), "bootstrap-port": free_port(), flag: taken}
     flags = [word for name, port in ports.items() for word in (f"--{name}", str(port))]
     status = cli.main(["serve", "--role", "prefill", "--model", "stub:layers=1", "--dtype", "float32", *flags])
@@ -47,6 +54,25 @@ def test_a_port_that_is_taken_ends_the_start_before_a_process_is_started(
     assert status == cli.MISTAKE
     with socket.create_server(("127.0.0.1", ports["port"] if flag == "bootstrap-port" else free_port())):
         pass  # the port that was free is free again
+
+
+def test_folders_of_killed_servers_are_removed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "headrace-killed"
+    left.mkdir(0o700)
+    (left / "lock").touch()
+    (left / "stages").touch()
+    found: list[Path] = []
+
+    async def started(*_: object) -> int:
+        found.extend(tmp_path.iterdir())
+        return 0
+
+    monkeypatch.setattr(serve, "_serve", started)
+    assert cli.main(["serve", "--model", "stub:layers=1", "--dtype", "float32", "--port", str(free_port())]) == 0
+    (own,) = found
+    assert own != left
+    assert not own.exists()
 
 
 def test_a_bound_port_is_refused_until_it_listens_and_then_serves() -> None:
