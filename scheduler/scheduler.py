@@ -62,6 +62,7 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
     StageEvent,
     StageFailed,
+    StageHeartbeat,
     StageProgress,
     StageReady,
     StageSilence,
@@ -78,6 +79,7 @@ from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
+from headrace.scheduler.lifecycle.idle_check import IdleCheck
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -117,6 +119,7 @@ class Scheduler:
         self._tracing = Tracing(state)
         self._drained = False
         self._problems: list[str] = []
+        self._idle_check = IdleCheck()
 
     @property
     def idle(self) -> bool:
@@ -134,6 +137,8 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
+        if not isinstance(event, QueryStats | StageHeartbeat):
+            self._idle_check.changed()
         match event:
             case PeerEvent():
                 self._peer_event(event, now)
@@ -159,6 +164,7 @@ class Scheduler:
     def tick(self, now: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
         for timer, key in self._state.deadlines.due(now):
+            self._idle_check.changed()
             self._expire(timer, key, now)
         return self._conclude(now)
 
@@ -169,6 +175,7 @@ class Scheduler:
     def check_integrity(self) -> list[str]:
         """Discrepancies in the state; empty when there are none. Takes time in proportion to all that is held."""
         self._problems = integrity.check(self._state)
+        self._idle_check.checked(clean=not self._problems)
         return list(self._problems)
 
     def statistics(self) -> Stats:
@@ -192,7 +199,7 @@ class Scheduler:
             case StageLost():
                 self._stages.stage_failed(event.stage, event.message, now)
             case QueryStats():
-                if self.idle:
+                if self.idle and self._idle_check.due(sum(replica.cache.total for replica in self._state.replicas)):
                     self.check_integrity()
                 self._state.out.add(StatsReply(token=event.token, stats=self.statistics()))
             case StartTrace():

@@ -15,6 +15,7 @@ from headrace.core.runtime.process_activity import read_activity
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
+from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnections, HttpProtocol, HttpServer, LoopErrors
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
@@ -27,6 +28,7 @@ class FrontEnd:
         self,
         config: Config,
         scheduler: FrameSocket,
+        listeners: HttpListeners,
         *,
         scheduler_pid: int,
         on_stages_ready: Callable[[], None],
@@ -43,15 +45,19 @@ class FrontEnd:
         self._errors = LoopErrors()
         server, connections = config.server, HttpConnections(max_http_connections())
         self.service.metrics.include(connections.statistics, self._errors.statistics)
+        self._listeners = [listeners.main]
         self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port, connections))]
-        if server.role == "prefill" and server.bootstrap_port:
+        if listeners.bootstrap:
             app = create_bootstrap_app(self.service)
+            self._listeners.append(listeners.bootstrap)
             self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port, connections)))
 
     async def serve(self) -> None:
-        """Serve HTTP until close(). When one port closes, so does the other."""
+        """Serve HTTP until close(). When one port closes, so does the other. Raises ConfigError if one is taken."""
         asyncio.get_running_loop().set_exception_handler(self._errors)
-        serving = [asyncio.create_task(http.serve()) for http in self._http]
+        serving = [
+            asyncio.create_task(http.serve(sockets)) for http, sockets in zip(self._http, self._listeners, strict=True)
+        ]
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         self.close()
         await asyncio.gather(*serving)

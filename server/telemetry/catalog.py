@@ -78,6 +78,12 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
         "Failed attempts to accept a connection, for want of descriptors or memory.",
         ("socket",),
     ),
+    MetricSpec("http_body_bytes", "gauge", "Bytes of request bodies of which more is to come."),
+    MetricSpec(
+        "http_bodies_refused_total",
+        "counter",
+        "Request bodies refused with 503, since those that were being received took all memory that they may.",
+    ),
 )
 
 KV_EVENTS: tuple[MetricSpec, ...] = (

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from headrace.core.runtime.private_folder import private_folder
 from headrace.core.runtime.process import die_with_parent, module_command
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_source
@@ -91,8 +92,8 @@ def _folder(cache_dir: str) -> Iterator[Path]:
             yield folder
             return
         log.warning("%s cannot be written: the tokenizer is converted at every start (--cache-dir)", folder)
-    with tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
-        yield Path(temporary)
+    with private_folder() as temporary:
+        yield temporary
 
 
 def _key(source: ModelSource) -> str:

@@ -14,7 +14,6 @@ from tests.faults.servers import Supervised
 BACK_S = 30.0
 SPARE_DESCRIPTORS = 24  # of connections that are kept for a while
 SPARE_THREADS = 12
-LEFT_BY_KILLED = 1  # temporary folders that a front end leaves which is killed with SIGKILL
 EMPTY = (
     "open_requests", "open_tickets", "held_requests", "held_pages", "quarantined_pages", "integrity_errors",
     "metadata_rows_in_use", "reservations_waiting", "unacked_bytes", "queued_chunks", "sessions_being_revoked",
@@ -97,7 +96,7 @@ def check_left_behind(pair: Pair, before: dict[str, Life]) -> None:
     for server in pair.servers:
         wait_until(lambda server=server: not server.orphans(), 15, f"processes of {server.name} end")
         folders = [name for name in server.temporary() if name.startswith("headrace-")]
-        assert len(folders) <= 1 + LEFT_BY_KILLED * len(server.statuses), folders
+        assert len(folders) <= 1, f"{server.name} has left folders of lives before: {folders}"
         then = before[server.name].sizes
         for process in server.processes():
             if process.pid in then:
@@ -114,7 +113,7 @@ def check_gone(pair: Pair) -> None:
         assert status == 0, f"{server.name} ended with status {status}\n{server.log}"
     for server in pair.servers:
         assert not server.orphans()
-        assert len(server.temporary()) <= LEFT_BY_KILLED * len(server.statuses), server.temporary()
+        assert server.temporary() == []
         assert server.bound() == []
     wait_until(lambda: not any(server.abandoned() for server in pair.servers), 15, "shared memory is given back")
 
