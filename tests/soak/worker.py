@@ -1,6 +1,7 @@
 """A process of a soak: runs every n-th seed, and reports a batch once a second."""
 
 import gc
+import multiprocessing
 import signal
 import time
 from collections import Counter
@@ -94,17 +95,20 @@ class _Worker:
         self._reset()
 
     def run(self, seeds: range, stop: Event) -> None:
+        parent = multiprocessing.parent_process()
         due = time.monotonic() + REPORT_S
         seed = seeds.start
-        for seed in seeds:
+        for index, seed in enumerate(seeds):
             if stop.is_set():
                 break
             self._one(seed)
-            if self._schedules % COLLECT == 0:
+            if index % COLLECT == 0:  # _schedules starts again with each report
                 gc.collect()
             if time.monotonic() >= due:
                 self._report(seed + seeds.step)
                 due = time.monotonic() + REPORT_S
+                if parent is not None and not parent.is_alive():
+                    break
         else:
             seed = seeds.stop
         self._report(seed, over=True)
