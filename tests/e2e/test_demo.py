@@ -80,8 +80,11 @@ def running(*flags: str) -> Iterator[Demo]:
 
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [(name, "have to equal those of one") for name in ("float32", "bfloat16")]
-    + [pytest.param("float16", "may differ from those of", marks=pytest.mark.full)],
+    [
+        ("float32", "have to equal those of one"),
+        pytest.param("bfloat16", "have to equal those of one", marks=pytest.mark.full),
+        pytest.param("float16", "may differ from those of", marks=pytest.mark.full),
+    ],
 )
 def test_texts_are_compared_in_the_dtype_that_it_names(dtype: str, words: str) -> None:
     with running(*STUB, "--dtype", dtype) as shown:

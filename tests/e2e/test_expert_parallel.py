@@ -30,7 +30,7 @@ def check(server: Server, texts: Texts, replicas: int) -> int:
     "flags",
     [
         pytest.param(("--dp", "2"), id="dp 2", marks=FULL),
-        pytest.param(("--dp", "2", "--tp", "2"), id="dp 2, tp 2"),
+        pytest.param(("--dp", "2", "--tp", "2"), id="dp 2, tp 2", marks=FULL),
         pytest.param(("--dp", "2", "--exchange", "alltoall"), id="dp 2, alltoall", marks=FULL),
         pytest.param(("--dp", "2", "--tp", "2", "--exchange", "allgather"), id="dp 2, tp 2, allgather", marks=FULL),
         pytest.param(("--dp", "2", "--pp", "2"), id="dp 2, pp 2", marks=FULL),
