@@ -96,7 +96,7 @@ class Admission:
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
             server = state.prefills.attach(request, route)
-            if route.posting == "done" and (session := server.session(replica.index)):
+            if route.posting != "local" and (session := server.session(replica.index)):
                 state.out.add(AskRenew(session=session, ticket=route.ticket))
         return request
 

@@ -71,7 +71,7 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
-    """Control server: the peer is going to reserve these tickets; their leases begin anew."""
+    """Control server: the peer is going to reserve these tickets; the time that they wait for it begins anew."""
 
     session: str
     tickets: tuple[str, ...]
@@ -235,7 +235,8 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskRenew(PeerEffect, frozen=True, kw_only=True):
-    """Control client: renew a held ticket with every heartbeat, until it is reserved or cancelled."""
+    """Control client: renew the ticket of a prompt that a router has posted, or is about to, with every heartbeat until
+    it is reserved or cancelled."""
 
     session: str
     ticket: str

@@ -140,9 +140,12 @@ class Rendezvous:
         state.out.add(TellCancelled(session=event.session, ticket=event.ticket, generation=event.generation))
 
     def request_timed_out(self, request: Request, now: float) -> None:
-        """No peer has reserved pages for a request in time."""
-        seconds = self._state.config.bootstrap_timeout_s
-        text = f"no peer reserved pages for ticket {request.ticket} within {seconds:g} s"
+        """No peer has reserved pages for a request in time, nor said that it is going to."""
+        config = self._state.config
+        if now >= request.arrived + config.longest_wait_s > request.arrived + config.bootstrap_timeout_s:
+            text = f"no peer reserved pages for ticket {request.ticket} within the limit of {config.longest_wait_s:g} s"
+        else:
+            text = f"no peer reserved or renewed ticket {request.ticket} within {config.bootstrap_timeout_s:g} s"
         self._completion.fail(request, ErrorInfo(code=NO_PEER, message=text, status=504), now)
 
     def reservation_timed_out(self, ticket: str) -> None:

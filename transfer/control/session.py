@@ -41,6 +41,8 @@ class PeerSession:
     """Time of the peer's last message, seconds."""
     rate: TokenBucket
     """Limits its messages per second."""
+    renewals: TokenBucket
+    """Limits the tickets that it renews per second."""
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
     """Open tickets by name."""
     ended: dict[str, int] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.transfer.control.backend_health import BackendHealth
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit
+from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit, renewal_limit
 from headrace.transfer.control.session import OpenTicket, PeerSession, failed, final_reply, reservation_error
 from headrace.transfer.protocol import checksum, matching, messages
 from headrace.transfer.protocol.matching import BackendOffer
@@ -113,8 +113,7 @@ class SessionTable:
             case Cancel():
                 return self._cancel(peer, message)
             case Ping():
-                renewals = [PeerRenewed(session=peer.session, tickets=message.renew)] if message.renew else []
-                return Outcome([(route, Pong(number=message.number))], list[PeerEvent](renewals))
+                return Outcome([(route, Pong(number=message.number))], self._renewals(peer, message, now))
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
@@ -200,7 +199,8 @@ class SessionTable:
         choice = matching.choose_backend(self._offer, hello, avoided)
         welcome = self._welcome(self._offer, hello, choice.backend)
         rate = same_route.rate if same_route is not None else TokenBucket(now, MESSAGES_PER_S, BURST)
-        peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate)
+        renewals = same_route.renewals if same_route is not None else renewal_limit(now, welcome.heartbeat_s)
+        peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate, renewals=renewals)
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,
@@ -256,6 +256,15 @@ class SessionTable:
             prompt_hash=reserve.prompt_hash,
         )
         return Outcome([], [event])
+
+    def _renewals(self, peer: PeerSession, ping: Ping, now: float) -> list[PeerEvent]:
+        """The tickets that a ping renews; none if the peer renews too many."""
+        if not ping.renew:
+            return []
+        if peer.renewals.exceeded(now, len(ping.renew)):
+            self.counters.add("stale_messages_total", labels=("too_many_renewals",))
+            return []
+        return [PeerRenewed(session=peer.session, tickets=ping.renew)]
 
     def _reservation_refusal(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
         """Why a reservation is refused: by the limits of this server, or by the peer's own hello; None if it is not."""
