@@ -148,6 +148,7 @@ class Completion:
         for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
             state.deadlines.clear(timer, request.arrival)
         state.of(request).held.remove(request)
+        state.unacknowledged.remove(request)
         state.peers.detach(request)
         state.prefills.detach(request)
         if isinstance(request.route, SendTo):

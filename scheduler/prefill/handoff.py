@@ -51,6 +51,7 @@ class KvHandoff:
             self._completion.complete(request, reason, now, request.first)
             return
         self._state.enter(request, Phase.INFLIGHT, now)
+        self._state.unacknowledged.add(request)
         if request.row is not None:
             send = self.send_all if request.early_prefill else self._send_last
             send(request, now)
