@@ -203,8 +203,8 @@ class Rendezvous:
                 self._enqueue(request, now)
         elif request.phase is not Phase.WAITING:
             state.awaiting_row[request.arrival] = request
-            if request.phase is Phase.INFLIGHT:
-                state.unacknowledged.add(request)
+            for other in state.unacknowledged.add(request) if request.phase is Phase.INFLIGHT else ():
+                state.enter(other, Phase.BOOTSTRAP, now)
         if request.submit.progress:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
