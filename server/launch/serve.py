@@ -6,14 +6,19 @@
     │ supervisor     │◄────►│ control endpoint │◄────►│ KV pool │   │ KV pool │
     └────────────────┘      └──────────────────┘      └─────────┘   └─────────┘
 
-Shutdown, on SIGTERM or Ctrl-C: /ready fails at once; open requests finish, or fail at the deadline (--drain-timeout);
-the HTTP server closes; scheduler and stages are told to exit, and killed if they do not. A second signal skips
-the wait.
+Shutdown, on SIGTERM or Ctrl-C:
+
+    first signal    /ready fails; requests are accepted for another --drain-grace
+        │
+        ▼           requests are refused; open ones go on for --drain-timeout at most
+    drained, or time is up, or a second signal
+        │
+        ▼           what is open fails with 503, streams with an error event, at peers, too
+    the HTTP server closes; scheduler and stages are told to exit, and killed if they do not
 """
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 import tempfile
@@ -35,7 +40,9 @@ from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
+from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
+from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +59,22 @@ def serve(config: Config) -> int:
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    stop = StopSignals()
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     try:
         with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-            return asyncio.run(_serve(config, Path(folder)))
+            return asyncio.run(_until_stopped(config, Path(folder), stop))
     finally:
+        sweep()  # pools in shared memory of stages that had to be killed
         release_output()
 
 
-async def _serve(config: Config, folder: Path) -> int:
-    stop = StopSignals()
+async def _until_stopped(config: Config, folder: Path, stop: StopSignals) -> int:
+    with stop.attached():
+        return await _serve(config, folder, stop)
+
+
+async def _serve(config: Config, folder: Path, stop: StopSignals) -> int:
     stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
     external = config.group.start == "external"
@@ -101,30 +114,17 @@ async def _serve(config: Config, folder: Path) -> int:
             front.announce(time.monotonic() - started)
             await over
         if stop.first.is_set():
-            say("draining")
-            await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
+            say("draining; a second signal ends open requests at once")
+            await _first_of(front.drain(), stop.second.wait(), supervisor.fatal)
     finally:
-        front.close()
-        await http
+        await service.end_requests()
+        await front.end(http)
         service.shut_down()
-        await supervisor.end()
+        await supervisor.end(stop.second)
         await service.stop()
     if supervisor.fatal.done():
         return supervisor.fatal.result()
-    return 0 if stop.first.is_set() else 1
-
-
-class StopSignals:
-    """SIGTERM and SIGINT: the first drains the server, the second ends it at once."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    return stop.status if stop.first.is_set() else 1
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
