@@ -80,6 +80,10 @@ class Supervised(Server):
             return found
         return []
 
+    def add_flags(self, *flags: str) -> None:
+        """For its later lives."""
+        self._flags = (*self._flags, *flags)
+
     def revive(self) -> bool:
         """Start it again if it has ended. Returns whether it had."""
         if self.process.poll() is None:
