@@ -104,6 +104,7 @@ async def _serve(config: Config, folder: Path, stop: StopSignals) -> int:
     service = front.service
     supervisor.watch(service.stage_lost)
     http = asyncio.ensure_future(front.serve())
+    served = stopped = False
     try:
         await service.start()
         freeze_loaded()
@@ -111,9 +112,11 @@ async def _serve(config: Config, folder: Path, stop: StopSignals) -> int:
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *status))
         await _first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
+            served = True
             front.announce(time.monotonic() - started)
             await over
-        if stop.first.is_set():
+        stopped = stop.first.is_set()
+        if stopped:
             say("draining; a second signal ends open requests at once")
             await _first_of(front.drain(), stop.second.wait(), supervisor.fatal)
     finally:
@@ -122,9 +125,9 @@ async def _serve(config: Config, folder: Path, stop: StopSignals) -> int:
         service.shut_down()
         await supervisor.end(stop.second)
         await service.stop()
-    if supervisor.fatal.done():
-        return supervisor.fatal.result()
-    return stop.status if stop.first.is_set() else 1
+    if stopped and not (served and supervisor.fatal.done()):
+        return stop.status  # a scheduler that has not started may have ended by the same signal
+    return supervisor.fatal.result() if supervisor.fatal.done() else 1
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
