@@ -1,17 +1,15 @@
 """SIGTERM, and a second one, to both servers of a pair behind a slow link: nothing is lost that could be ended."""
 
-import json
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from tests.e2e.harness import wait_until
+from tests.e2e.streams import Stream
 from tests.faults.load import RIGHT, Asked, Ended, body_of
 from tests.faults.pair import NAME, Pair, relayed_pair
 from tests.faults.servers import Supervised
@@ -24,39 +22,7 @@ PATIENT = ("--transfer-timeout", "60", "--drain-timeout", "60")
 LONG = 3000  # tokens of a text that does not end by itself
 ENDLESS = {"max_new_tokens": LONG, "ignore_eos": True}
 
-
-class Stream(threading.Thread):
-    """A streamed completion, read on a thread."""
-
-    def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self._url, self._body = f"{url}{path}", {**body, "stream": True}
-        self.events: list[Any] = []
-        self.failure = ""
-        self.start()
-
-    def run(self) -> None:
-        try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=60, trust_env=False) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: "):
-                        self.events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
-        except httpx.TransportError as error:
-            self.failure = repr(error)
-
-    def ended(self) -> list[Any]:
-        """Its events, once the response has ended as a response should."""
-        self.join(60)
-        assert not self.is_alive()
-        assert not self.failure, self.failure
-        return self.events
-
-    def error(self) -> dict[str, Any]:
-        """Of the event that has ended it."""
-        *_, last, done = self.ended()
-        assert done == "[DONE]", done
-        found: dict[str, Any] = last["error"]
-        return found
+pytestmark = pytest.mark.full
 
 
 class Site:
@@ -164,7 +130,6 @@ def test_a_pair_is_stopped(site: Site) -> None:
     site.gone(decode, 128 + signal.SIGINT, children)
 
 
-@pytest.mark.full
 def test_both_sides_are_told_when_the_drain_takes_too_long(site: Site) -> None:
     prefill, decode = site.ready("--drain-timeout", "1")
     site.pair.network.slow(STOPPED)
@@ -178,7 +143,6 @@ def test_both_sides_are_told_when_the_drain_takes_too_long(site: Site) -> None:
     assert "3 requests and 0 held prompts are left after 1 s" in prefill.log
 
 
-@pytest.mark.full
 def test_a_second_signal_to_a_prefill_server(site: Site) -> None:
     """Its own clients and those of the decode server are told."""
     prefill, decode = site.ready()
@@ -198,7 +162,6 @@ def test_a_second_signal_to_a_prefill_server(site: Site) -> None:
     settled(decode)
 
 
-@pytest.mark.full
 def test_a_drained_decode_server_ends_its_texts_and_gives_back_what_is_held_for_it(site: Site) -> None:
     prefill, decode = site.ready()
     site.pair.network.slow(SLOW)
@@ -219,7 +182,6 @@ def test_a_drained_decode_server_ends_its_texts_and_gives_back_what_is_held_for_
     settled(prefill)
 
 
-@pytest.mark.full
 def test_a_second_signal_to_a_decode_server(site: Site) -> None:
     """Streams of every kind end with an error event, and the prefill server is told what is not wanted any more."""
     prefill, decode = site.ready()
