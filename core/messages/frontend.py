@@ -195,6 +195,8 @@ class PrefillState(SchedulerReply, frozen=True, kw_only=True):
     name: str
     up: bool
     reason: str = ""
+    unfit: bool = False
+    """The two servers do not fit each other, so that waiting for it does not help."""
 
 
 class Reserved(SchedulerReply, frozen=True, kw_only=True):

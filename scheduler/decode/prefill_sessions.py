@@ -59,7 +59,7 @@ class PrefillSessions:
         if server is None or (event.session is not None and event.session != server.session(event.replica)):
             self._state.drop("unknown_prefill")
             return
-        self._end_session(server, self._state.replicas[event.replica], event.reason, now)
+        self._end_session(server, self._state.replicas[event.replica], event.reason, now, event.unfit)
 
     def stages_up(self) -> None:
         """Have stages that have just come up open their data connections."""
@@ -67,7 +67,9 @@ class PrefillSessions:
             for hello in server.hellos.values():
                 self._open_session(hello)
 
-    def _end_session(self, server: PrefillServer, replica: Replica, reason: str, now: float) -> None:
+    def _end_session(
+        self, server: PrefillServer, replica: Replica, reason: str, now: float, unfit: bool = False
+    ) -> None:
         """Fail the requests whose KV was to come through the session of a replica, and have its stages close it."""
         state = self._state
         session = server.session(replica.index)
@@ -83,7 +85,7 @@ class PrefillSessions:
         if session is not None and state.engine.ready:
             state.prefills.revoke(session, replica.ranks)
             replica.order(CloseSession(seq=state.out.next_seq(), session=session))
-        state.out.add(PrefillState(name=server.name, up=False, reason=reason))
+        state.out.add(PrefillState(name=server.name, up=False, reason=reason, unfit=unfit))
 
     def _open_session(self, hello: PrefillUp) -> None:
         self._state.replicas[hello.replica].order(

@@ -59,7 +59,11 @@ class PrefillServer:
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
         self.target: Discovery | None = None  # what the scheduler was told to connect to
-        self.changed = asyncio.Event()  # set when up changes
+        self.unfit = False  # down, and trying again does not help
+        self.attempts = 0  # to discover it, that have begun
+        self.failed = 0  # the last of them that failed
+        self.changed = asyncio.Event()  # set when one of these changes
+        self.wanted = asyncio.Event()  # set to have it discovered now and not after the pause
 
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
@@ -144,7 +148,7 @@ class PrefillPool:
             return
         if (server.up, server.reason) != (state.up, state.reason):
             log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
-        server.up, server.reason = state.up, state.reason
+        server.up, server.reason, server.unfit = state.up, state.reason, state.unfit
         server.changed.set()
 
     def servers(self) -> list[PrefillServer]:
@@ -193,14 +197,15 @@ class PrefillPool:
     @contextlib.asynccontextmanager
     async def connected(self, address: PrefillAddress) -> AsyncIterator[PrefillServer]:
         """A connected server with this address, kept while the context lasts; connects if it is not connected yet.
+        One that is down is looked for at once: the router that names it may know that it has started again.
         Raises HeadraceError: 403 if it is not allowed, 503 if it does not answer or too many are in use."""
-        server = self.find(address) or self._connect_named(address)
+        server = self.find(address) or await self._found_again(address) or self._connect_named(address)
         named = server.url in self._named
         if named:
             self._named[server.url] = self._named.pop(server.url)
         server.users += 1
         try:
-            if not server.up and (not named or not await self._came_up(server, CONNECT_TIMEOUT_S)):
+            if not server.up and not await self._found(server):
                 raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
             yield server
         finally:
@@ -208,12 +213,21 @@ class PrefillPool:
             if named and not server.up and not server.users:
                 self._forget(server)
 
+    async def _found_again(self, address: PrefillAddress) -> PrefillServer | None:
+        """The configured server with an address that is not known: one of its host that is down may have started with
+        another control port. None if the host has no such server. Raises HeadraceError (503) if they stay down."""
+        down = [server for server in self._servers.values() if server.host == canonical(address.host) and not server.up]
+        for server in down:
+            if await self._found(server) and server.matches(address):
+                return server
+        for server in down:
+            if not server.up:
+                raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
+        return None
+
     def _connect_named(self, address: PrefillAddress) -> PrefillServer:
         """Connect to a server that is not configured."""
         host = canonical(address.host)
-        undiscovered = next((s for s in self._servers.values() if s.target is None and s.host == host), None)
-        if undiscovered is not None:  # probably this one; its ports are unknown until it answers
-            raise unavailable(f"prefill server {undiscovered.url}: {undiscovered.reason}", code=NO_PREFILL_SERVER)
         require_allowed(self._rules, address.host, address.port)
         if len(self._named) >= MAX_NAMED:
             idle = next((server for server in self._named.values() if not server.users), None)
@@ -257,11 +271,14 @@ class PrefillPool:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             pause_s = backoff.next_delay()
+            server.attempts += 1
             server.changed.clear()
+            server.wanted.clear()
             try:
                 found = await self._discovery.discover(server.url, key=self._gets_key(server))
             except HeadraceError as error:
-                server.reason = error.info.message
+                server.reason, server.failed = error.info.message, server.attempts
+                server.changed.set()
                 log.debug("prefill server %s: %s", server.url, server.reason)
             else:
                 self._connect(server, found)
@@ -269,7 +286,9 @@ class PrefillPool:
                     backoff.reset()
                     await self._watch(server)
                     pause_s = backoff.next_delay()
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await server.wanted.wait()
 
     def _connect(self, server: PrefillServer, found: Discovery) -> None:
         """Have the scheduler connect to the control endpoint that was found, unless it was told to already."""
@@ -302,6 +321,18 @@ class PrefillPool:
             lambda: self._until_down(server),
         )
         await watch.until_down()
+
+    async def _found(self, server: PrefillServer) -> bool:
+        """Have a server that is down discovered now, and wait for it as long as it may come up."""
+        before = server.attempts
+        server.wanted.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                while not (server.up or server.unfit or server.failed > before):
+                    server.changed.clear()
+                    await server.changed.wait()
+        server.reason = server.reason or "its control endpoint does not answer"
+        return server.up
 
     async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
         try:

@@ -218,13 +218,14 @@ async def test_servers_that_are_not_allowed_are_not_connected_to(
 
 @in_loop
 async def test_a_configured_server_that_is_down_is_still_allowed(tokenizer: Tokenizer) -> None:
+    """It is waited for, unless it is not there or does not fit."""
     link, prefills = FakeLink(), Prefills()
     async with decode(link, tokenizer, prefills) as (_, http):
-        link.say(PrefillState(name=ONE, up=False, reason="silent for 3 s"))
+        link.say(PrefillState(name=ONE, up=False, reason="dtype_mismatch: m", unfit=True))
         while (await http.get("/ready")).status_code == 200:
             await asyncio.sleep(0)
         response = await http.post("/v1/completions", json={"prompt": "x", **ROOM})
-    assert (response.status_code, "silent for 3 s" in response.text) == (503, True)
+    assert (response.status_code, "dtype_mismatch: m" in response.text) == (503, True)
     del prefills.control_ports["p1"]
     async with (
         running(link, tokenizer, role="decode", prefill=(ONE,), prefill_transport=prefills) as service,
@@ -232,6 +233,27 @@ async def test_a_configured_server_that_is_down_is_still_allowed(tokenizer: Toke
     ):
         response = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": HELD})
     assert (response.status_code, json_of(response)["error"]["code"]) == (503, "no_prefill_server")
+
+
+@pytest.mark.parametrize("new_port", [False, True])
+@in_loop
+async def test_a_prompt_at_a_server_that_has_just_started_again_waits_for_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, new_port: bool
+) -> None:
+    """Its router may know of the start before this server does, which asks again after a pause."""
+    monkeypatch.setattr("headrace.server.upstream.prefill_pool.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("headrace.server.upstream.prefill_pool.LONGEST_PAUSE_S", 3600.0)
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills) as (service, http):
+        link.say(PrefillState(name=ONE, up=False, reason="silent for 3 s"))
+        while service.prefills.servers()[0].up:
+            await asyncio.sleep(0)
+        prefills.instance, prefills.control_ports["p1"] = "b" * 32, 6001
+        params = {"kv_transfer_params": {**HELD, "remote_port": 6001}} if new_port else ROOM
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", **params}))
+        assert await link.wait_for(AddPrefill, 2) == AddPrefill(name=ONE, endpoint="tcp://p1:6001")
+        welcoming(link, ONE)
+        assert (await asking).status_code == 200
 
 
 @in_loop
