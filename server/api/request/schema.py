@@ -1,4 +1,7 @@
-"""Request bodies. Wrong types are refused while decoding; values are checked in sampling.py and prompts.py."""
+"""Request bodies: the fields that are served. Others are in other_fields.py.
+
+Wrong types are refused while decoding; values are checked in sampling.py and prompts.py.
+"""
 
 from typing import Any
 
@@ -7,14 +10,14 @@ import msgspec
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, forbid_unknown_fields=True):
     """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation."""
 
     role: str
@@ -73,7 +76,7 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """Request id; made up if it is not given."""
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -105,7 +108,7 @@ class OpenAIBody(SamplingBody, kw_only=True):
     bootstrap_room: int | list[int] | None = None
 
 
-class CompletionBody(OpenAIBody, kw_only=True):
+class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -115,7 +118,7 @@ class CompletionBody(OpenAIBody, kw_only=True):
     best_of: int | None = None
 
 
-class ChatBody(OpenAIBody, kw_only=True):
+class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -125,14 +128,14 @@ class ChatBody(OpenAIBody, kw_only=True):
     """Takes the place of max_tokens."""
 
 
-class InputItem(ChatMessage, kw_only=True):
+class InputItem(ChatMessage, kw_only=True, forbid_unknown_fields=True):
     """One item of the input of POST /v1/responses; only messages are supported."""
 
     role: str = ""
     type: str = "message"
 
 
-class ResponsesBody(OpenAIBody, kw_only=True):
+class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
@@ -146,7 +149,7 @@ class ResponsesBody(OpenAIBody, kw_only=True):
     background: bool | None = None
 
 
-class GenerateSampling(msgspec.Struct, kw_only=True):
+class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """sampling_params of POST /generate. Those from frequency_penalty on are not supported."""
 
     temperature: float | None = None
@@ -168,7 +171,7 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
 
 
-class GenerateBody(HandoffParams, kw_only=True):
+class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /generate. Exactly one of text and input_ids is given."""
 
     text: str | list[str] | None = None
@@ -187,3 +190,18 @@ class GenerateBody(HandoffParams, kw_only=True):
     data_parallel_rank: int | None = None
     model: str | None = None
     stream: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /tokenize: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
