@@ -61,4 +61,5 @@ STAGE_FAILED = "stage_failed"  # 503
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404
+GRAMMAR_REJECTED = "grammar_rejected"  # 500, 502: a token that the constraint of a request does not allow
 NONFINITE = "nonfinite_values"  # 500: the model's results for a request are NaN or infinite

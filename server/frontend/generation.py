@@ -6,6 +6,7 @@ remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► T
 posted:    Submit(ticket), a router has sent the prompt there ───► Tokens ... RequestFinished
 """
 
+import json
 import logging
 import secrets
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import msgspec
 
 from headrace.core.messages.frontend import Held, Progress, RequestFinished, Reserved, Submit, Tokens
 from headrace.core.types import packed
-from headrace.core.types.errors import NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -114,7 +116,8 @@ class GenerationRunner:
     async def _prefill_remotely(self, request: GenerationRequest, emit: Emit, pool: PrefillPool) -> GenerationResult:
         """Reserve pages here, have a prefill server compute the prompt, and continue from its KV."""
         ticket = secrets.token_hex(16)
-        with pool.chosen(request.prompt, request.cache_salt) as choice:
+        masks = request.constraint is not None
+        with pool.chosen(request.prompt, request.cache_salt, masks=masks) as choice:
             submit = await self._submit(request, FetchFrom(choice.server.url, ticket))
             async with (
                 self._client.open(submit) as call,
@@ -155,10 +158,14 @@ class GenerationRunner:
             return await self._follow(call, request, emit, lambda: None)
 
     async def _submit(self, request: GenerationRequest, route: AnyRoute) -> Submit:
+        sampling, constraint = await self._merge_stops(request), request.constraint
+        if constraint is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=constraint.key)
         return Submit(
             rid=request.rid,
             prompt=packed.pack(request.prompt),
-            sampling=await self._merge_stops(request),
+            sampling=sampling,
+            constraint=constraint,
             route=route,
             priority=request.priority,
             replica=request.replica,
@@ -177,6 +184,14 @@ class GenerationRunner:
         if request.stop and request.sampling.min_tokens == 0:
             ids |= dict.fromkeys(await self._model.tokens.stop_ids(request.stop))
         return msgspec.structs.replace(request.sampling, stop_token_ids=tuple(ids))
+
+    async def _check_first(self, request: GenerationRequest, tokens: tuple[int, ...]) -> None:
+        """Raises HeadraceError (502) for a first token of a prefill server that has not masked it."""
+        if request.constraint is None or not tokens:
+            return
+        if problem := await self._model.grammars.problem(request.constraint, tokens[0]):
+            message = f"the prefill server has not kept to the constraint of this request: {problem}"
+            raise HeadraceError(ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502))
 
     def _eos(self, request: GenerationRequest) -> tuple[int, ...]:
         return () if request.ignore_eos else self._model.tokenizer.eos_ids
@@ -204,6 +219,8 @@ class GenerationRunner:
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
+                    if not seen and call.fetches:
+                        await self._check_first(request, event.tokens)
                     delta = _delta(text, ends, event)
                     await emit(delta)
                     stopped = text.stopped
@@ -276,12 +293,21 @@ def _prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "stream": request.progress,
+        **_constraint_fields(request.constraint),
     }
     limits = {
         "deadline_s": request.deadline_s,
         "slo_ttft_ms": None if request.slo_ttft_s is None else request.slo_ttft_s * 1000,
     }
     return body | {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
+    """The field of POST /v1/prefill that has the constraint."""
+    if constraint is None:
+        return {}
+    text = json.loads(constraint.text) if constraint.kind == "choice" else constraint.text
+    return {"structured_outputs": {constraint.kind: text}}
 
 
 def _with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:

@@ -37,6 +37,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.request import FetchFrom
 from headrace.server.frontend.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,11 @@ class Call:
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether the scheduler ends the request by itself after the last of these tokens."""
         return tokens[-1] in self._submit.sampling.stop_token_ids
+
+    @property
+    def fetches(self) -> bool:
+        """Its first token comes from a prefill server."""
+        return isinstance(self._submit.route, FetchFrom)
 
     def finish(self) -> None:
         """End the request as complete; next() returns RequestFinished."""

@@ -43,6 +43,7 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
+NO_STRUCTURED_OUTPUT = "no_structured_output"  # no prefill server knows constraints
 
 
 class Discovery(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class Discovery(msgspec.Struct, frozen=True):
     """TCP port of the control endpoint."""
     bootstrap_port: int = 0
     """HTTP port that answers GET /v1/handoff, too; 0 for none."""
+    structured_outputs: bool = False
+    """It masks the first token of requests with a constraint; servers of earlier versions do not."""
 
 
 class PrefillServer:
@@ -167,13 +170,15 @@ class PrefillPool:
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
     @contextlib.contextmanager
-    def chosen(self, prompt: tuple[int, ...], salt: str) -> Iterator[Choice]:
+    def chosen(self, prompt: tuple[int, ...], salt: str, *, masks: bool = False) -> Iterator[Choice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. Raises HeadraceError (503) if none is reachable."""
+        is answered. masks: one that knows constraints. Raises HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
         up = [number for number, server in enumerate(servers) if server.up]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
+        if masks:
+            up = self._masking(up)
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
         else:
@@ -182,6 +187,16 @@ class PrefillPool:
             yield Choice(servers[sent.replica], sent)
         finally:
             self._router.done(sent)
+
+    def _masking(self, up: list[int]) -> list[int]:
+        """Those of these servers that know constraints. Raises HeadraceError (503) if there is none."""
+        servers = list(self._servers.values())
+        found = [number for number in up if (target := servers[number].target) and target.structured_outputs]
+        if not found:
+            names = ", ".join(servers[number].url for number in up)
+            text = f"the prefill server {names} is of a version without structured output; upgrade it, or start this "
+            raise unavailable(text + "server with --fallback local", code=NO_STRUCTURED_OUTPUT)
+        return found
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
         """The server with this address, if the scheduler was told to connect to it already."""

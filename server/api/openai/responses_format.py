@@ -26,7 +26,6 @@ def refuse_unsupported_responses(body: ResponsesBody) -> None:
             "background": bool(body.background),
             "n": body.n not in (None, 1),
             "top_logprobs": bool(body.top_logprobs),
-            "text": body.text is not None and body.text.get("format", {"type": "text"}) != {"type": "text"},
         }
     )
 

@@ -118,7 +118,6 @@ def refuse_unsupported(body: OpenAIBody) -> None:
         {
             "tools": bool(body.tools),
             "functions": bool(body.functions),
-            "response_format": bool(body.response_format) and body.response_format != {"type": "text"},
             "logit_bias": bool(body.logit_bias),
             "frequency_penalty": bool(body.frequency_penalty),
             "presence_penalty": bool(body.presence_penalty),

@@ -22,6 +22,25 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the generated text has to match: exactly one of the first five. The others are vLLM's and not supported."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """A regular expression that matches the whole text."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """In GBNF (llama.cpp's EBNF) or Lark."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
 class SamplingBody(msgspec.Struct, kw_only=True):
     """Fields of all routes but POST /generate. None means the default."""
 
@@ -53,6 +72,13 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
     extra_key: str | None = None
     """SGLang's name for a second salt."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text has to match."""
+    guided_json: dict[str, Any] | bool | str | None = None
+    """Earlier name of structured_outputs.json; the next three are likewise."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     model: str | None = None
     stream: bool | None = None
 
@@ -85,8 +111,8 @@ class StreamOptions(msgspec.Struct):
 class OpenAIBody(SamplingBody, kw_only=True):
     """Fields of all OpenAI routes.
 
-    Those from frequency_penalty to functions are not supported (see refuse_unsupported). The last four name a KV
-    handoff (see HandoffFields).
+    Those from frequency_penalty to functions are not supported (see refuse_unsupported), but for response_format. The
+    last four name a KV handoff (see HandoffFields).
     """
 
     n: int | None = None
@@ -97,6 +123,7 @@ class OpenAIBody(SamplingBody, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
+    """OpenAI's field of structured_outputs."""
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     kv_transfer_params: TransferParams | None = None
@@ -147,7 +174,7 @@ class ResponsesBody(OpenAIBody, kw_only=True):
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True):
-    """sampling_params of POST /generate. Those from frequency_penalty on are not supported."""
+    """sampling_params of POST /generate. Those from frequency_penalty to repetition_penalty are not supported."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -164,6 +191,7 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     json_schema: str | None = None
+    """What the text has to match; so do the next two, of which one may be given."""
     regex: str | None = None
     ebnf: str | None = None
 

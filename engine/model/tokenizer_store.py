@@ -94,7 +94,7 @@ def _read(path: Path) -> TokenizerRecord | None:
 
 def _convert_in_child(source: ModelSource, path: Path) -> None:
     """Run main() in a child process. Raises ConfigError with its error message."""
-    command = module_command("headrace.server.tokenizer.store", str(os.getpid()), str(source.path), str(path))
+    command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
     child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if child.returncode:
         said = child.stderr.strip()

@@ -1,0 +1,73 @@
+"""The grammars of the requests that one sampler has: compiled on a thread beside the forward pass, advanced by each
+sampled token.
+
+    row with GrammarStart ─► compile, replay its tokens ─┐ thread
+                                                         ▼
+    logits ─► mask of what the grammar allows ─► sampler ─► accept the token ─► next row
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types import packed
+from headrace.core.types.constraint import GrammarStart
+from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
+
+
+class GrammarStates:
+    """Grammars by request. Used by the compute thread alone; make: the compiler, made with the first constraint."""
+
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+        self._make = make
+        self._compiler: GrammarCompiler | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._starting: dict[int, Future[Grammar]] = {}
+        self._grammars: dict[int, Grammar] = {}
+
+    def begin(self, rows: Iterable[PlanRow]) -> None:
+        """Begin to compile what rows bring; call it before their forward pass."""
+        for row in rows:
+            if row.grammar is not None:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+                self._starting[row.request] = self._executor.submit(self._start, row.grammar)
+
+    def mask(self, row: PlanRow) -> NDArray[np.bool_] | None:
+        """Which tokens may be sampled for a row: [vocabulary]; None for a request without a constraint. Waits for its
+        grammar to be compiled. Raises GrammarError if the grammar cannot go on."""
+        if row.sample is None or not row.sample.grammar:
+            return None
+        grammar = self._grammar(row.request)
+        allowed = grammar.mask()
+        if not allowed.any():
+            raise GrammarError("it allows no token")
+        return allowed
+
+    def accept(self, request: int, token: int) -> None:
+        """A token was sampled for a request. Raises GrammarError if its grammar does not allow it."""
+        if (grammar := self._grammars.get(request)) is not None:
+            grammar.accept((token,))
+
+    def release(self, request: int) -> None:
+        """Drop the grammar of a request; unknown requests are ignored."""
+        self._starting.pop(request, None)
+        self._grammars.pop(request, None)
+
+    def _grammar(self, request: int) -> Grammar:
+        starting = self._starting.pop(request, None)
+        if starting is not None:
+            self._grammars[request] = starting.result()
+        if request not in self._grammars:
+            raise GrammarError("its constraint is not known here")
+        return self._grammars[request]
+
+    def _start(self, start: GrammarStart) -> Grammar:
+        if self._compiler is None:
+            self._compiler = self._make()
+        grammar = self._compiler.compile(start.constraint)
+        grammar.accept(packed.unpack(start.tokens).tolist())
+        return grammar

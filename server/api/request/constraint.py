@@ -1,0 +1,154 @@
+"""The constraint of a body, in whichever of the APIs' fields it is given: structured output."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.server.api.request.schema import (
+    GenerateSampling,
+    OpenAIBody,
+    ResponsesBody,
+    SamplingBody,
+    StructuredOutputs,
+)
+from headrace.server.frontend.served_model import ServedModel
+
+MAX_CHOICES = 4096
+MAX_CONSTRAINT_BYTES = 1 << 16
+JSON_OBJECT = '{"type":"object"}'
+INVALID_CONSTRAINT = "invalid_constraint"
+Found = tuple[str, Constraint]  # the field that gives it
+
+
+async def body_constraint(model: ServedModel, body: SamplingBody) -> Constraint | None:
+    """What the text of a request has to match; None if the body does not say. Raises HeadraceError: 400 for more than
+    one, for one that cannot be compiled, and for values that contradict it."""
+    found = _shared(body)
+    if isinstance(body, OpenAIBody):
+        found += _response_format("response_format", body.response_format, nested=True)
+    if isinstance(body, ResponsesBody) and body.text is not None:
+        found += _response_format("text.format", body.text.get("format"), nested=False)
+    return await _checked(model, found, ignore_eos=bool(body.ignore_eos))
+
+
+async def generate_constraint(model: ServedModel, given: GenerateSampling) -> Constraint | None:
+    """The same of SGLang's sampling_params."""
+    found: list[Found] = []
+    if given.json_schema is not None:
+        found.append(("sampling_params.json_schema", Constraint("json", given.json_schema)))
+    if given.regex is not None:
+        found.append(("sampling_params.regex", Constraint("regex", given.regex)))
+    if given.ebnf is not None:
+        found.append(("sampling_params.ebnf", Constraint("grammar", given.ebnf)))
+    return await _checked(model, found, ignore_eos=bool(given.ignore_eos), ignore_field="sampling_params.ignore_eos")
+
+
+async def _checked(
+    model: ServedModel, found: list[Found], *, ignore_eos: bool, ignore_field: str = "ignore_eos"
+) -> Constraint | None:
+    if not found:
+        return None
+    if len(found) > 1:
+        names = [field for field, _ in found]
+        text = f"{', '.join(names[:-1])} and {names[-1]} are given together; send one constraint"
+        raise invalid(names[-1], text)
+    ((field, constraint),) = found
+    if ignore_eos:
+        raise invalid(ignore_field, f"{ignore_field} and {field} contradict each other; send one of them")
+    if (size := len(constraint.text.encode(errors="surrogatepass"))) > MAX_CONSTRAINT_BYTES:
+        raise _refused(field, f"it has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
+    try:
+        constraint.text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(field, f"it is no valid text: {error.reason}") from error
+    if problem := await model.grammars.problem(constraint):
+        raise _refused(field, problem)
+    return constraint
+
+
+def _refused(field: str, why: str) -> HeadraceError:
+    return invalid(field, f"{field} cannot be used: {why}", code=INVALID_CONSTRAINT)
+
+
+def _shared(body: SamplingBody) -> list[Found]:
+    """vLLM's fields: structured_outputs, and those of its earlier versions."""
+    found = _structured("structured_outputs", body.structured_outputs)
+    if body.guided_json is not None:
+        found.append(("guided_json", _schema("guided_json", body.guided_json)))
+    if body.guided_regex is not None:
+        found.append(("guided_regex", Constraint("regex", body.guided_regex)))
+    if body.guided_choice is not None:
+        found.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
+    if body.guided_grammar is not None:
+        found.append(("guided_grammar", Constraint("grammar", body.guided_grammar)))
+    return found
+
+
+def _structured(name: str, given: StructuredOutputs | None) -> list[Found]:
+    """Raises HeadraceError (400) for what is not supported, and for an object that has no constraint."""
+    if given is None:
+        return []
+    for field, unsupported in {
+        "structural_tag": given.structural_tag is not None,
+        "whitespace_pattern": given.whitespace_pattern is not None,
+        "disable_any_whitespace": bool(given.disable_any_whitespace),
+        "disable_additional_properties": bool(given.disable_additional_properties),
+    }.items():
+        if unsupported:
+            raise invalid(f"{name}.{field}", f"{name}.{field} is not supported; leave it out", code="unsupported")
+    found: list[Found] = []
+    if given.json is not None:
+        found.append((f"{name}.json", _schema(f"{name}.json", given.json)))
+    if given.regex is not None:
+        found.append((f"{name}.regex", Constraint("regex", given.regex)))
+    if given.choice is not None:
+        found.append((f"{name}.choice", _choice(f"{name}.choice", given.choice)))
+    if given.grammar is not None:
+        found.append((f"{name}.grammar", Constraint("grammar", given.grammar)))
+    if given.json_object:
+        found.append((f"{name}.json_object", Constraint("json", JSON_OBJECT)))
+    if not found:
+        raise invalid(name, f"{name} has no constraint; send one of json, regex, choice, grammar and json_object")
+    return found
+
+
+def _response_format(name: str, given: dict[str, Any] | None, *, nested: bool) -> list[Found]:
+    """OpenAI's field. nested: the schema is in an object json_schema of its own, as in chat completions."""
+    if not given:
+        return []
+    kind = given.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [(name, Constraint("json", JSON_OBJECT))]
+    if kind != "json_schema":
+        message = f"{name}.type is {shown(str(kind))!r}; supported are text, json_object and json_schema"
+        raise invalid(f"{name}.type", message, code="unsupported")
+    field = f"{name}.json_schema" if nested else name
+    holder = given.get("json_schema") if nested else given
+    if not isinstance(holder, dict):
+        raise invalid(field, f"{field} has to be an object with a schema")
+    schema = holder.get("schema")
+    if schema is None:
+        raise invalid(f"{field}.schema", f"{field}.schema is required", code="missing_field")
+    return [(f"{field}.schema", _schema(f"{field}.schema", schema))]
+
+
+def _schema(field: str, given: Any) -> Constraint:
+    """A JSON schema, given as an object or as its text."""
+    if isinstance(given, str):
+        return Constraint("json", given)
+    if not isinstance(given, dict | bool):
+        raise invalid(field, f"{field} has to be a JSON schema: an object", code="invalid_type")
+    return Constraint("json", msgspec.json.encode(given).decode())
+
+
+def _choice(field: str, given: list[str]) -> Constraint:
+    if not 1 <= len(given) <= MAX_CHOICES:
+        raise invalid(field, f"{field} has {len(given)} texts; 1 to {MAX_CHOICES} are allowed")
+    if not all(given):
+        raise invalid(f"{field}[{given.index('')}]", f"{field} has an empty text")
+    return Constraint("choice", json.dumps(given))
