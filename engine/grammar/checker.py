@@ -16,6 +16,7 @@ import msgspec
 from headrace.core.runtime.process import die_with_parent
 from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarCompiler, GrammarError
+from headrace.engine.grammar.trial import try_out, try_patterns
 
 MEMORY_BYTES = 4 << 30  # of address space
 
@@ -44,12 +45,13 @@ class CheckReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(compiler: GrammarCompiler, request: CheckRequest) -> CheckReply:
-    """Compile a constraint and find its first mask, where many that are too large show."""
+    """Compile a constraint and try it out."""
     try:
         grammar = compiler.compile(request.constraint)
         if request.first is None:
-            return CheckReply() if grammar.mask().any() else CheckReply("it allows no text")
-        if not grammar.allows(request.first):
+            try_out(grammar)
+            try_patterns(compiler, request.constraint)
+        elif not grammar.allows(request.first):
             return CheckReply(f"the first token, {request.first}, is not allowed")
         return CheckReply()
     except GrammarError as error:

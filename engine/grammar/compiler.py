@@ -75,6 +75,11 @@ class Grammar:
         """Whether this token may come next."""
         return self._matcher.validate_tokens([token]) == 1
 
+    @property
+    def ended(self) -> bool:
+        """Nothing but the end of the text may come next."""
+        return self._matcher.is_stopped()
+
     def copy(self) -> "Grammar":
         """The same state, for another request."""
         return Grammar(self._matcher.deep_copy(), self._words)
@@ -132,7 +137,8 @@ def load_vocabulary(model: str, cache_dir: str, words: int) -> Vocabulary:
     try:
         source = resolve_source(model)
         if source.kind == "stub":
-            text, ends = stub_tokenizer(model).to_str(), (END,)
+            text = stub_tokenizer(model).to_str()
+            ends: tuple[int, ...] = (END,)
         else:
             record = load_record(source, cache_dir)
             text, ends = record.backend, record.eos_ids

@@ -6,6 +6,7 @@ sampled token.
     logits ─► mask of what the grammar allows ─► sampler ─► accept the token ─► next row
 """
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +17,8 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.constraint import GrammarStart
 from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
+
+STEP_S = 1.0  # of CPU time for the mask of one token: others wait meanwhile
 
 
 class GrammarStates:
@@ -42,7 +45,10 @@ class GrammarStates:
         if row.sample is None or not row.sample.grammar:
             return None
         grammar = self._grammar(row.request)
+        before = time.thread_time()
         allowed = grammar.mask()
+        if (took := time.thread_time() - before) > STEP_S:
+            raise GrammarError(f"the mask of one token took {took:.2f} s, and {STEP_S:g} s are the limit")
         if not allowed.any():
             raise GrammarError("it allows no token")
         return allowed

@@ -9,6 +9,7 @@ import logging
 import os
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
+from contextlib import suppress
 
 import msgspec
 
@@ -48,11 +49,16 @@ class GrammarChecker:
             self._known.popitem(last=False)
         return self._known[key]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the child."""
-        if self._child is not None and self._child.returncode is None:
-            self._child.kill()
-        self._child = None
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.stdin is not None:
+            child.stdin.close()
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
 
     async def _ask(self, request: CheckRequest) -> str:
         done = False
@@ -67,7 +73,7 @@ class GrammarChecker:
             return "it takes more memory to compile than a constraint may"
         finally:
             if not done:  # also if the client is gone: a late reply is not taken for the next one
-                self.close()
+                await self.close()
 
     async def _running(self) -> Process:
         """The child, started if it does not run. Raises HeadraceError (503) if it cannot be."""

@@ -36,10 +36,10 @@ class ServedModel:
         self._async_tokenizer = AsyncTokenizer(self._tokenizer, self.max_model_len)
         self._grammars = GrammarChecker(CheckerConfig(self.path, self._cache_dir, self.vocab_size))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the tokenizer's threads, and the process that checks constraints."""
         if self._grammars is not None:
-            self._grammars.close()
+            await self._grammars.close()
         if self._async_tokenizer is not None:
             self._async_tokenizer.close()
 

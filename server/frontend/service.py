@@ -92,7 +92,7 @@ class Service:
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()
-        self.model.close()
+        await self.model.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for the open ones; those that are left at the deadline fail with 503, at the

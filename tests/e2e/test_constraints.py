@@ -79,22 +79,31 @@ def test_every_api_has_its_field(servers: tuple[Server, Server]) -> None:
         assert re.fullmatch(pattern, decode.post("/generate", body).json()["text"])
 
 
+def routed(prefill: Server, decode: Server, prefill_body: dict[str, Any], body: dict[str, Any]) -> tuple[Any, Any]:
+    """The answers of both servers as a router of vLLM asks them: the prompt is computed, then fetched."""
+    asked = {"prompt": "say", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}, **prefill_body}
+    first = prefill.post("/v1/completions", asked).json()
+    body = {"prompt": "say", "max_tokens": 50, "kv_transfer_params": first["kv_transfer_params"], **body}
+    return first, decode.post("/v1/completions", body)
+
+
 def test_the_first_token_is_masked_by_the_prefill_server(servers: tuple[Server, Server]) -> None:
-    prefill = servers[0]
+    prefill, decode = servers
     body = {"prompt": "say", "handoff": "none", "structured_outputs": {"regex": "[xy]z"}}
     assert prefill.post("/v1/prefill", body).json()["first_token"]["text"] in ("x", "y")
     assert prefill.get("/v1/handoff").json()["structured_outputs"] is True
-    routed = {
-        "prompt": "say",
-        "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True},
-        "guided_regex": "[xy]",
-    }
-    answer = prefill.post("/v1/completions", routed).json()
-    assert answer["choices"][0]["text"] in ("x", "y")
-    assert len(answer["kv_transfer_params"]["grammar"]) == 32
-    ticket = answer["kv_transfer_params"]["ticket"]
-    assert ticket
+    constraint = {"guided_regex": "[xy]{2}z"}
+    first, second = routed(prefill, decode, constraint, constraint)
+    assert first["choices"][0]["text"] in ("x", "y")
+    assert len(first["kv_transfer_params"]["grammar"]) == 32
+    assert re.fullmatch("[xy]{2}z", second.json()["choices"][0]["text"])
+
+
+def test_a_first_token_that_was_not_masked_fails_its_request(servers: tuple[Server, Server]) -> None:
+    _, answer = routed(*servers, {"stop_token_ids": []}, {"guided_regex": "[xy]{3}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "grammar_rejected")
+    for server in servers:
+        wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages are free")
 
 
 def test_min_tokens_gives_way_to_the_end_of_a_grammar(servers: tuple[Server, Server]) -> None:
