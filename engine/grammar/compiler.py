@@ -72,8 +72,9 @@ class Grammar:
                 raise GrammarError(f"token {token} is not allowed")
 
     def allows(self, token: int) -> bool:
-        """Whether this token may come next."""
-        return self._matcher.validate_tokens([token]) == 1
+        """Whether this token may come next. Also one that mask() leaves out: where the next characters are certain, it
+        has only the tokens in which the tokenizer writes them."""
+        return self._matcher.validate_tokens([token]) == 1 or bool(self.mask()[token])
 
     @property
     def ended(self) -> bool:

@@ -143,7 +143,10 @@ def _schema(field: str, given: Any) -> Constraint:
         return Constraint("json", given)
     if not isinstance(given, dict | bool):
         raise invalid(field, f"{field} has to be a JSON schema: an object", code="invalid_type")
-    return Constraint("json", msgspec.json.encode(given).decode())
+    try:
+        return Constraint("json", msgspec.json.encode(given).decode())
+    except RecursionError as error:
+        raise _refused(field, "it is nested too deeply") from error
 
 
 def _choice(field: str, given: list[str]) -> Constraint:

@@ -29,7 +29,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "only text"),
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "not supported"),
-    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text", "not supported"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
     ({"input": "x", "background": True}, "background", "not supported"),
     ({"input": "x", "n": 2}, "n", "not supported"),
     ({"input": "x", "temperature": 3}, "temperature", "from 0 to 2"),

@@ -1,0 +1,70 @@
+"""Constraints in the front end: checked in a process of their own, and sent to prefill servers that know them."""
+
+import asyncio
+import json
+
+from headrace.core.messages.frontend import Submit
+from headrace.core.types.constraint import Constraint
+from headrace.engine.grammar.checker import CheckerConfig
+from headrace.server.frontend.grammar_checker import GrammarChecker
+from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_prefills import Prefills, decode, fetched
+from tests.server.fakes import FakeLink, in_loop
+
+STUB = CheckerConfig("stub", "", 1000)
+LARGE = Constraint("json", json.dumps({"enum": [f"value {number}" for number in range(4000)]}))
+
+
+@in_loop
+async def test_a_constraint_that_takes_too_long_ends_its_process_and_no_other_request() -> None:
+    checker = GrammarChecker(STUB)
+    assert await checker.problem(Constraint("regex", "a")) == ""
+    hasty = GrammarChecker(STUB, compile_s=0.0)
+    assert "takes longer than 0 s" in await hasty.problem(LARGE)
+    assert "takes longer than 0 s" in await hasty.problem(LARGE), "it is not tried again"
+    assert await checker.problem(LARGE) == ""
+    assert "not allowed" in await checker.problem(Constraint("regex", "a"), ord("b"))
+    assert await checker.problem(Constraint("regex", "a"), ord("a")) == ""
+    await hasty.close()
+    await checker.close()
+
+
+@in_loop
+async def test_a_request_that_is_given_up_does_not_confuse_the_next_one() -> None:
+    checker = GrammarChecker(STUB)
+    given_up = asyncio.create_task(checker.problem(Constraint("regex", "(")))
+    while checker._child is None:
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    assert await checker.problem(Constraint("regex", "a")) == ""
+    await checker.close()
+
+
+@in_loop
+async def test_a_prefill_server_of_an_earlier_version_is_not_asked(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "hi", "structured_outputs": {"choice": ["hello"]}}
+    old = Prefills()
+    async with decode(FakeLink(fetched(tokenizer)), tokenizer, old) as (service, http):
+        service.model._grammars = GrammarChecker(STUB)
+        answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_structured_output")
+        assert not old.posts
+        assert (await http.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+
+
+@in_loop
+async def test_prefill_servers_get_the_constraint(tokenizer: Tokenizer) -> None:
+    new, link = Prefills(), FakeLink(fetched(tokenizer, "hello"))
+    new.more = {"structured_outputs": True}
+    text = tokenizer.encode("hello")[0]
+    body = {"prompt": "hi", "max_tokens": 3, "guided_choice": [tokenizer.piece(text)]}
+    async with decode(link, tokenizer, new) as (service, http):
+        service.model._grammars = GrammarChecker(STUB)
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code in (200, 502), answer.text  # the tiny tokenizer's ids are not the stub's
+        assert new.posts[0][1]["structured_outputs"] == {"choice": body["guided_choice"]}
+        (submit,) = link.of(Submit)
+        assert submit.constraint == Constraint("choice", json.dumps(body["guided_choice"]))
+        assert submit.sampling.grammar == submit.constraint.key
+        assert "grammar" not in new.posts[0][1]
