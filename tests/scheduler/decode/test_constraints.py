@@ -47,7 +47,8 @@ def test_a_preempted_request_brings_it_again_with_its_tokens() -> None:
 
 def fetched(bench: Bench) -> Forward:
     """A request whose first token comes from a prefill server, in its first plan here."""
-    bench.submit("a", 10, route=FetchFrom("p", "a", "done"), max_tokens=5, constraint=WORD)
+    bench.prefill_up()
+    bench.submit("a", 10, route=FetchFrom("p", "a"), max_tokens=5, constraint=WORD)
     expect = bench.last(PrepareReceive)
     bench.expecting(expect.request)
     bench.do(KvReceived(stage=0, request=expect.request, first=FirstToken(42, 10, 0), bytes=100, chunks=1))
