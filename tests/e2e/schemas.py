@@ -65,7 +65,7 @@ def _object(random: Random, depth: int) -> Schema:
 
 def _list(random: Random, depth: int) -> Schema:
     low = random.randint(0, 2)
-    if random.random() < 0.3:
+    if low and random.random() < 0.3:
         items = [_schema(random, depth - 1) for _ in range(low)]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": low}
     return {"type": "array", "items": _schema(random, depth - 1), "minItems": low, "maxItems": low + 2}
