@@ -29,6 +29,12 @@ async def body_constraint(model: ServedModel, body: SamplingBody) -> Constraint 
     found = _shared(body)
     if isinstance(body, OpenAIBody):
         found += _response_format("response_format", body.response_format, nested=True)
+        if body.json_schema is not None:
+            found.append(("json_schema", _schema("json_schema", body.json_schema)))
+        if body.regex is not None:
+            found.append(("regex", Constraint("regex", body.regex)))
+        if body.ebnf is not None:
+            found.append(("ebnf", Constraint("grammar", body.ebnf)))
     if isinstance(body, ResponsesBody) and body.text is not None:
         found += _response_format("text.format", body.text.get("format"), nested=False)
     return await _checked(model, found, ignore_eos=bool(body.ignore_eos))

@@ -124,6 +124,10 @@ class OpenAIBody(SamplingBody, kw_only=True):
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     """OpenAI's field of structured_outputs."""
+    json_schema: dict[str, Any] | bool | str | None = None
+    """SGLang's name of structured_outputs.json; the next two are regex and grammar there."""
+    regex: str | None = None
+    ebnf: str | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     kv_transfer_params: TransferParams | None = None
