@@ -19,7 +19,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.constraint import Constraint, GrammarStart
 from headrace.core.types.packed import pack
 from headrace.core.types.request import SamplingParams
-from headrace.engine.grammar.compiler import GrammarCompiler, compile_constraint, load_vocabulary
+from headrace.engine.grammar.compiler import Vocabulary, compile_constraint, load_vocabulary
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 
@@ -89,15 +89,14 @@ def _row(number: int, constrained: bool, constraint: Constraint, step: int, batc
     )
 
 
-def compile_row(name: str, constraint: Constraint, model: str, words: int, rounds: int) -> tuple[str, ...]:
+def compile_row(name: str, constraint: Constraint, vocabulary: Vocabulary, rounds: int) -> tuple[str, ...]:
     """A row of the table of compile times."""
-    vocabulary = load_vocabulary(model, "", words)
     compiled, first, later, accepted = [], [], [], []
-    for _ in range(rounds):
+    for seed in range(rounds):
         started = time.perf_counter()
         grammar = compile_constraint(constraint, vocabulary)
         compiled.append(time.perf_counter() - started)
-        random = Random(0)
+        random = Random(seed)
         for step in range(60):
             started = time.perf_counter()
             allowed = grammar.mask()
@@ -122,9 +121,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     words = load_spec(resolve_source(given.model)).vocab_size
     started = time.perf_counter()
-    GrammarCompiler(given.model, "", words).load()
+    vocabulary = load_vocabulary(given.model, "", words)
     loaded_s = time.perf_counter() - started
-    rows = [compile_row(name, constraint, given.model, words, 5) for name, constraint in CONSTRAINTS.items()]
+    rows = [compile_row(name, constraint, vocabulary, 10) for name, constraint in CONSTRAINTS.items()]
     columns = ("constraint", "compile, ms", "first mask, ms", "mean later mask, us", "mean token, us")
     print_table(f"vocabulary of {words:,}, loaded in {loaded_s:.2f} s", columns, rows)
     largest = max(given.batches)
@@ -140,8 +139,8 @@ def main(arguments: Sequence[str]) -> int:
                 plain, constrained = measure(runner, constraint, batch, given.steps)
             ratio = statistics.median(b / a for a, b in zip(plain, constrained, strict=True))
             mean = sum(constrained) / sum(plain)
-            rows.append((f"{name}, batch of {batch}", f"{1e3 * statistics.median(plain):.2f}",
-                         f"{1e3 * statistics.median(constrained):.2f}", f"{ratio - 1:+.1%}", f"{mean - 1:+.1%}"))  # fmt: skip
+            medians = [f"{1e3 * statistics.median(times):.2f}" for times in (plain, constrained)]
+            rows.append((f"{name}, batch of {batch}", *medians, f"{ratio - 1:+.1%}", f"{mean - 1:+.1%}"))
     columns = ("constraint", "none, ms/step", "constrained, ms/step", "median ratio", "ratio of means")
     print_table(f"decoding steps of {given.model}, {given.dtype}, {given.threads} threads", columns, rows)
     return 0

@@ -35,7 +35,7 @@ def parser_limits() -> "llguidance.LLParserLimits":
     import llguidance
 
     return llguidance.LLParserLimits(
-        max_items_in_row=1000,
+        max_items_in_row=2000,
         initial_lexer_fuel=400_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
@@ -180,7 +180,9 @@ def _source(constraint: Constraint) -> str:
             case "regex":
                 return LLMatcher.grammar_from_regex(text)
             case "choice":
-                return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(text)))}")
+                return LLMatcher.grammar_from_lark(
+                    f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, json.loads(text)))}"
+                )
             case "grammar":
                 return LLMatcher.grammar_from_lark(any_to_lark(text))
     except (ValueError, RecursionError) as error:

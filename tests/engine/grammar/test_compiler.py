@@ -127,3 +127,12 @@ def test_large_numbers_and_recursion_are_no_bombs(constraint: Constraint) -> Non
 def test_a_model_without_an_end_has_no_constraints() -> None:
     with pytest.raises(GrammarError, match=r"no such model|does not exist"):
         GrammarCompiler("/no/such/model", "", 10).compile(Constraint("regex", "a"))
+
+
+def test_thousands_of_choices() -> None:
+    texts = [f"choice number {number}" for number in range(3000)]
+    constraint = Constraint("choice", json.dumps(texts))
+    assert check(COMPILER, CheckRequest(constraint)).error == ""
+    grammar = COMPILER.compile(constraint)
+    grammar.accept(tuple(b"choice number 299"))
+    assert allowed(grammar) == {*b"0123456789", END}
