@@ -1,7 +1,8 @@
 """Compiles constraints to grammars over the model's vocabulary, by llguidance.
 
 The vocabulary is loaded with the first constraint: it takes about a second, and servers without constraints do without
-its memory. Compiling takes milliseconds; what a hostile constraint may take is bounded by parser_limits() and MAX_TEXT_BYTES.
+its memory. Compiling takes milliseconds; what a hostile constraint may take is bounded by parser_limits() and
+MAX_TEXT_BYTES.
 """
 
 import json

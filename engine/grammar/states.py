@@ -72,8 +72,13 @@ class GrammarStates:
         return self._grammars[request]
 
     def _start(self, start: GrammarStart) -> Grammar:
-        if self._compiler is None:
-            self._compiler = self._make()
-        grammar = self._compiler.compile(start.constraint)
-        grammar.accept(packed.unpack(start.tokens).tolist())
-        return grammar
+        try:
+            if self._compiler is None:
+                self._compiler = self._make()
+            grammar = self._compiler.compile(start.constraint)
+            grammar.accept(packed.unpack(start.tokens).tolist())
+            return grammar
+        except GrammarError:
+            raise
+        except Exception as error:  # such as a library that is not installed: one request fails, not the stage
+            raise GrammarError(f"it cannot be compiled here: {type(error).__name__}: {error}") from error

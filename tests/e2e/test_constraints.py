@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.harness import Server, pages_in_use, pair, wait_until
+from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.schemas import Schema, random_schema
 
 MODEL = ("--model", "stub:layers=2,hidden=16,us_per_token=0,vocab=300", "--max-model-len", "4000")
@@ -159,6 +159,29 @@ def test_a_cancelled_request_leaves_nothing(servers: tuple[Server, Server]) -> N
     for server in servers:
         wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages are free")
     assert completed(servers[1], {"structured_outputs": {"regex": "b"}}) == "b"
+
+
+@pytest.mark.full
+def test_stages_shards_and_preempted_requests_keep_to_it() -> None:
+    model = "stub:layers=4,hidden=16,heads=2,kv_heads=2,us_per_token=0,vocab=300"
+    room = ("--max-model-len", "280", "--page-size", "4", "--kv-pages", "150")
+    with serving("--model", model, *room, "--pp", "2", "--tp", "2") as server, ThreadPoolExecutor(5) as executor:
+        pattern = "[a-c]{200}|[xy]{220}z"
+        body = {"structured_outputs": {"regex": pattern}, "max_tokens": 250}
+        for text in executor.map(lambda seed: completed(server, {**body, "seed": seed}), range(5)):
+            assert re.fullmatch(pattern, text)
+        assert server.metrics()["headrace_preemptions_total"] > 0
+        wait_until(lambda: pages_in_use(server) == 0, 10, "pages are free")
+
+
+def test_choices_and_streams_keep_to_it(servers: tuple[Server, Server]) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 20, "guided_regex": "[xy]{4}"}
+    choices = servers[1].post("/v1/completions", body).json()["choices"]
+    assert all(re.fullmatch("[xy]{4}", choice["text"]) for choice in choices)
+    assert len(choices) == 4
+    lines = servers[1].post("/v1/completions", {**body, "prompt": "a", "n": 1, "stream": True}).text.splitlines()
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert re.fullmatch("[xy]{4}", "".join(choice["text"] for part in parts for choice in part["choices"]))
 
 
 def validated(server: Server, seed: int) -> None:
