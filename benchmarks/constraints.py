@@ -91,7 +91,10 @@ def _row(number: int, constrained: bool, constraint: Constraint, step: int, batc
 
 def compile_row(name: str, constraint: Constraint, vocabulary: Vocabulary, rounds: int) -> tuple[str, ...]:
     """A row of the table of compile times."""
-    compiled, first, later, accepted = [], [], [], []
+    compiled: list[float] = []
+    first: list[float] = []
+    later: list[float] = []
+    accepted: list[float] = []
     for seed in range(rounds):
         started = time.perf_counter()
         grammar = compile_constraint(constraint, vocabulary)

@@ -121,10 +121,12 @@ def _structured(name: str, given: StructuredOutputs | None) -> list[Found]:
     return found
 
 
-def _response_format(name: str, given: dict[str, Any] | None, *, nested: bool) -> list[Found]:
+def _response_format(name: str, given: Any, *, nested: bool) -> list[Found]:
     """OpenAI's field. nested: the schema is in an object json_schema of its own, as in chat completions."""
     if not given:
         return []
+    if not isinstance(given, dict):
+        raise invalid(name, f"{name} has to be an object with a type", code="invalid_type")
     kind = given.get("type")
     if kind == "text":
         return []

@@ -30,6 +30,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "not supported"),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
+    ({"input": "x", "text": {"format": "json"}}, "text.format", "has to be an object"),
     ({"input": "x", "background": True}, "background", "not supported"),
     ({"input": "x", "n": 2}, "n", "not supported"),
     ({"input": "x", "temperature": 3}, "temperature", "from 0 to 2"),

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import Constraint
@@ -68,3 +70,12 @@ async def test_prefill_servers_get_the_constraint(tokenizer: Tokenizer) -> None:
         assert submit.constraint == Constraint("choice", json.dumps(body["guided_choice"]))
         assert submit.sampling.grammar == submit.constraint.key
         assert "grammar" not in new.posts[0][1]
+
+
+def test_neither_process_loads_torch_and_only_the_child_the_library() -> None:
+    load = "import headrace.server.app, headrace.engine.grammar.checker as checker, sys\n"
+    compiled = "checker.GrammarCompiler('stub', '', 1000).load()\n"
+    for code, found in ((load, []), (load + compiled, ["llguidance"])):
+        said = "print(sorted({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"
+        child = subprocess.run([sys.executable, "-c", code + said], capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == str(found)
