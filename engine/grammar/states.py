@@ -3,7 +3,9 @@ sampled token.
 
     row with GrammarStart ─► compile, replay its tokens ─┐ thread
                                                          ▼
-    logits ─► mask of what the grammar allows ─► sampler ─► accept the token ─► next row
+    logits ─► mask of what the grammar allows ─► sampler ─► accept the token ─┐
+                 ▲                                                            │
+                 └────────── next mask, while the next pass computes ◄────────┘ thread
 """
 
 import time
@@ -19,6 +21,7 @@ from headrace.core.types.constraint import GrammarStart
 from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
 
 STEP_S = 1.0  # of CPU time for the mask of one token: others wait meanwhile
+Mask = NDArray[np.bool_]  # which tokens may come next: [vocabulary]
 
 
 class GrammarStates:
@@ -27,41 +30,55 @@ class GrammarStates:
     def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
         self._make = make
         self._compiler: GrammarCompiler | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._compiling: ThreadPoolExecutor | None = None
+        self._masking: ThreadPoolExecutor | None = None
         self._starting: dict[int, Future[Grammar]] = {}
         self._grammars: dict[int, Grammar] = {}
+        self._accepted: list[int] = []  # requests whose next masks are not being computed yet
+        self._masks: dict[int, Future[dict[int, Mask | GrammarError]]] = {}
 
     def begin(self, rows: Iterable[PlanRow]) -> None:
         """Begin to compile what rows bring; call it before their forward pass."""
         for row in rows:
             if row.grammar is not None:
-                if self._executor is None:
-                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-                self._starting[row.request] = self._executor.submit(self._start, row.grammar)
+                if self._compiling is None:
+                    self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+                self._starting[row.request] = self._compiling.submit(self._start, row.grammar)
 
-    def mask(self, row: PlanRow) -> NDArray[np.bool_] | None:
+    def mask(self, row: PlanRow) -> Mask | None:
         """Which tokens may be sampled for a row: [vocabulary]; None for a request without a constraint. Waits for its
         grammar to be compiled. Raises GrammarError if the grammar cannot go on."""
         if row.sample is None or not row.sample.grammar:
             return None
         grammar = self._grammar(row.request)
-        before = time.thread_time()
-        allowed = grammar.mask()
-        if (took := time.thread_time() - before) > STEP_S:
-            raise GrammarError(f"the mask of one token took {took:.2f} s, and {STEP_S:g} s are the limit")
-        if not allowed.any():
-            raise GrammarError("it allows no token")
-        return allowed
+        ahead = self._masks.pop(row.request, None)
+        found = _mask(grammar) if ahead is None else ahead.result()[row.request]
+        if isinstance(found, GrammarError):
+            raise found
+        return found
 
     def accept(self, request: int, token: int) -> None:
         """A token was sampled for a request. Raises GrammarError if its grammar does not allow it."""
         if (grammar := self._grammars.get(request)) is not None:
             grammar.accept((token,))
+            self._accepted.append(request)
+
+    def look_ahead(self) -> None:
+        """Begin to compute the next masks of all requests that have accepted a token, while the next pass computes."""
+        if not self._accepted:
+            return
+        if self._masking is None:
+            self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        grammars = {request: self._grammars[request] for request in self._accepted}
+        masks = self._masking.submit(lambda: {request: _mask(grammar) for request, grammar in grammars.items()})
+        self._masks |= dict.fromkeys(self._accepted, masks)
+        self._accepted.clear()
 
     def release(self, request: int) -> None:
         """Drop the grammar of a request; unknown requests are ignored."""
         self._starting.pop(request, None)
         self._grammars.pop(request, None)
+        self._masks.pop(request, None)
 
     def _grammar(self, request: int) -> Grammar:
         starting = self._starting.pop(request, None)
@@ -82,3 +99,15 @@ class GrammarStates:
             raise
         except Exception as error:  # such as a library that is not installed: one request fails, not the stage
             raise GrammarError(f"it cannot be compiled here: {type(error).__name__}: {error}") from error
+
+
+def _mask(grammar: Grammar) -> Mask | GrammarError:
+    """The next mask, or why there is none."""
+    before = time.thread_time()
+    try:
+        allowed = grammar.mask()
+    except GrammarError as error:
+        return error
+    if (took := time.thread_time() - before) > STEP_S:
+        return GrammarError(f"the mask of one token took {took:.2f} s, and {STEP_S:g} s are the limit")
+    return allowed if allowed.any() else GrammarError("it allows no token")

@@ -62,6 +62,7 @@ def accept_tokens(
                 grammars.accept(sampled.request, sampled.token)
             except GrammarError as error:
                 rejected[sampled.request] = str(error)
+    grammars.look_ahead()
     if not rejected:
         return list(samples), []
     failed = [GrammarRejection(request, f"the constraint of this request: {why}") for request, why in rejected.items()]
