@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
+from headrace.core.runtime.progress import Progress
 from headrace.core.types import packed
 from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.geometry import Geometry
@@ -89,6 +90,11 @@ class Runner(Protocol):
     @property
     def expert_rows(self) -> ExpertRows | None:
         """Counters of this rank's experts; None where its layers have none."""
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """Steps of all passes so far."""
         ...
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
@@ -210,6 +216,7 @@ class ModelRunner:
             mla_form=resolve_form(engine.mla, device),
         )
         self.expert_rows = self._decoder.expert_rows
+        self.progress = self._decoder.progress
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))

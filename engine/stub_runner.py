@@ -25,6 +25,7 @@ from torch import Tensor
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.runtime.progress import Progress
 from headrace.core.types import packed
 from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.coordinate import Agreement, halves
@@ -48,7 +49,9 @@ from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
+from headrace.engine.stub_faults import fault_in, have_fault
 
+LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
 CERTAIN = 40.0  # logit of the next token; all others are 0
 
 
@@ -90,6 +93,7 @@ class StubRunner:
         self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
+        self.progress = Progress()
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
@@ -156,6 +160,7 @@ class StubRunner:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         started, count = time.perf_counter(), sum(row.count for row in rows)
+        have_fault(fault_in(rows, self._model.fault_token, self._first, self._last))
         if self._last and not self._tp.rank:
             self._grammars.begin(rows)
         result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
@@ -311,8 +316,13 @@ class StubRunner:
         next sleep."""
         due_s = due_us * 1e-6 * self._share
         until = started + due_s - self._overslept_s
-        if (left := until - time.perf_counter()) > 0:
+        if (left := until - time.perf_counter()) > LONG_SLEEP_S:
+            for _ in range(self.geometry.layers):
+                time.sleep(left / self.geometry.layers)
+                self.progress.step()
+        elif left > 0:
             time.sleep(left)
+        self.progress.step()
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 
     def _numbers(self, keys: Sequence[int], series: int) -> Tensor:

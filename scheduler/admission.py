@@ -28,13 +28,14 @@ class Admission:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Admit a request, or refuse it for the first reason found."""
-        error = self._unavailable() or _invalid_value(submit) or self._no_replica(submit) or self._in_use(submit)
+        error = self._unavailable(submit) or _invalid_value(submit) or self._no_replica(submit) or self._in_use(submit)
         if error is not None:
             self._refuse(submit, error)
             return
         index, cached = self._bind(submit)
         replica = self._state.replicas[index]
-        error = self._misfit(submit, replica) or self._overload.full(submit) or self._no_prefill(submit, index)
+        full = None if submit.moved else self._overload.full(submit)
+        error = self._misfit(submit, replica) or full or self._no_prefill(submit, index)
         error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
@@ -128,8 +129,8 @@ class Admission:
             case FetchFrom(prefill=prefill, ticket=ticket, posting="external" | "done") if ticket:
                 release_ticket(state, prefill, ticket, error.message)
 
-    def _unavailable(self) -> ErrorInfo | None:
-        if self._state.draining:
+    def _unavailable(self, submit: Submit) -> ErrorInfo | None:
+        if self._state.draining and not submit.moved:
             return ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         if not self._state.engine.ready:
             return ErrorInfo(code=NOT_READY, message="the server is not ready", status=503, retry_after_s=1.0)
@@ -191,7 +192,8 @@ class Admission:
 
 def no_prefill(name: str, why: str) -> ErrorInfo:
     """The error of a request whose prefill server is unknown or down."""
-    return ErrorInfo(code="no_prefill", message=f"prefill server {name} is {why}", status=503, retry_after_s=1.0)
+    text = f"prefill server {name} is {why}"
+    return ErrorInfo(code="no_prefill", message=text, status=503, retry_after_s=1.0, at_prefill=True)
 
 
 def no_replica(replica: int, dp: int) -> ErrorInfo:

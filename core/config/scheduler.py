@@ -167,9 +167,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             low=0.001,
         ),
     ] = 10.0
-    stage_timeout_s: Annotated[float, Flag("stage-timeout", STAGES, "seconds one forward pass may take", low=0.001)] = (
-        120.0
-    )
+    stage_timeout_s: Annotated[
+        float,
+        Flag("stage-timeout", STAGES, "seconds a stage may be stopped, or compute without coming on", low=0.001),
+    ] = 120.0
     start_timeout_s: Annotated[
         float,
         Flag("start-timeout", STAGES, "seconds the stages may take to load, after which they are started again", low=1),

@@ -59,6 +59,10 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     """What the generated text has to match; it compiles, as the front end has made sure."""
 
+    moved: bool = False
+    """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
+    it."""
+
 
 class Abort(FrontendRequest, frozen=True, kw_only=True):
     """End a request. Answered by RequestFailed, or RequestFinished, unless the request has already ended."""
@@ -278,6 +282,8 @@ class Traced(SchedulerReply, frozen=True, kw_only=True):
 
     trace: int
     scheduler: SchedulerTrace
+    paused_s: float = 0.0
+    """Seconds that the times of this part are behind the machine's monotonic clock (LoopClock)."""
 
 
 class StageTraced(SchedulerReply, frozen=True, kw_only=True):

@@ -202,6 +202,8 @@ class EndPeer(PeerEffect, frozen=True, kw_only=True):
 
     session: str
     reason: str
+    backend_failed: bool = False
+    """A write was lost on its way: the peer's next session should have another backend."""
 
 
 class ConnectPrefill(PeerEffect, frozen=True, kw_only=True):

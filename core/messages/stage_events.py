@@ -229,6 +229,8 @@ class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
     stats: Stats
     experts: ExpertLoad | None = None
     """Rows per expert; None for a stage without experts."""
+    steps: int = 0
+    """Steps of forward passes so far: layers, and what goes before and after them."""
 
 
 class RecordingStopped(StageEvent, frozen=True, kw_only=True):
@@ -245,6 +247,17 @@ class StageFailed(StageEvent, frozen=True, kw_only=True):
     message: str
     elsewhere: bool = False
     """Because of another server, with which this one shares experts."""
+
+
+class StageSilence(StageEvent, frozen=True, kw_only=True):
+    """Made by the scheduler's loop: a stage does not answer and counts as alive, since it is stopped, or kept busy."""
+
+    reason: str
+    """What it does, behind its name; "" once it answers again."""
+
+
+class StageProgress(StageEvent, frozen=True, kw_only=True):
+    """Made by the scheduler's loop: a stage has computed something since its last heartbeat."""
 
 
 AnyStageEvent = (

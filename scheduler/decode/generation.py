@@ -96,7 +96,8 @@ class TokenGeneration:
         it, or one that was sampled here, which is an error of this server."""
         foreign = isinstance(request.route, FetchFrom) and request.generated <= 1
         status = 502 if foreign else 500
-        self._completion.fail(request, ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=status), now)
+        error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=status, at_prefill=foreign)
+        self._completion.fail(request, error, now)
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:
         state, request = self._state, row.request

@@ -31,7 +31,7 @@ from headrace.core.types.request import (
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
 
 
 class Phase(Enum):
@@ -45,6 +45,11 @@ class Phase(Enum):
     GENERATING = "generating"  # decoding here
     DONE = "done"
     FAILED = "failed"
+
+    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow in the counts by phase
+
+
+ENDED = (Phase.DONE, Phase.FAILED)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,17 +202,25 @@ class Request:
     @property
     def ended(self) -> bool:
         """It is done or has failed, and may still hold pages."""
-        return self.phase in (Phase.DONE, Phase.FAILED)
+        return self.phase in ENDED
 
     @property
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
-        return 0 if self.ended else max(0, self.target - self.planned)
+        left = self.target - self.planned
+        return left if left > 0 and self.phase not in ENDED else 0
 
     @property
     def to_fetch(self) -> bool:
         """Its KV has to be fetched before it goes on here. A request that was preempted after that is computed here."""
         return isinstance(self.route, FetchFrom) and self.incoming is None
+
+    @property
+    def needs_no_prefill(self) -> bool:
+        """All of its KV has come from a prefill server, whose response has no prompt logprobs that it waits for."""
+        incoming = self.incoming
+        received = incoming is not None and incoming.state is IncomingState.RECEIVED
+        return received and self.submit.sampling.prompt_logprobs is None
 
     @property
     def uses_cache(self) -> bool:

@@ -38,15 +38,14 @@ class SimulatedLinks:
     def __init__(
         self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
     ) -> None:
-        """stall: probability that a chunk never arrives. backend: "zmq" or "shm"."""
+        """stall: probability that a chunk never arrives. backend: "zmq" or "shm". decode.on_peer has to lead here, and
+        decode.on_restart for "shm"."""
+        self.name = prefill.name
         self._links = [
             SimulatedLink(world, prefill, decode, index, stall, backend) for index in range(decode.config.dp)
         ]
         prefill.on_peer = self._from_control_server
         prefill.ship = lambda chunk: self._link(chunk.order.session).ship(chunk)
-        decode.on_peer = self._from_control_client
-        if backend == SHM:
-            decode.on_restart = self.lose  # its hellos describe other pools
 
     def lose(self) -> None:
         """Break all connections; each side notices after a delay, and they come back later."""
@@ -61,7 +60,12 @@ class SimulatedLinks:
         """Have the decode server release a ticket that it has not reserved."""
         self._links[-1].release(ticket)
 
-    def _from_control_client(self, effect: Effect) -> None:
+    def knows(self, session: str) -> bool:
+        """Whether the session is or was of one of these connections."""
+        return any(link.knows(session) for link in self._links)
+
+    def from_control_client(self, effect: Effect) -> None:
+        """Take an effect of the decode server's scheduler."""
         match effect:
             case ConnectPrefill():
                 for link in self._links:
@@ -119,6 +123,7 @@ class SimulatedLink:
         """Begin a session; both sides learn of it."""
         self._sessions += 1
         other = f"{self._replica.index}-" if self._replica.index else ""
+        other = other if self._prefill.name == "prefill" else f"{self._prefill.name}-{other}"
         session = self.session = f"session-{other}{self._sessions}"
         self._pools[session] = self._replica.pipeline
         prefill, decode = self._prefill.config, self._decode.config
@@ -134,7 +139,7 @@ class SimulatedLink:
             ),
         )
         up = PrefillUp(
-            name="prefill",
+            name=self._prefill.name,
             session=session,
             endpoints=("simulated",) * len(prefill.layout.ranks),
             geometries=(_geometry(prefill),) * len(prefill.layout.ranks),
@@ -151,7 +156,7 @@ class SimulatedLink:
             return
         gone, down = (
             PeerGone(session=session, reason="lost"),
-            PrefillDown(name="prefill", session=session, reason="", replica=self._replica.index),
+            PrefillDown(name=self._prefill.name, session=session, reason="", replica=self._replica.index),
         )
         self._to_prefill.put(lambda: self._prefill.handle(gone))
         self._to_decode.put(lambda: self._decode.handle(down))

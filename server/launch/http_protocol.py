@@ -14,10 +14,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import SHORTAGES
 from headrace.core.stats import Counters, Sample
+from headrace.server.launch.http_listeners import taken_since
 
 log = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 << 10  # limit of a request's head; checked after each read
+PIPELINED = 16  # requests of one connection that may wait for the answer to the one before
+UNREAD_S = 60.0  # for which a client may leave an answer unread that is larger than what kernels and buffers take
 CHUNKING = 8  # bytes of chunk framing allowed per byte of a body
 BACKLOG = 2048  # connections that wait in the kernel
 ACCEPTED_AT_ONCE = 32  # of them, in one turn of the event loop: what one turn accepts is not bounded by the limit yet
@@ -39,7 +42,8 @@ class HttpConnections:
         self._busy: set[HttpProtocol] = set()
         self._quiet = LogThrottle()
         self._counters = Counters()
-        self._counters.add("connections_closed_total", 0, ("http", "shed"))
+        for reason in ("shed", "refused", "unread"):
+            self._counters.add("connections_closed_total", 0, ("http", reason))
 
     def add(self, connection: "HttpProtocol", now: float) -> None:
         """A connection was accepted."""
@@ -69,6 +73,12 @@ class HttpConnections:
             self._busy.remove(connection)
             self._idle[connection] = None
 
+    def abort(self, connection: "HttpProtocol", reason: str) -> None:
+        """Close a connection at once, with what is queued for it. reason: "refused" or "unread"."""
+        self._counters.add("connections_closed_total", labels=("http", reason))
+        self.remove(connection)
+        connection.transport.abort()
+
     def remove(self, connection: "HttpProtocol") -> None:
         """The connection is closed. Does nothing if it was removed before."""
         self._idle.pop(connection, None)
@@ -81,12 +91,14 @@ class HttpConnections:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Rejects requests whose head, trailers and chunk framing are too long.
+    """Rejects requests whose head, trailers and chunk framing are too long, and closes connections that send one
+    request after the other without waiting for answers, or do not read these.
 
-    The parser buffers these without a limit, so a client could exhaust the memory. Bodies are limited where they are
-    read (server/api/request/body.py).
+    The parser buffers the former without a limit, and uvicorn queues requests without one, so a client could exhaust
+    the memory. Bodies are limited where they are read (server/api/request/body.py).
     """
 
+    _unread: asyncio.TimerHandle | None = None
     _received = 0  # bytes of the current request
     _body = 0  # of these, bytes of its body
 
@@ -102,7 +114,20 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
         self._open.remove(self)
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client has not read so much that nothing more is written; close the connection if it stays so."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self._open.abort, self, "unread")
+
+    def resume_writing(self) -> None:
+        """The client reads."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def refuse(self) -> None:
         """Close a new connection, saying why."""
@@ -113,11 +138,16 @@ class HttpProtocol(HttpToolsProtocol):
         """Parse, then respond with 400 if the request is over the limit."""
         self._received += len(data)
         super().data_received(data)
-        if self._received > HEAD_BYTES + (1 + CHUNKING) * self._body and not self.transport.is_closing():
+        if len(self.pipeline) > PIPELINED:
+            self._open.abort(self, "refused")
+        elif self._received > HEAD_BYTES + (1 + CHUNKING) * self._body and not self.transport.is_closing():
             self.send_400_response(f"The request has more than {HEAD_BYTES} bytes besides its body.")
 
     def on_message_begin(self) -> None:
-        """Count anew for each request of the connection."""
+        """Count anew for each request of the connection. Raises OverflowError, which ends the parsing of what was read,
+        if too many wait."""
+        if len(self.pipeline) > PIPELINED:
+            raise OverflowError
         super().on_message_begin()
         self._received = self._body = 0
 
@@ -142,7 +172,13 @@ class HttpServer(uvicorn.Server):
     """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ."""
+        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ.
+        Raises ConfigError for a socket that is bound to a port where another process has begun to listen."""
+        for bound in sockets or ():
+            try:
+                bound.listen(ACCEPTED_AT_ONCE)
+            except OSError as error:
+                raise taken_since(bound, error) from error
         await super().startup(sockets)
         for listener in (listener for server in self.servers for listener in server.sockets):
             with socket.socket(fileno=os.dup(listener.fileno())) as same:

@@ -77,7 +77,7 @@ class ControlServer:
 
     def apply(self, command: ControlServerEffect, now: float) -> list[PeerEvent]:
         """Carry out an effect of the scheduler."""
-        return self._act(self._sessions.tell(command), now)
+        return self._act(self._sessions.tell(command, now), now)
 
     def tick(self, now: float) -> list[PeerEvent]:
         """Do what is due by now. Messages are read before timeouts count: this loop itself may have been delayed."""

@@ -26,6 +26,7 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
+from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit
 from headrace.transfer.control.session import OpenTicket, PeerSession, failed, final_reply, reservation_error
 from headrace.transfer.protocol import checksum, matching, messages
@@ -74,6 +75,7 @@ class SessionTable:
         self._offer: BackendOffer | None = None
         self._by_route: dict[bytes, PeerSession] = {}
         self._by_session: dict[str, PeerSession] = {}
+        self._health = BackendHealth()
         self._ignored: dict[bytes, None] = {}  # connections that sent too much, the oldest first
         self.counters = Counters()
 
@@ -123,12 +125,14 @@ class SessionTable:
         self.counters.add("malformed_frames_total", labels=("control",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
-    def tell(self, effect: ControlServerEffect) -> Outcome:
+    def tell(self, effect: ControlServerEffect, now: float) -> Outcome:
         """Carry out an effect of the scheduler: end a ticket or a session. Does nothing when the session has ended."""
         peer = self._by_session.get(effect.session)
         if peer is None:
             return Outcome([], [])
         if isinstance(effect, EndPeer):
+            if effect.backend_failed:
+                self._health.failed(peer.hello.name, peer.welcome.backend, now)
             return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.end(effect.ticket, effect.generation)
         return Outcome([(peer.route, final_reply(effect))], [])
@@ -192,7 +196,8 @@ class SessionTable:
             limit = self._config.max_peers
             return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
         dropped = _join(self._drop(peer, "it said hello again") for peer in old)
-        choice = matching.choose_backend(self._offer, hello)
+        avoided = self._health.avoided(hello.name, self._offer.backends, now)
+        choice = matching.choose_backend(self._offer, hello, avoided)
         welcome = self._welcome(self._offer, hello, choice.backend)
         rate = same_route.rate if same_route is not None else TokenBucket(now, MESSAGES_PER_S, BURST)
         peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate)

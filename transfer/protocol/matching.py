@@ -3,8 +3,9 @@
 Each check returns a Refuse that names both values, or None. Both sides check, so neither relies on the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -49,6 +50,9 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
         replicas = self.replicas or (0,) * len(self.data_ports)
         columns = zip(self.data_ports, self.geometries, hosts, replicas, strict=True)
         return tuple(StageInfo(rank, *column) for rank, column in enumerate(columns))
+
+
+NOTHING_AVOIDED: Mapping[str, str] = MappingProxyType({})
 
 
 class BackendChoice(NamedTuple):
@@ -226,15 +230,20 @@ def _own(number: int, part: Component) -> str:
     return f"layers {layers} and heads {heads} in stage {number}"
 
 
-def choose_backend(offer: BackendOffer, hello: Hello) -> BackendChoice:
-    """The prefill server's first backend that works between all stages of both sides."""
+def choose_backend(offer: BackendOffer, hello: Hello, avoided: Mapping[str, str] = NOTHING_AVOIDED) -> BackendChoice:
+    """The prefill server's first backend that works between all stages of both sides.
+
+    avoided: backends to pass over, and why; not if none of the others works.
+    """
     reasons: list[str] = []
+    works: list[str] = []
     for backend in offer.backends:
         obstacle = _obstacle(backend, offer, hello)
-        if not obstacle:
+        if not obstacle and backend not in avoided:
             return BackendChoice(backend, "; ".join(reasons) or "the first choice of this server")
-        reasons.append(f"not {backend}: {obstacle}")
-    return BackendChoice("", "; ".join(reasons))
+        works += [] if obstacle else [backend]
+        reasons.append(f"not {backend}: {obstacle or avoided[backend]}")
+    return BackendChoice(works[0] if works else "", "; ".join(reasons))
 
 
 def _obstacle(backend: str, offer: BackendOffer, hello: Hello) -> str:

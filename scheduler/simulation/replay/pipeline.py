@@ -9,8 +9,15 @@ A pass's times follow when it is ordered, as nothing that is ordered later can d
 
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.orders import Forward, LoadPages, Order, SendChunk, StorePages
-from headrace.core.messages.stage_events import AnyStageEvent, ChunkAcked, PlanDone, SampledToken, StageReady
+from headrace.core.messages.orders import CancelSend, Forward, LoadPages, Order, SendChunk, StorePages
+from headrace.core.messages.stage_events import (
+    AnyStageEvent,
+    ChunkAcked,
+    PlanDone,
+    SampledToken,
+    SendCancelled,
+    StageReady,
+)
 from headrace.core.types.geometry import Geometry
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import pass_seconds
@@ -72,6 +79,8 @@ class TimedPipeline:
                 self._forward(order)
             case SendChunk():
                 self._send(order)
+            case CancelSend():
+                self._world.at(self._world.now, lambda: self._send_cancelled(order))
             case StorePages():
                 self._host.store(order, self._free_at[-1])
             case LoadPages():
@@ -104,6 +113,10 @@ class TimedPipeline:
         if self._fetch_tokens_s is not None:
             at = self._link_free_at = max(at, self._link_free_at) + order.count / self._fetch_tokens_s
         self._world.at(at, lambda: self._acknowledge(order))
+
+    def _send_cancelled(self, order: CancelSend) -> None:
+        for stage in range(len(self._costs)):
+            self._report(SendCancelled(stage=stage, request=order.request))
 
     def _acknowledge(self, order: SendChunk) -> None:
         for stage in range(len(self._costs)):

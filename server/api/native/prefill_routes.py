@@ -13,6 +13,7 @@ from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, encode_any
@@ -35,13 +36,13 @@ PROTOCOL_VERSIONS = (1,)
 _RID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def prefill_routes(model: ServedModel, completions: Completions, config: ServerConfig) -> APIRouter:
+def prefill_routes(model: ServedModel, completions: Completions, config: ServerConfig, budget: BodyBudget) -> APIRouter:
     """POST and DELETE of prefills."""
     router = APIRouter()
 
     @router.post("/v1/prefill")
     async def prefill(http: Request) -> Response:
-        raw = await read_body(http, config.max_body_bytes)
+        raw = await read_body(http, config.max_body_bytes, budget)
         with notify_peers_on_refusal(completions, config, raw):
             body = parse_body(raw, PrefillBody)
             check_model(model, body.model)

@@ -1,13 +1,13 @@
 """POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, GET /v1/models."""
 
 import secrets
-import time
 from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.core.runtime.clock import wall_time
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.openai.choice_forms import ChatForm, CompletionForm
@@ -37,7 +37,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the res
 def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
     """Routes of OpenAI's API. A prefill server has them for routers, which name a ticket and take the first token."""
     router = APIRouter()
-    started = int(time.time())
+    started = int(wall_time())
 
     def choices_format(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
         def make(body: OpenAIBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:

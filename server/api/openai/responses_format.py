@@ -2,11 +2,11 @@
 
 import itertools
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
+from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo, invalid, shown
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
@@ -49,7 +49,7 @@ class ResponsesFormat:
         self._sequence_numbers = itertools.count()
         self._message_id = f"msg_{secrets.token_hex(16)}"
         self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(time.time())}
+        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""

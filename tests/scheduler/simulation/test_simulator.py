@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from headrace.core.config.scheduler import Policy
+from headrace.scheduler.simulation.scenario import POLICIES, Scenario, Shape
 from headrace.scheduler.simulation.server import SimulationReport
-from headrace.scheduler.simulation.simulator import POLICIES, Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import simulate
 
 BATCH = 60
 
@@ -33,6 +34,17 @@ def test_prefill_and_decode(batch: int) -> None:
     expected = {"decode:stop", "decode:length", "decode:cancelled", "decode:peer_gone", "decode:no_request"}
     assert {"decode:lease_expired", "prefill:lease_expired"} <= set(outcomes)
     assert expected | {"prefill:handoff", "prefill:stop", "prefill:cancelled", "prefill:no_peer"} <= set(outcomes)
+
+
+def test_prompts_move_between_prefill_servers_whatever_happens_to_these() -> None:
+    """Servers are lost, crash, refuse, and damage nothing: moved requests generate what they would have anywhere."""
+    moves = 0
+    for seed in range(70_000, 70_000 + BATCH // 2):
+        scenario = Scenario(seed, "pair", requests=9, prefills=3, lost_peer=0.9, crash=0.3, stall=0.01, cancel=0.1)
+        report = simulate(scenario)
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        moves += report.moves
+    assert moves > BATCH // 4
 
 
 def test_peers_that_fall_silent() -> None:

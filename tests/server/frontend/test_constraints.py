@@ -5,13 +5,17 @@ import json
 import subprocess
 import sys
 
+import httpx
+
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_prefills import Prefills, decode, fetched
-from tests.server.fakes import FakeLink, in_loop
+from tests.server.fakes import FakeLink, in_loop, json_of
+from tests.server.frontend.test_failover import URLS, Several, metrics, moves, refusal, three
+from tests.server.frontend.test_prefill_servers import prefill_of
 
 STUB = CheckerConfig("stub", "", 1000)
 LARGE = Constraint("json", json.dumps({"enum": [f"value {number}" for number in range(4000)]}))
@@ -70,6 +74,68 @@ async def test_prefill_servers_get_the_constraint(tokenizer: Tokenizer) -> None:
         assert submit.constraint == Constraint("choice", json.dumps(body["guided_choice"]))
         assert submit.sampling.grammar == submit.constraint.key
         assert "grammar" not in new.posts[0][1]
+
+
+class FirstRefused(GrammarChecker):
+    """Takes every constraint, and no first token from a prefill server until it has refused one."""
+
+    def __init__(self) -> None:
+        super().__init__(STUB)
+        self.refused = 0
+
+    async def problem(self, constraint: Constraint, first: int | None = None) -> str:
+        if first is None or self.refused:
+            return ""
+        self.refused += 1
+        return "not allowed"
+
+
+CHOICE = {"prompt": [1, 2, 3], "structured_outputs": {"choice": ["hello"]}}
+
+
+@in_loop
+async def test_the_next_prefill_server_gets_the_constraint_too(tokenizer: Tokenizer) -> None:
+    prefills = Several(p1=httpx.ConnectError("connection refused"))
+    prefills.more = {"structured_outputs": True}
+    async with three(tokenizer, prefills) as (link, http, service):
+        service.model._grammars = FirstRefused()
+        service.model._grammars.refused = 1
+        assert (await http.post("/v1/completions", json=CHOICE)).status_code == 200
+        first, second = link.of(Submit)
+        assert first.constraint == second.constraint == Constraint("choice", '["hello"]')
+        assert first.sampling == second.sampling
+        assert [body["structured_outputs"] for _, body, _ in prefills.posts] == [CHOICE["structured_outputs"]] * 2
+
+
+@in_loop
+async def test_a_first_token_that_was_not_masked_moves_the_prompt(tokenizer: Tokenizer) -> None:
+    prefills = Several()
+    prefills.more = {"structured_outputs": True}
+    async with three(tokenizer, prefills) as (link, http, service):
+        service.model._grammars = FirstRefused()
+        response = await http.post("/v1/completions", json=CHOICE)
+        assert (response.status_code, json_of(response)["choices"][0]["text"]) == (200, "hello")
+        first, second = link.of(Submit)
+        assert (prefill_of(first), prefill_of(second)) == URLS[:2]
+        assert first.rid == second.rid
+        assert await metrics(http) == moves(failed=1) | {'prefill_retried_requests_total{outcome="finished"}': 1}
+
+
+@in_loop
+async def test_a_constraint_is_not_moved_to_an_earlier_version(tokenizer: Tokenizer) -> None:
+    class One(Several):
+        """Only the first server knows constraints."""
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            self.more = {"structured_outputs": request.url.host == "p1"}
+            return await super().handle_async_request(request)
+
+    prefills = One(p1=refusal(429, "queue_full", "7"))
+    async with three(tokenizer, prefills) as (_, http, service):
+        service.model._grammars = FirstRefused()
+        response = await http.post("/v1/completions", json=CHOICE)
+        assert (response.status_code, json_of(response)["error"]["code"]) == (429, "queue_full")
+        assert prefills.hosts == ["p1"]
 
 
 def test_neither_process_loads_torch_and_only_the_child_the_library() -> None:

@@ -13,8 +13,16 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from headrace.server.launch import http_protocol
 from headrace.server.launch.free_port import free_port
-from headrace.server.launch.http_protocol import HEAD_BYTES, HttpConnections, HttpProtocol, HttpServer, LoopErrors
+from headrace.server.launch.http_protocol import (
+    HEAD_BYTES,
+    PIPELINED,
+    HttpConnections,
+    HttpProtocol,
+    HttpServer,
+    LoopErrors,
+)
 from tests.scarcity import no_descriptors
 
 KEPT = b"POST / HTTP/1.1\r\nhost: here\r\n"
@@ -30,6 +38,10 @@ async def length_of_body(scope: Scope, receive: Receive, send: Send) -> None:
             return
         length, more = length + len(message["body"]), message["more_body"]
     body = b"%d" % length
+    if scope["path"] == "/long":  # more than kernels take in
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(256):
+            await send({"type": "http.response.body", "body": bytes(1 << 18), "more_body": True})
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
 
@@ -199,6 +211,41 @@ def test_where_all_connections_are_busy_a_new_one_is_told(crowded: int) -> None:
         busy.sendall(b"abcdef")
         assert came(busy).endswith(b"\r\n\r\n6")
         assert answer(crowded, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "one has ended"
+
+
+def closed(connections: HttpConnections, reason: str) -> float:
+    """How many connections were closed for this reason."""
+    samples = {(sample.name, sample.labels): sample.value for sample in connections.statistics()}
+    return samples["connections_closed_total", ("http", reason)]
+
+
+def test_some_requests_may_wait_for_the_answer_to_the_first_and_a_flood_may_not() -> None:
+    connections = HttpConnections(LIMIT)
+    request = KEPT + b"content-length: 1\r\n\r\nx"
+    with serving(connections) as port:
+        assert answer(port, request * PIPELINED, START + b"content-length: 0\r\n\r\n").count(b"200 OK") == 1 + PIPELINED
+        assert answer(port, request * 100_000).count(b"200 OK") <= 1
+        assert closed(connections, "refused") == 1
+        with connect(port) as other:
+            ask(other)
+
+
+def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.3)
+    connections = HttpConnections(LIMIT)
+    with serving(connections) as port, ExitStack() as stack:
+        mute = [stack.enter_context(connect(port)) for _ in range(LIMIT)]
+        for each in mute:
+            each.sendall(b"GET /long HTTP/1.1\r\nhost: here\r\n\r\n")
+        deadline = time.monotonic() + 10
+        while closed(connections, "unread") < LIMIT:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(came(mute[0])) < 256 << 18
+        slow = stack.enter_context(connect(port))
+        slow.sendall(b"GET /long HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+        time.sleep(0.1)
+        assert len(came(slow)) > 256 << 18, "one that reads in the end has it all"
 
 
 def test_accepting_anew_at_a_closed_server_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -119,10 +119,10 @@ def test_a_control_endpoint_that_cannot_vouch_ends_the_session_instead_of_its_ti
     made = book()
     [(_, welcome)], _ = made.receive(b"a", hello(), 0.0)
     assert isinstance(welcome, Welcome)
-    replies, events = made.tell(EndPeer(session=welcome.session, reason="stage 0 failed"))
+    replies, events = made.tell(EndPeer(session=welcome.session, reason="stage 0 failed"), 0.0)
     assert replies == [(b"a", Goodbye(reason="stage 0 failed"))]
     assert events == [PeerGone(session=welcome.session, reason="stage 0 failed")]
-    assert made.tell(EndPeer(session=welcome.session, reason="again")) == ([], [])
+    assert made.tell(EndPeer(session=welcome.session, reason="again"), 0.0) == ([], [])
 
 
 def test_a_peer_whose_pool_is_another_one_begins_a_new_session_before_it_asks_for_more() -> None:

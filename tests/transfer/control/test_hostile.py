@@ -93,7 +93,7 @@ def test_pages_in_open_tickets_have_a_limit_that_ending_a_ticket_gives_back() ->
     made.receive(b"a", Cancel(ticket="other", generation=1), 0.0)
     assert not made.receive(b"a", reserve("more", 2), 0.0).events
     [event] = made.receive(b"a", Cancel(ticket="t0", generation=1), 0.0).events
-    made.tell(TellCancelled(session="s" * 32, ticket="t0", generation=1))
+    made.tell(TellCancelled(session="s" * 32, ticket="t0", generation=1), 0.0)
     assert isinstance(made.receive(b"a", reserve("more", 3), 0.0).events[0], PeerReserved)
     assert page_limit(hello(kv_pages=1 << 30)) == RESERVED_PAGES
     assert event

@@ -98,7 +98,7 @@ def test_quotas() -> None:
     [(_, answer)] = made.receive(b"a", reserve("t3"), 0.0).replies
     assert isinstance(answer, Failed)
     assert (answer.code, answer.status) == ("too_many_tickets", 429)
-    made.tell(TellCancelled(session=session, ticket="t0", generation=1))
+    made.tell(TellCancelled(session=session, ticket="t0", generation=1), 0.0)
     assert made.receive(b"a", reserve("t3", generation=2), 0.0).events
     made.receive(b"b", hello(instance="e" * 32), 0.0)
     [(_, refuse)] = made.receive(b"c", hello(instance="f" * 32), 0.0).replies

@@ -34,7 +34,7 @@ def test_a_reservation_passes_and_a_repeated_or_older_one_is_dropped() -> None:
     ]
     for generation in (5, 4):
         assert made.receive(b"a", reserve(generation=generation), 0.0) == ([], [])
-    made.tell(TellFinished(session=session, ticket="t", generation=5))
+    made.tell(TellFinished(session=session, ticket="t", generation=5), 0.0)
     assert made.receive(b"a", reserve(generation=5), 0.0) == ([], [])
     assert made.counters.value("stale_messages_total", ("reserve",)) == 3
     assert len(made.receive(b"a", reserve(generation=6), 0.0).events) == 1
@@ -72,7 +72,7 @@ def test_a_ticket_that_has_not_ended_cannot_be_used_again() -> None:
     assert isinstance(answer, Failed)
     assert (answer.code, answer.status, answer.generation) == ("ticket_in_use", 409, 2)
     made.receive(b"a", Cancel(ticket="t", generation=1), 0.0)
-    made.tell(TellCancelled(session=session, ticket="t", generation=1))
+    made.tell(TellCancelled(session=session, ticket="t", generation=1), 0.0)
     assert made.receive(b"a", reserve(generation=2), 0.0) == ([], []), "a late copy of what was refused"
     assert made.receive(b"a", reserve(generation=3), 0.0).events
 
@@ -90,7 +90,7 @@ def test_cancelling_is_always_answered_once_per_question() -> None:
         PeerCancelled(session=session, ticket="t", generation=2, reason="client left")
     ]
     assert made.receive(b"a", cancel, 0.0) == ([], [])
-    told = made.tell(TellCancelled(session=session, ticket="t", generation=2))
+    told = made.tell(TellCancelled(session=session, ticket="t", generation=2), 0.0)
     assert told.replies == [(b"a", Cancelled(ticket="t", generation=2))]
     assert made.receive(b"a", reserve(generation=2), 0.0).events == []  # a late one revives nothing
 
@@ -116,18 +116,18 @@ def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:
 def test_failures_and_early_ends_reach_the_peer() -> None:
     made, session = joined()
     error = ErrorInfo(code="stage_failed", message="x" * 5000, status=503, retry_after_s=2.0, stage=1)
-    [(_, answer)] = made.tell(TellFailed(session=session, ticket="t", generation=1, error=error)).replies
+    [(_, answer)] = made.tell(TellFailed(session=session, ticket="t", generation=1, error=error), 0.0).replies
     assert isinstance(answer, Failed)
     assert (answer.code, answer.status, answer.retry_after_s, answer.stage) == ("stage_failed", 503, 2.0, 1)
     assert len(answer.message) == messages.MAX_TEXT_CHARS
-    [(_, done)] = made.tell(TellFinished(session=session, ticket="t", generation=1, first=FIRST)).replies
+    [(_, done)] = made.tell(TellFinished(session=session, ticket="t", generation=1, first=FIRST), 0.0).replies
     assert isinstance(done, Finished)
     row = metadata.decode(done.metadata)
     assert row.first == FIRST
     assert row.belongs_to("t", 1)
-    assert made.tell(TellFinished(session="nobody", ticket="t", generation=1)) == ([], [])
+    assert made.tell(TellFinished(session="nobody", ticket="t", generation=1), 0.0) == ([], [])
     many = TokenLogprob(7, -1.0, tuple(range(21)), (-1.0,) * 21)
-    told = made.tell(TellFinished(session=session, ticket="t", generation=1, first=replace(FIRST, logprob=many)))
+    told = made.tell(TellFinished(session=session, ticket="t", generation=1, first=replace(FIRST, logprob=many)), 0.0)
     assert isinstance(told.replies[0][1], Failed)
 
 
@@ -167,6 +167,6 @@ def test_every_ticket_use_that_was_reserved_is_reported_once_and_ends_once(steps
             error = ErrorInfo(code="x", message="y", status=500)
             tell = TellFailed(session=session, ticket=ticket, generation=generation, error=error)
             done = TellFinished(session=session, ticket=ticket, generation=generation)
-            assert len(made.tell(tell if kind == "fail" else done).replies) == 1
+            assert len(made.tell(tell if kind == "fail" else done, 0.0).replies) == 1
             ended.add(use)
     assert made.open_tickets == len(reserved - ended)
