@@ -96,7 +96,7 @@ class Admission:
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
             server = state.prefills.attach(request, route)
-            if route.posting == "done" and (session := server.session(replica.index)):
+            if route.posting != "local" and (session := server.session(replica.index)):
                 state.out.add(AskRenew(session=session, ticket=route.ticket))
         return request
 
@@ -110,7 +110,9 @@ class Admission:
         state, route = self._state, submit.route
         if not state.config.optimistic_start or not isinstance(route, SendTo):
             return False
-        return state.tickets.early(route.ticket) is None and replica.held.fits(packed_length(submit.prompt))
+        return state.tickets.early(route.ticket) is None and replica.held.fits(
+            packed_length(submit.prompt), submit.tenant
+        )
 
     def _token_limit(self, submit: Submit) -> int:
         """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""
@@ -169,7 +171,7 @@ class Admission:
 
     def _held_too_many(self, submit: Submit, replica: Replica) -> ErrorInfo | None:
         held, length = replica.held, packed_length(submit.prompt)
-        if not self._held_for_later(submit) or held.fits(length):
+        if not self._held_for_later(submit) or held.fits(length, submit.tenant):
             return None
         pages = replica.cache.pages_for(length)
         text = f"{held.pages} KV pages are held for peers that have not come; {pages} more exceed {held.limit}"

@@ -283,6 +283,7 @@ class Scheduler:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
         self._rendezvous.give_out_rows(now)
+        self._rendezvous.let_in(now)
         for planner in self._planners:
             planner.start(now)
         for copies in self._copies:

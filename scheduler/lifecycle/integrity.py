@@ -23,6 +23,8 @@ def check(state: State) -> list[str]:
     found.extend(state.requests.check())
     found.extend(state.tickets.check(requests))
     found.extend(state.peers.check(requests))
+    found.extend(state.unacknowledged.check(requests))
+    found.extend(state.queued_by_tenant.check(requests))
     found.extend(state.prefills.check(requests))
     found.extend(_rows(state, requests))
     for request in requests:

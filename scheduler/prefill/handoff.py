@@ -51,6 +51,8 @@ class KvHandoff:
             self._completion.complete(request, reason, now, request.first)
             return
         self._state.enter(request, Phase.INFLIGHT, now)
+        for other in self._state.unacknowledged.add(request):
+            self._state.enter(other, Phase.BOOTSTRAP, now)
         if request.row is not None:
             send = self.send_all if request.early_prefill else self._send_last
             send(request, now)

@@ -3,6 +3,7 @@
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.peers import (
     AskCancel,
+    AskRenew,
     AskReserve,
     ConnectPrefill,
     EndPeer,
@@ -30,6 +31,7 @@ from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.world import Channel, World
 
 WINDOW = 1 << 20
+HEARTBEAT_S = 0.3
 
 
 class SimulatedLinks:
@@ -70,7 +72,7 @@ class SimulatedLinks:
             case ConnectPrefill():
                 for link in self._links:
                     link.connect()
-            case AskReserve() | AskCancel():
+            case AskReserve() | AskCancel() | AskRenew():
                 self._link(effect.session).from_control_client(effect)
             case _:
                 pass
@@ -114,6 +116,8 @@ class SimulatedLink:
         self._data: dict[tuple[int, int], Channel] = {}
         self._backend = backend
         self._pools: dict[str, SimulatedPipeline] = {}
+        self._renewals: dict[str, None] = {}
+        self._beats: str | None = None  # the session whose next heartbeat is scheduled
 
     def knows(self, session: str) -> bool:
         """Whether the session is or was of this connection."""
@@ -152,6 +156,7 @@ class SimulatedLink:
     def lose(self) -> None:
         """Break the connection; each side notices after a delay, and it comes back later."""
         session, self.session = self.session, None
+        self._renewals.clear()
         if session is None:
             return
         gone, down = (
@@ -173,9 +178,13 @@ class SimulatedLink:
             event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
             self._send(self._to_prefill, self._prefill, event)
 
-    def from_control_client(self, effect: AskReserve | AskCancel) -> None:
+    def from_control_client(self, effect: AskReserve | AskCancel | AskRenew) -> None:
         """Take an effect of the decode server's scheduler."""
+        if effect.session == self.session and not isinstance(effect, AskRenew):
+            self._renewals.pop(effect.ticket, None)
         match effect:
+            case AskRenew():
+                self._renew(effect)
             case AskReserve():
                 reserved = PeerReserved(
                     session=effect.session,
@@ -189,6 +198,8 @@ class SimulatedLink:
                     prompt_hash=effect.prompt_hash,
                 )
                 self._send(self._to_prefill, self._prefill, reserved)
+            case AskCancel(ticket=ticket, generation=0):  # it was not reserved
+                self.release(ticket)
             case AskCancel(session=session, ticket=ticket, generation=generation):
                 event = PeerCancelled(session=session, ticket=ticket, generation=generation, reason=effect.reason)
                 self._send(self._to_prefill, self._prefill, event)
@@ -219,6 +230,24 @@ class SimulatedLink:
         for index in range(chunk.receivers):
             channel = self._data.setdefault((chunk.rank, index), Channel(self._world, 0.003))
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
+
+    def _renew(self, ask: AskRenew) -> None:
+        """Renew a ticket with the heartbeats of this session from now on."""
+        if ask.session != self.session:
+            return
+        self._renewals[ask.ticket] = None
+        if self._beats != ask.session:
+            self._beats = ask.session
+            self._world.at(self._world.now + HEARTBEAT_S, lambda: self._beat(ask.session))
+
+    def _beat(self, session: str) -> None:
+        if session != self._beats:
+            return
+        if session != self.session or not self._renewals:
+            self._beats = None
+            return
+        self._send(self._to_prefill, self._prefill, PeerRenewed(session=session, tickets=tuple(self._renewals)))
+        self._world.at(self._world.now + HEARTBEAT_S, lambda: self._beat(session))
 
     def _write(self, chunk: SimulatedChunk) -> None:
         """Write a chunk into the decode server's pages directly: until access is revoked, session or not."""

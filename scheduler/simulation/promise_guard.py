@@ -1,9 +1,10 @@
 """Checks what a server has promised: cancels that end a request, leases, releases, and final replies to peers."""
 
+from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, Held, RequestFailed, SchedulerReply, Submit
 from headrace.core.messages.orders import Forward, Order, PrepareReceive, ReleaseRequest, ReplicaOrder, SendChunk
 from headrace.core.messages.peers import PeerRenewed, TellCancelled, TellFailed, TellFinished
-from headrace.core.types.errors import LEASE_EXPIRED
+from headrace.core.types.errors import LEASE_EXPIRED, NO_PEER
 from headrace.core.types.request import SendTo
 from headrace.scheduler.state.events import Effect, Event
 
@@ -15,14 +16,17 @@ class PromiseGuard:
 
     cancel    a request that has come, and has not ended, has ended when its Abort has been handled; one that tells
               an error of the prefill server does not matter any more once all KV has come
+    room      a prompt waits for its peer until the bootstrap timeout has passed since the peer last named its ticket
     lease     a held request does not expire before the end of its lease, which every heartbeat renews
     release   a number that the stages were told to forget is not used again
     reply     a use of a ticket is told one end; no chunk is ordered for it after that
     """
 
-    def __init__(self, hold_lease_s: float, hold_limit_s: float) -> None:
-        self._lease_s = hold_lease_s
-        self._limit_s = hold_limit_s
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._lease_s = config.hold_lease_s
+        self._limit_s = config.hold_limit_s
+        self._rooms: dict[str, tuple[str, float, float]] = {}  # by ticket: rid, end of the wait, and its limit
         self._live: set[str] = set()
         self._tickets: dict[str, str] = {}  # of held requests, by rid
         self._leases: dict[str, tuple[float, float]] = {}  # by ticket: its end, and beyond what it is not renewed
@@ -35,16 +39,24 @@ class PromiseGuard:
             return f"{event.rid} goes on after it was cancelled"
         if isinstance(event, PeerRenewed):
             for ticket in event.tickets:
+                if ticket in self._rooms:
+                    rid, _, limit = self._rooms[ticket]
+                    self._rooms[ticket] = (rid, min(now + self._config.bootstrap_timeout_s, limit), limit)
                 if ticket in self._leases:
                     _, limit = self._leases[ticket]
                     self._leases[ticket] = (min(now + self._lease_s, limit), limit)
         return None
 
-    def submitted(self, event: Submit) -> None:
+    def submitted(self, event: Submit, now: float) -> None:
         """A request comes now."""
         self._live.add(event.rid)
-        if isinstance(event.route, SendTo) and event.route.hold:
+        if not isinstance(event.route, SendTo):
+            return
+        if event.route.hold:
             self._tickets[event.rid] = event.route.ticket
+        elif event.route.ticket not in self._rooms:
+            timeout_s, longest_s = self._config.bootstrap_timeout_s, self._config.longest_wait_s
+            self._rooms[event.route.ticket] = (event.rid, now + timeout_s, now + longest_s)
 
     def output(self, output: SchedulerReply, now: float) -> str | None:
         """Take in a reply to the front end; returns what it violates, None if nothing."""
@@ -52,6 +64,9 @@ class PromiseGuard:
             if output.lease_s > 0:
                 self._leases[self._tickets[output.rid]] = (now + output.lease_s, now + self._limit_s)
             return None
+        if isinstance(output, RequestFailed) and output.error.code == NO_PEER:
+            end = max((end for rid, end, _ in self._rooms.values() if rid == output.rid), default=now)
+            return f"{output.rid} has no peer at {now}; it waits until {end}" if now < end - ROUNDING_S else None
         if not isinstance(output, RequestFailed) or output.error.code != LEASE_EXPIRED:
             return None
         end, _ = self._leases.get(self._tickets.get(output.rid, ""), (now, now))
@@ -60,6 +75,7 @@ class PromiseGuard:
     def ended(self, rid: str) -> None:
         """A request has ended."""
         self._live.discard(rid)
+        self._rooms = {ticket: room for ticket, room in self._rooms.items() if room[0] != rid}
 
     def effect(self, effect: Effect) -> str | None:
         """Take in an order or a reply to a peer; returns what it violates, None if nothing."""

@@ -39,6 +39,9 @@ class Scenario:
     hold: float = 0.3
     """Probability that a prompt is held at the prefill server first, and fetched later."""
 
+    rooms: float = 0.0
+    """Probability that a router sends a request to both servers at once, and the decode server renews its ticket."""
+
     other_prompt: float = 0.0
     """Probability that what a router posts to the prefill server has one token more."""
 
@@ -124,6 +127,8 @@ def draw_config(scenario: Scenario, rng: random.Random, other: SchedulerConfig |
     if scenario.small and scenario.tiers:  # pages have to leave the pool before they come again
         tokens = rng.choice([16, 20, 28])
     config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
+    if scenario.rooms:
+        config = msgspec.structs.replace(config, hold_limit_s=100.0)
     if other is not None and rng.random() < 0.5:
         config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
     return config

@@ -118,7 +118,7 @@ class SimulatedServer:
         self._disks = [
             [SimulatedDisk() for _ in range(config.stages if any(self._tier_pages) else 0)] for _ in range(config.dp)
         ]
-        self._promises = PromiseGuard(config.hold_lease_s, config.hold_limit_s)
+        self._promises = PromiseGuard(config)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._start()
         self._front = Channel(world, 0.001)
@@ -149,7 +149,7 @@ class SimulatedServer:
             replica.guard.event(event)
             replica.copy_guard.event(event)
         elif isinstance(event, Submit):
-            self._promises.submitted(event)
+            self._promises.submitted(event, self.world.now)
         self._driver.handle(event)
         self._complain(self._promises.handled(event, self.world.now))
 

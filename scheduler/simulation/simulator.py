@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
-from headrace.core.messages.peers import AskCancel, AskReserve, ConnectPrefill
+from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
@@ -148,6 +148,9 @@ class Simulation:
             replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
+        if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:
+            self._call_both(client)
+            return
         alone, rid = self._scenario.prefills == 1, submit.rid
         if pair and alone and rng.random() < self._scenario.hold:
             self._post(client, hold=True)
@@ -159,6 +162,18 @@ class Simulation:
             self._act(f"cancel {rid}", lambda: self._cancel(client, finish), mean_s=mean_s)
         if pair and alone and rng.random() < 0.3:  # a router that calls both sides at once
             self._post(client)
+
+    def _call_both(self, client: SimulatedClient) -> None:
+        """As a router that sends the request to both servers at once, under a room."""
+        submit = client.submit
+        route = msgspec.structs.replace(submit.route, posting="external")
+        client.submit = msgspec.structs.replace(submit, route=route)
+        self._act(f"submit {submit.rid}", lambda: self._server.submit(client))
+        if self._random.random() >= self._scenario.abandon:
+            self._post(client)
+        if self._clients.random() < self._scenario.cancel:
+            mean_s = self._clients.choice([0.002, 0.02, 0.1, 1.0])
+            self._act(f"cancel {submit.rid}", lambda: self._cancel(client, finish=False), mean_s=mean_s)
 
     def _draw_route(self, number: int) -> AnyRoute:
         """In a pair every request is fetched; alone, some are dropped after the first token."""
@@ -224,7 +239,7 @@ class Simulation:
         match effect:
             case ConnectPrefill(name=name):
                 self._links[name].from_control_client(effect)
-            case AskReserve() | AskCancel():
+            case AskReserve() | AskCancel() | AskRenew():
                 known = (link for link in self._links.values() if link.knows(effect.session))
                 next(known, self._links["prefill"]).from_control_client(effect)
             case _:
@@ -232,6 +247,9 @@ class Simulation:
 
     def _on_decode_output(self, output: SchedulerReply) -> None:
         if isinstance(output, Reserved):
+            route = self._server.clients[output.rid].submit.route
+            if isinstance(route, FetchFrom) and route.posting != "local":
+                return  # its router posts it
             if self._random.random() >= self._scenario.abandon:
                 self._post(self._server.clients[output.rid], local=True)
         elif isinstance(output, RequestFailed):

@@ -10,6 +10,7 @@ from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
+from headrace.scheduler.state.queued_shares import QueuedShares
 
 NONE_QUEUED = dict.fromkeys(QUEUES, 0)
 STARTED = (Phase.RUNNING, Phase.GENERATING)
@@ -32,9 +33,10 @@ class Queues:
         cache: KvCache,
         rank_of: RankOf,
         awaiting_row: dict[int, Request],
+        tenants: QueuedShares,
     ) -> None:
-        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row:
-        shared with the queues of other replicas."""
+        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row,
+        tenants: shared with the queues of other replicas."""
         self.policy = policy
         """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
 
@@ -74,6 +76,7 @@ class Queues:
         """The same, by rank."""
 
         self._rank_of = rank_of
+        self._tenants = tenants
 
     @property
     def runnable(self) -> bool:
@@ -293,6 +296,7 @@ class Queues:
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign
         self.tokens[request.phase] += sign * request.prompt_tokens
+        self._tenants.count(request, sign)
 
     def _remove(self, request: Request) -> None:
         self.awaiting_row.pop(request.arrival, None)

@@ -49,6 +49,13 @@ TRANSFER: tuple[MetricSpec, ...] = (
         ("reason",),
     ),
     MetricSpec("control_sessions", "gauge", "Decode peers with an open session at the control endpoint."),
+    MetricSpec(
+        "sessions_displaced_total",
+        "counter",
+        "Sessions of decode peers that gave way to a new peer above --max-peers, by cause: idle (without tickets for "
+        "longest), share (one of many of a key or host, to a peer of another).",
+        ("cause",),
+    ),
     MetricSpec("peers_gone_total", "counter", "Peers given up because they were silent for too long."),
     MetricSpec("open_tickets", "gauge", "Tickets that peers have reserved and that have not ended."),
     MetricSpec(

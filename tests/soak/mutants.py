@@ -65,6 +65,7 @@ MUTANTS = (
     Mutant("a metadata row is not given back", "G7", Completion, "free_pages", wrong.row_kept),
     Mutant("a cancel is lost while tokens are generated", "G1", Scheduler, "_abort", wrong.cancel_lost),
     Mutant("a heartbeat does not renew the lease", "G1", HeldRequests, "renewed", wrong.never),
+    Mutant("a heartbeat renews leases alone", "G1", HeldRequests, "renewed", wrong.leases_alone),
     Mutant("pages from a tier are used unverified", "G4", PageCopies, "loaded", wrong.unverified),
     Mutant("a request is preempted while plans hold its pages", "G3", TokenGeneration, "_preempt",
            wrong.preempted_in_flight),

@@ -70,8 +70,11 @@ sent request
     - > bootstrap          : Submit
     - > waiting            : Submit
     bootstrap > waiting    : PeerReserved, Submit
-    bootstrap > failed     : Abort, PeerReleased, PeerReserved, StageFailed, Submit
+    bootstrap > waiting    : Abort, ChunkAcked, PeerCancelled, PeerGone, SendCancelled, SendFailed
+    bootstrap > waiting    : deadline REQUEST, deadline TRANSFER, next
+    bootstrap > failed     : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed, Submit
     bootstrap > failed     : deadline BOOTSTRAP, deadline REQUEST
+    waiting > bootstrap    : PeerReserved, PlanDone
     waiting > running      : next
     waiting > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed
     waiting > failed       : deadline BOOTSTRAP, deadline REQUEST

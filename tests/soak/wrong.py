@@ -123,6 +123,18 @@ def cancel_lost(original: Any) -> Any:
     return abort
 
 
+def leases_alone(original: Any) -> Any:
+    def renewed(self: HeldRequests, event: Any, now: float) -> None:
+        held = tuple(
+            ticket
+            for ticket in event.tickets
+            if (request := self._state.tickets.holder(ticket)) is not None and request.held
+        )
+        original(self, msgspec.structs.replace(event, tickets=held), now)
+
+    return renewed
+
+
 def unverified(original: Any) -> Any:
     def loaded(self: PageCopies, event: Any, now: float) -> None:
         original(self, msgspec.structs.replace(event, failed=b""), now)

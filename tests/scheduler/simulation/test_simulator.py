@@ -57,7 +57,7 @@ def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
     outcomes = run(shape, 50_000, has_nan_token=True, cancel=0.1)
     if shape == "pair":
         assert outcomes["prefill:nonfinite_values"] > BATCH, "in prompts"
-        assert outcomes["decode:nonfinite_values"] > BATCH // 2, "in generated tokens"
+        assert outcomes["decode:nonfinite_values"] > BATCH // 3, "in generated tokens"
     else:
         assert outcomes["colocated:nonfinite_values"] > BATCH
     assert outcomes[f"{'decode' if shape == 'pair' else shape}:length"] > BATCH // 2, "other requests go on"
