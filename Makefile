@@ -32,8 +32,12 @@ WORKERS ?= 2
 CPU ?=
 PYTEST := $(BIN)/python -m pytest $(if $(CPU),--cpu $(CPU))
 
+# Of make soak. Other seeds are other schedules: a night that goes on where the last one ended finds more.
+HOURS ?= 8
+FIRST_SEED ?= 0
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full wheel test-nixl test-ray test-routers test-vllm check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -68,6 +72,9 @@ endif
 
 full: venv ## Run the tests that take minutes each, too; CPU= as in test.
 	$(PYTEST) -m full tests
+
+faults: venv ## Strike a pair with every kind of fault at every place; write the results to docs/reliability.md.
+	$(BIN)/python -m tests.faults --write
 
 test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
@@ -119,6 +126,9 @@ $(AUDIT_STAMP): requirements/audit.txt
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --require-hashes --no-deps -r requirements/audit.txt
 	@touch $@
+
+soak: venv ## Run random schedules for HOURS (8), on all cores, from seed FIRST_SEED on (0); writes soak-report.txt.
+	$(BIN)/python -m tests.soak --hours $(HOURS) --first-seed $(FIRST_SEED)
 
 check: venv ## Lint, formatting, types and import directions.
 	$(BIN)/ruff check .

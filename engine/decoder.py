@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.config import MlaForm
+from headrace.core.runtime.progress import Progress
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
@@ -60,6 +61,8 @@ class Decoder:
         tensor.
         """
         shard = shard or whole_model(spec)
+        self.progress = Progress()
+        """Layers that were begun, in all passes."""
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
@@ -117,6 +120,7 @@ class Decoder:
         hidden states of no tokens."""
         nothing = torch.empty(0, self._spec.hidden_size, dtype=self._precision.compute, device=self._device)
         for mixture in self._mixtures.values():
+            self.progress.step()
             mixture.forward(nothing)
         return nothing
 
@@ -153,6 +157,7 @@ class Decoder:
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
         delta = None
         for index, layer in enumerate(self._layers):
+            self.progress.step()
             normed = add_norm(hidden, delta, layer.input_norm, eps)
             attended = layer.attention.post(index, normed, rotary, attention)
             if layer.pauses:

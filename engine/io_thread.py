@@ -51,6 +51,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
 from headrace.core.runtime.event_source import EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
+from headrace.core.runtime.progress import Progress
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.order_check import OrderCheck, OrderMismatch
@@ -147,11 +148,13 @@ class StageIoThread(threading.Thread):
         clock: Clock,
         copies: Copies | None = None,
         experts: ExpertMeter | None = None,
+        progress: Progress | None = None,
         replica: int = 0,
     ) -> None:
         """stage: the rank. replica: its data-parallel replica. inbox: orders for the compute thread. outbox: its
-        events. copies: None for a stage without tiers. experts: None for a stage without experts. The thread takes over
-        control, sender and receiver, and closes them at its end; the copier ends with it."""
+        events. copies: None for a stage without tiers. experts: None for a stage without experts. progress: of the
+        compute thread. The thread takes over control, sender and receiver, and closes them at its end; the copier ends
+        with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
         self._stage = stage
@@ -160,6 +163,7 @@ class StageIoThread(threading.Thread):
         self._meter = meter
         self._recorder = recorder
         self._experts = experts
+        self._progress = progress or Progress()
         self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
         self._copies = copies
@@ -243,7 +247,8 @@ class StageIoThread(threading.Thread):
             case Heartbeat():
                 self._check.check(order)
                 experts = self._experts.load() if self._experts is not None else None
-                self._report([StageHeartbeat(stage=self._stage, stats=self._statistics(), experts=experts)])
+                stats, steps = self._statistics(), self._progress.steps
+                self._report([StageHeartbeat(stage=self._stage, stats=stats, experts=experts, steps=steps)])
             case StartRecording():
                 self._recorder.start(order.trace)
             case StopRecording():

@@ -16,6 +16,7 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
     GROUP_ENDED_STATUS,
     die_with_parent,
@@ -103,6 +104,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         outbox=outbox,
         clock=clock,
         copies=copies,
+        progress=runner.progress,
         experts=ExpertMeter(config.layout.place(config.rank).stage, runner.expert_rows),
     )
     freeze_loaded()
@@ -296,7 +298,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
-    logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {config.name}: %(message)s")
+    configure_logging(config.log_level, config.name)
     try:
         return run(config)
     except LinkBroken as error:

@@ -28,13 +28,14 @@ class Admission:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Admit a request, or refuse it for the first reason found."""
-        error = self._unavailable() or _invalid_value(submit) or self._no_replica(submit) or self._in_use(submit)
+        error = self._unavailable(submit) or _invalid_value(submit) or self._no_replica(submit) or self._in_use(submit)
         if error is not None:
             self._refuse(submit, error)
             return
         index, cached = self._bind(submit)
         replica = self._state.replicas[index]
-        error = self._misfit(submit, replica) or self._overload.full(submit) or self._no_prefill(submit, index)
+        full = None if submit.moved else self._overload.full(submit)
+        error = self._misfit(submit, replica) or full or self._no_prefill(submit, index)
         error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
@@ -95,7 +96,7 @@ class Admission:
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
             server = state.prefills.attach(request, route)
-            if route.posting == "done" and (session := server.session(replica.index)):
+            if route.posting != "local" and (session := server.session(replica.index)):
                 state.out.add(AskRenew(session=session, ticket=route.ticket))
         return request
 
@@ -109,7 +110,9 @@ class Admission:
         state, route = self._state, submit.route
         if not state.config.optimistic_start or not isinstance(route, SendTo):
             return False
-        return state.tickets.early(route.ticket) is None and replica.held.fits(packed_length(submit.prompt))
+        return state.tickets.early(route.ticket) is None and replica.held.fits(
+            packed_length(submit.prompt), submit.tenant
+        )
 
     def _token_limit(self, submit: Submit) -> int:
         """Prompt and generated tokens together: max_tokens, clipped by the room that the model leaves."""
@@ -128,8 +131,8 @@ class Admission:
             case FetchFrom(prefill=prefill, ticket=ticket, posting="external" | "done") if ticket:
                 release_ticket(state, prefill, ticket, error.message)
 
-    def _unavailable(self) -> ErrorInfo | None:
-        if self._state.draining:
+    def _unavailable(self, submit: Submit) -> ErrorInfo | None:
+        if self._state.draining and not submit.moved:
             return ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         if not self._state.engine.ready:
             return ErrorInfo(code=NOT_READY, message="the server is not ready", status=503, retry_after_s=1.0)
@@ -168,7 +171,7 @@ class Admission:
 
     def _held_too_many(self, submit: Submit, replica: Replica) -> ErrorInfo | None:
         held, length = replica.held, packed_length(submit.prompt)
-        if not self._held_for_later(submit) or held.fits(length):
+        if not self._held_for_later(submit) or held.fits(length, submit.tenant):
             return None
         pages = replica.cache.pages_for(length)
         text = f"{held.pages} KV pages are held for peers that have not come; {pages} more exceed {held.limit}"
@@ -191,7 +194,8 @@ class Admission:
 
 def no_prefill(name: str, why: str) -> ErrorInfo:
     """The error of a request whose prefill server is unknown or down."""
-    return ErrorInfo(code="no_prefill", message=f"prefill server {name} is {why}", status=503, retry_after_s=1.0)
+    text = f"prefill server {name} is {why}"
+    return ErrorInfo(code="no_prefill", message=text, status=503, retry_after_s=1.0, at_prefill=True)
 
 
 def no_replica(replica: int, dp: int) -> ErrorInfo:

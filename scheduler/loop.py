@@ -23,7 +23,7 @@ from headrace.core.messages.frontend import SchedulerReply, Shutdown
 from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
-from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.clock import LoopClock
 from headrace.core.runtime.event_loop import EventLoop, is_due
 from headrace.core.runtime.event_source import EventSource
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
@@ -39,6 +39,9 @@ class SchedulerLoop:
     front takes SchedulerReply effects, stages take Orders, control_server and control_client their own effects,
     publisher KvEvents. The last three may be absent; an effect for an absent one is a programming error and raises
     TypeError. observe sees every event before it is handled.
+
+    Time is that in which this loop ran (LoopClock): after a pause, of this process or of the machine, no peer and no
+    stage is judged by what could not be read meanwhile.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class SchedulerLoop:
         control_server: AnySource | None,
         control_client: AnySource | None,
         publisher: AnySource | None,
-        clock: Clock,
+        clock: LoopClock,
         observe: Callable[[Event], None] = lambda _event: None,
     ) -> None:
         self._scheduler = scheduler
@@ -60,8 +63,8 @@ class SchedulerLoop:
         self._control_client = control_client
         self._publisher = publisher
         sources = (front, stages, control_server, control_client, publisher)
-        self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock)
         self._clock = clock
+        self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock, clock.wait)
         self._observe = observe
         self._stopping = False
 

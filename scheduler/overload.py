@@ -1,6 +1,6 @@
 """Refusal of requests that would wait too long: bounds of the queue, and the predicted time to first token.
 
-    tokens, requests queued        always
+    tokens, requests queued        always; a tenant with less than its share of them is let in beside others
     seconds of work queued         --max-queued-seconds
     predicted time to first token  --max-predicted-ttft, and the request's own slo_ttft_ms under --refuse-unreachable
 
@@ -26,15 +26,19 @@ class Overload:
 
     def full(self, submit: Submit) -> ErrorInfo | None:
         """Bounds in tokens and requests. A prompt larger than the token bound still gets in when nothing else is
-        queued."""
-        state, phases = self._state, self._state.phases
+        queued, or nothing of its tenant where others have queued."""
+        state, phases, by_tenant = self._state, self._state.phases, self._state.queued_by_tenant
         length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, state.unplanned
-        queued = phases[Phase.BOOTSTRAP] + phases[Phase.WAITING]
+        queued, most = phases[Phase.BOOTSTRAP] + phases[Phase.WAITING], state.config.max_queued_requests
         if unplanned and unplanned + length > limit:
             reason, text = "tokens", f"{unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
-        elif queued >= state.config.max_queued_requests:
+            share = by_tenant.tokens.within_equal_share(submit.tenant, length, limit)
+        elif queued >= most:
             reason, text = "requests", f"{queued} requests are queued, which is the limit"
+            share = by_tenant.requests.within_equal_share(submit.tenant, 1, most)
         else:
+            return None
+        if share:
             return None
         excess = max(1, min(unplanned, unplanned + length - limit))
         self._count(reason)
@@ -46,11 +50,14 @@ class Overload:
         is refused without a time to retry."""
         if not replica.costs.trusted:
             return None
-        return self._queue(prediction) or self._server(prediction) or self._objective(submit, prediction)
+        return self._queue(submit, prediction) or self._server(prediction) or self._objective(submit, prediction)
 
-    def _queue(self, prediction: Prediction) -> ErrorInfo | None:
+    def _queue(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
         limit, queued, own = self._state.config.max_queued_s, prediction.queued_s, prediction.alone_s
         if not limit or not queued or queued + own <= limit:
+            return None
+        tokens, length = self._state.queued_by_tenant.tokens, packed_length(submit.prompt)
+        if tokens.within_equal_share(submit.tenant, length, tokens.total + length):
             return None
         self._count("seconds")
         text = f"{queued:.3f} s of work are queued; {own:.3f} s more exceed the limit of {limit:g} s"

@@ -62,10 +62,13 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
     StageEvent,
     StageFailed,
+    StageHeartbeat,
+    StageProgress,
     StageReady,
+    StageSilence,
 )
 from headrace.core.stats import Stats
-from headrace.core.types.errors import CANCELLED, DRAINING, ErrorInfo
+from headrace.core.types.errors import CANCELLED, DEADLINE, DRAINING, ErrorInfo
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.batching.page_copies import PageCopies
@@ -76,6 +79,7 @@ from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
+from headrace.scheduler.lifecycle.idle_check import IdleCheck
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -115,6 +119,7 @@ class Scheduler:
         self._tracing = Tracing(state)
         self._drained = False
         self._problems: list[str] = []
+        self._idle_check = IdleCheck()
 
     @property
     def idle(self) -> bool:
@@ -132,6 +137,8 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
+        if not isinstance(event, QueryStats | StageHeartbeat):
+            self._idle_check.changed()
         match event:
             case PeerEvent():
                 self._peer_event(event, now)
@@ -157,6 +164,7 @@ class Scheduler:
     def tick(self, now: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
         for timer, key in self._state.deadlines.due(now):
+            self._idle_check.changed()
             self._expire(timer, key, now)
         return self._conclude(now)
 
@@ -167,6 +175,7 @@ class Scheduler:
     def check_integrity(self) -> list[str]:
         """Discrepancies in the state; empty when there are none. Takes time in proportion to all that is held."""
         self._problems = integrity.check(self._state)
+        self._idle_check.checked(clean=not self._problems)
         return list(self._problems)
 
     def statistics(self) -> Stats:
@@ -190,7 +199,7 @@ class Scheduler:
             case StageLost():
                 self._stages.stage_failed(event.stage, event.message, now)
             case QueryStats():
-                if self.idle:
+                if self.idle and self._idle_check.due(sum(replica.cache.total for replica in self._state.replicas)):
                     self.check_integrity()
                 self._state.out.add(StatsReply(token=event.token, stats=self.statistics()))
             case StartTrace():
@@ -236,6 +245,10 @@ class Scheduler:
                 self._copies[self._state.with_rank(event.stage).index].take(event, now)
             case StageFailed():
                 self._stages.stage_failed(event.stage, event.message, now, elsewhere=event.elsewhere)
+            case StageProgress():
+                self._stages.progressed(event.stage, now)
+            case StageSilence():
+                self._stages.silent(event, now)
             case RecordingStopped():
                 self._tracing.recorded(event)
             case _:
@@ -270,6 +283,7 @@ class Scheduler:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
         self._rendezvous.give_out_rows(now)
+        self._rendezvous.let_in(now)
         for planner in self._planners:
             planner.start(now)
         for copies in self._copies:
@@ -292,11 +306,14 @@ class Scheduler:
             self._completion.stage_stopped(request, event.stage)
 
     def _abort(self, event: Abort, now: float) -> None:
-        request = self._state.requests.live(event.rid)
+        state = self._state
+        request = state.requests.live(event.rid)
         if request is None:
-            self._state.drop("unknown_rid")
+            state.drop("unknown_rid")
         elif event.finish and request.decodes_here:
             self._completion.complete(request, "stop", now)
+        elif event.error is not None and event.error.at_prefill and request.needs_no_prefill:
+            state.drop("late_error")  # all of the KV is here
         else:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._completion.fail(request, error, now)
@@ -346,4 +363,4 @@ class Scheduler:
                     self._stages.answer_timed_out(request, now)
             case _:
                 text = f"not done within the deadline of {request.submit.deadline_s:g} s"
-                self._completion.fail(request, ErrorInfo(code="deadline_exceeded", message=text, status=504), now)
+                self._completion.fail(request, ErrorInfo(code=DEADLINE, message=text, status=504), now)

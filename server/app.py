@@ -12,6 +12,7 @@ from headrace.server.api.operations.debug_trace import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
+from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.error_response import install_handlers
 from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
@@ -23,9 +24,11 @@ def create_app(service: Service) -> FastAPI:
     """All routes of a server. The caller starts and stops the service."""
     model, completions, control = service.model, service.completions, service.control
     config, server = service.config, service.config.server
-    endpoint = CompletionEndpoint(model, completions, control, server)
+    budget = BodyBudget(server.max_body_bytes)
+    service.metrics.include(budget.statistics)
+    endpoint = CompletionEndpoint(model, completions, control, server, budget)
     routers = [  # matched in this order: those of prompts first
-        prefill_routes(model, completions, server),
+        prefill_routes(model, completions, server, budget),
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
         _operation_routes(service),
@@ -33,7 +36,7 @@ def create_app(service: Service) -> FastAPI:
         expert_routes(service.stats),
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
-        tokenizer_routes(model, server),
+        tokenizer_routes(model, server, budget),
         bootstrap_routes(control),
         handoff_routes(model, control, service.stats, config),
     ]

@@ -156,7 +156,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 5.0
     bootstrap_timeout_s: Annotated[
         float,
-        Flag("bootstrap-timeout", HANDOFF, "seconds a request waits for its decode peer to reserve pages", low=0.001),
+        Flag(
+            "bootstrap-timeout",
+            HANDOFF,
+            "seconds a request waits for a decode peer that neither reserves pages for it nor renews its ticket",
+            low=0.001,
+        ),
     ] = 30.0
     transfer_timeout_s: Annotated[
         float,
@@ -167,9 +172,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             low=0.001,
         ),
     ] = 10.0
-    stage_timeout_s: Annotated[float, Flag("stage-timeout", STAGES, "seconds one forward pass may take", low=0.001)] = (
-        120.0
-    )
+    stage_timeout_s: Annotated[
+        float,
+        Flag("stage-timeout", STAGES, "seconds a stage may be stopped, or compute without coming on", low=0.001),
+    ] = 120.0
     start_timeout_s: Annotated[
         float,
         Flag("start-timeout", STAGES, "seconds the stages may take to load, after which they are started again", low=1),
@@ -185,7 +191,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
     hold_limit_s: Annotated[
         float,
-        Flag("hold-limit", HANDOFF, "seconds a computed prompt's KV is held in all, renewals included", low=0.001),
+        Flag("hold-limit", HANDOFF, "seconds a prompt waits for its decode peer in all, renewals included", low=0.001),
     ] = 600.0
     hold_percent: Annotated[
         int,
@@ -205,6 +211,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compute prompts before their peer has reserved pages, within the share of --hold-percent",
         ),
     ] = False
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a prompt waits for a peer to reserve it, however often the peer renews its ticket."""
+        return max(self.bootstrap_timeout_s, self.hold_limit_s)
 
     @property
     def layout(self) -> Layout:

@@ -93,7 +93,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "prefill-api-key",
             SECURITY,
-            "API key to send to the prefill servers",
+            "API key to send to the prefill servers of --prefill, and of --allow-prefill HOST:PORT",
             secret=True,
             variable="HEADRACE_PREFILL_API_KEY",
         ),

@@ -23,6 +23,9 @@ class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     name: str
     """What it calls itself, for logs."""
 
+    key: str = ""
+    """Name of the CURVE public key that it has shown; "" where connections are in the clear."""
+
     geometries: tuple[Geometry, ...]
     """Of the pools of its stages, in stage order: one or more, all of one page size."""
 
@@ -40,10 +43,12 @@ class PeerJoined(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
-    """Control server: the peer said goodbye, restarted, or was silent for peer_timeout_s."""
+    """Control server: the peer said goodbye, restarted, was silent for peer_timeout_s, or gave way to another."""
 
     session: str
     reason: str
+    displaced: bool = False
+    """It gave way to a new peer, since there are as many as may be."""
 
 
 class PeerReserved(PeerEvent, frozen=True, kw_only=True):
@@ -71,7 +76,7 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
-    """Control server: the peer is going to reserve these tickets; their leases begin anew."""
+    """Control server: the peer is going to reserve these tickets; the time that they wait for it begins anew."""
 
     session: str
     tickets: tuple[str, ...]
@@ -235,7 +240,8 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskRenew(PeerEffect, frozen=True, kw_only=True):
-    """Control client: renew a held ticket with every heartbeat, until it is reserved or cancelled."""
+    """Control client: renew the ticket of a prompt that a router has posted, or is about to, with every heartbeat until
+    it is reserved or cancelled."""
 
     session: str
     ticket: str

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
@@ -98,6 +99,9 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     nonfinite: tuple[int, ...] = ()
     """Requests whose rows came out NaN or infinite, at any stage; from the last stage only. They have no sample, and
     the KV of their rows must not be used."""
+    rejected: tuple[GrammarRejection, ...] = ()
+    """Requests whose grammar does not allow their tokens, or gives no mask; from the last stage only. They have no
+    sample."""
 
 
 class ChunkAcked(StageEvent, frozen=True, kw_only=True):
@@ -225,6 +229,8 @@ class StageHeartbeat(StageEvent, frozen=True, kw_only=True):
     stats: Stats
     experts: ExpertLoad | None = None
     """Rows per expert; None for a stage without experts."""
+    steps: int = 0
+    """Steps of forward passes so far: layers, and what goes before and after them."""
 
 
 class RecordingStopped(StageEvent, frozen=True, kw_only=True):
@@ -241,6 +247,17 @@ class StageFailed(StageEvent, frozen=True, kw_only=True):
     message: str
     elsewhere: bool = False
     """Because of another server, with which this one shares experts."""
+
+
+class StageSilence(StageEvent, frozen=True, kw_only=True):
+    """Made by the scheduler's loop: a stage does not answer and counts as alive, since it is stopped, or kept busy."""
+
+    reason: str
+    """What it does, behind its name; "" once it answers again."""
+
+
+class StageProgress(StageEvent, frozen=True, kw_only=True):
+    """Made by the scheduler's loop: a stage has computed something since its last heartbeat."""
 
 
 AnyStageEvent = (

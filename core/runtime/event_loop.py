@@ -20,10 +20,18 @@ AnySource = EventSource[Any, Any]
 class EventLoop:
     """Waits for event sources and for further sockets and deadlines of its owner, and collects the sources' events."""
 
-    def __init__(self, sources: Iterable[AnySource], make_poller: Callable[[], Poller], clock: Clock) -> None:
+    def __init__(
+        self,
+        sources: Iterable[AnySource],
+        make_poller: Callable[[], Poller],
+        clock: Clock,
+        on_wait: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        """on_wait: called with the longest time of each wait, in seconds; LoopClock.wait, for one."""
         self._sources = tuple(sources)
         self._poll = Poll(make_poller)
         self._clock = clock
+        self._on_wait = on_wait
         self._readable: set[Any] = set()
 
     def wait(
@@ -37,6 +45,7 @@ class EventLoop:
         due = [*deadlines, *(source.next_deadline() for source in self._sources)]
         now = self._clock.now()
         timeout_s = min([longest_s, *(deadline - now for deadline in due if deadline is not None)])
+        self._on_wait(timeout_s)
         self._readable = self._poll.readable([*sockets, *own], timeout_s)
         return self._readable
 

@@ -6,11 +6,13 @@ most of the time of a short request on an idle server.
 
 import socket
 import struct
+import sys
 import time
 from collections import deque
 
 UNIX = "unix://"  # scheme of endpoints, before the path of the socket
 LENGTH = struct.Struct("<I")
+CREDENTIALS = struct.Struct("3i")  # process, user, group
 READ_BYTES = 1 << 18  # read per pass, so that one connection cannot starve the others of a loop
 CONNECT_TIMEOUT_S = 30.0
 RETRY_S = 0.01
@@ -60,6 +62,16 @@ class FrameSocket:
     def unsent(self) -> bool:
         """Whether messages wait for flush()."""
         return bool(self._unsent)
+
+    def peer_pid(self) -> int | None:
+        """The process that has connected to a listening socket of ours; None where the kernel does not say.
+
+        Of a socket pair it is the process that made the pair.
+        """
+        if sys.platform != "linux":
+            return None
+        pid, _, _ = CREDENTIALS.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        return int(pid) or None  # 0: of another pid namespace
 
     def send(self, message: bytes) -> None:
         """Send as much as the kernel accepts, and queue the rest for flush(). Raises ConnectionClosed."""

@@ -12,9 +12,9 @@ class TokenBucket:
         self._left = burst
         self._last = now
 
-    def exceeded(self, now: float) -> bool:
-        """Count an event. True when there were too many."""
-        self._left = max(-1.0, min(self._burst, self._left + (now - self._last) * self._per_s) - 1)
+    def exceeded(self, now: float, events: int = 1) -> bool:
+        """Count events that came together. True when there were too many."""
+        self._left = max(-1.0, min(self._burst, self._left + (now - self._last) * self._per_s) - events)
         self._last = now
         return self._left < 0
 

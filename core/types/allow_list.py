@@ -97,6 +97,13 @@ def is_allowed(rules: Rules, host: str, port: int) -> bool:
     return 1 <= port <= 65535 and _is_host(known) and any(rule.matches(known, port) for rule in rules)
 
 
+def is_named(rules: Rules, host: str, port: int) -> bool:
+    """Whether a rule names host:port itself, which a rule for every port of a host or for a network does not. Only what
+    is named is sent API keys: a program of any user may listen on another port."""
+    known = canonical(host)
+    return port > 0 and any(rule.network is None and (rule.host, rule.port) == (known, port) for rule in rules)
+
+
 def require_allowed(rules: Rules, host: str, port: int) -> None:
     """Raises HeadraceError (403), naming the address and the flag, unless is_allowed() holds."""
     if is_allowed(rules, host, port):

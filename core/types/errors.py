@@ -18,6 +18,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds after which a retry makes sense, for 429 and 503."""
     stage: int | None = None
     """The pipeline stage that failed, if one did."""
+    at_prefill: bool = False
+    """On a decode server: a prefill server, or the KV from it, failed the request. Another one may do better."""
 
 
 class HeadraceError(Exception):
@@ -61,4 +63,9 @@ STAGE_FAILED = "stage_failed"  # 503
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404
+GRAMMAR_REJECTED = "grammar_rejected"  # 500, 502: a token that the constraint of a request does not allow
+DEADLINE = "deadline_exceeded"  # 504: the request's own deadline_s has passed
+PREFILL_FAILED = "prefill_failed"  # 502: a prefill server answered what it should not
+PREFILL_LOST = "prefill_lost"  # 502: the connection to a prefill server ended before it had answered
+PREFILL_UNREACHABLE = "prefill_unreachable"  # 502: no connection to a prefill server
 NONFINITE = "nonfinite_values"  # 500: the model's results for a request are NaN or infinite

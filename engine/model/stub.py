@@ -51,6 +51,9 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     among replicas. us_per_token is then half attention, half experts."""
     jitter_percent: int = 0
     """Largest random deviation of the time of one forward pass."""
+    fault_token: int = 0
+    """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub_faults.py);
+    0: none do."""
 
     def spec(self) -> ModelSpec:
         """A ModelSpec with heads that are together as wide as the hidden states; sizes that do not matter here are

@@ -13,6 +13,7 @@ plans later). A plan whose rows feed no later row causes no broadcast.
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from headrace.engine.row_sampler import PLACEHOLDER
 from headrace.engine.runner import HiddenSpec
 
 RELEASED = -1  # in the place of a released request
+PATIENCE = timedelta(days=1)  # for hidden states: the scheduler knows a hang from a long pass
 TAGS = 1 << 31  # tags of point-to-point messages are below this
 
 
@@ -82,7 +84,10 @@ class PipelineLinks:
             return None
         posted = self._receives.pop(plan.seq)
         with breakable():
-            posted.work.wait()
+            if self._hidden.device.type == "cpu":
+                posted.work.wait(PATIENCE)
+            else:
+                posted.work.wait()
         return posted.tensor
 
     def send(self, plan: Forward, hidden: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ import zmq
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerEffect, PeerEvent
-from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.allow_list import is_allowed
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
@@ -63,11 +63,12 @@ class PeerThread(threading.Thread):
         """Open the sockets; start() runs the thread.
 
         staging: where KV arrives. name: for logs of prefill servers. max_model_len: longest sequence, told to prefill
-        servers. api_key: sent to their HTTP ports in lookups. Raises ConfigError for CURVE key files that are missing.
+        servers. api_key: sent in lookups to HTTP ports that limits.rules name by host and port. Raises ConfigError for
+        CURVE key files that are missing.
         """
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
-        self._clock = clock or SystemClock()
+        self._clock = LoopClock(clock or SystemClock())  # the process may keep this thread from running for long
         self._context: Any = zmq.Context()
         self._loader = KvLoader(limits)
         self._control_client = ControlClient(
@@ -93,13 +94,13 @@ class PeerThread(threading.Thread):
             metadata_rows=METADATA_ROWS,
         )
         self._control_client.ready(hello)
-        self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock)
+        self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock, self._clock.wait)
         self._commands: queue.SimpleQueue[AnyCommand | ControlPortReply | None] = queue.SimpleQueue()  # one per request
         self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # at most one per command
         self._wakeup_send, self._wakeup_recv = socket.socketpair()
         for end in (self._wakeup_send, self._wakeup_recv):
             end.setblocking(False)
-        self._lookups = ControlPortLookup(self.submit, api_key)
+        self._lookups = ControlPortLookup(self.submit, api_key, limits.rules)
         self._running = True
 
     def submit(self, *commands: AnyCommand | ControlPortReply | None) -> None:

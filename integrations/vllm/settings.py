@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staging_tokens: Annotated[int, Meta(ge=0)] = 0
     """Tokens of KV in transfer at a time; 0 takes twice max_model_len."""
     prefill_api_key: str = ""
-    """Sent to prefill servers that are asked over HTTP for their control port."""
+    """Sent to the prefill servers that allow_prefill names as HOST:PORT when they are asked for their control port."""
     checksum: bool = True
     """Require checksums."""
     load_timeout_s: Seconds = 120.0

@@ -4,7 +4,7 @@ from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
-from headrace.core.messages.stage_events import PlanDone, StageReady
+from headrace.core.messages.stage_events import PlanDone, StageReady, StageSilence
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -101,15 +101,43 @@ class StageGroup:
         if place.shard == 0 and plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
             replica.costs.observe(place.stage, plan.load, event.duration_s, now)
 
+    def progressed(self, stage: int, now: float) -> None:
+        """A rank has computed something. If it is the one that its replica's oldest plan waits for, it has the whole
+        timeout again: a long pass is no hang."""
+        replica = self._state.with_rank(stage)
+        plan = replica.plans.oldest
+        if plan is not None and stage == self._awaited(replica, plan):
+            self._state.deadlines.set(Timer.PLAN, replica.index, now + self._state.config.stage_timeout_s)
+
+    def silent(self, event: StageSilence, now: float) -> None:
+        """A rank does not answer and is not dead, or answers again (reason ""). Requests wait for it; the server is not
+        ready meanwhile."""
+        engine = self._state.engine
+        if not engine.ready:
+            return
+        engine.silent_until[event.stage] = now
+        if event.reason:
+            engine.silent[event.stage] = event.reason
+        else:
+            engine.silent.pop(event.stage, None)
+        reasons = [f"{self._state.config.layout.name(rank)} {text}" for rank, text in sorted(engine.silent.items())]
+        self.announce("; ".join(reasons) or ("draining" if self._state.draining else ""))
+
+    @staticmethod
+    def _awaited(replica: Replica, plan: Plan) -> int:
+        """The first rank that has not computed a plan."""
+        return next((rank for rank in replica.ranks if rank not in plan.reported), replica.first_stage)
+
     def plan_timed_out(self, index: int, now: float) -> None:
         """A replica has done no plan in time: its first rank that has not computed the oldest one has failed."""
         replica = self._state.replicas[index]
         plan = replica.plans.oldest
         if plan is not None:
-            silent = next((rank for rank in replica.ranks if rank not in plan.reported), replica.first_stage)
+            silent = self._awaited(replica, plan)
             name = self._state.config.layout.name(silent)
-            text = f"{name} has not finished a plan in {self._state.config.stage_timeout_s:g} s"
-            self.stage_failed(silent, text, now)
+            text = self._state.engine.silent.get(silent)
+            text = text or f"has not finished a plan in {self._state.config.stage_timeout_s:g} s"
+            self.stage_failed(silent, f"{name} {text}", now)
 
     def answer_timed_out(self, request: Request, now: float) -> None:
         """A stage has not answered PrepareReceive, CancelSend or CancelReceive in time: it has failed."""
@@ -152,7 +180,8 @@ class StageGroup:
 
     def announce(self, reason: str) -> None:
         """Tell the front end whether this server would serve, if that has changed."""
-        engine = EngineState(ready=self._state.engine.ready and not self._state.draining, reason=reason)
+        status = self._state.engine
+        engine = EngineState(ready=status.ready and not status.silent and not self._state.draining, reason=reason)
         if engine != self._announced:
             self._announced = engine
             self._state.out.add(engine)

@@ -10,6 +10,8 @@ do pages of requests that failed meanwhile go to others: see RemoteWriter.
 
 import math
 
+from msgspec.structs import replace
+
 from headrace.core.messages.frontend import Reserved
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import (
@@ -165,14 +167,16 @@ class RemoteFetch:
         if request is None:
             self._state.drop("unknown_request")
             return
-        error = ErrorInfo(code=event.code, message=event.message, status=BAD_GATEWAY, stage=event.stage)
+        error = ErrorInfo(
+            code=event.code, message=event.message, status=BAD_GATEWAY, stage=event.stage, at_prefill=True
+        )
         self._completion.fail(request, error, now)
 
     def ticket_failed(self, event: TicketFailed, now: float) -> None:
         """The prefill server failed the ticket."""
         request = self._end_ticket(event)
         if request is not None:
-            self._completion.fail(request, event.error, now)
+            self._completion.fail(request, replace(event.error, at_prefill=True), now)
 
     def ticket_finished(self, event: TicketFinished, now: float) -> None:
         """The prefill ended the request with its first token. Bytes that were sent before may still be coming in."""
@@ -219,7 +223,8 @@ class RemoteFetch:
         return True
 
     def _bad_metadata(self, request: Request, text: str, now: float) -> None:
-        self._completion.fail(request, ErrorInfo(code="bad_metadata", message=text, status=BAD_GATEWAY), now)
+        error = ErrorInfo(code="bad_metadata", message=text, status=BAD_GATEWAY, at_prefill=True)
+        self._completion.fail(request, error, now)
 
     def _accept_first_token(self, request: Request, first: FirstToken, now: float) -> None:
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)

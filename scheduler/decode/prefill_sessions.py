@@ -77,7 +77,8 @@ class PrefillSessions:
                 self._completion.fail(request, no_prefill(server.name, "down"), now)
             elif request.phase is Phase.FETCHING and request.incoming is not None:
                 request.incoming.lose()
-                error = ErrorInfo(code=PEER_GONE, message=f"the prefill server is gone: {reason}", status=502)
+                text = f"the prefill server is gone: {reason}"
+                error = ErrorInfo(code=PEER_GONE, message=text, status=502, at_prefill=True)
                 self._completion.fail(request, error, now)
         if session is not None and state.engine.ready:
             state.prefills.revoke(session, replica.ranks)

@@ -206,7 +206,7 @@ class KvCache:
             raise ValueError("the lease has already ended")
         lease.ended = True
         del self._leases[lease.owner]
-        self._allocator.release(list(self._private(lease)), lease.owner)
+        self._allocator.release(self._private(lease), lease.owner)
         if self.tiers is not None and not lease.nonfinite:
             self.tiers.archive(lease.path, lease.turn, self.total // COPYING)
         self._tree.unlock(lease.path, lease.turn, lease.short)
@@ -243,24 +243,25 @@ class KvCache:
         problems: list[str] = []
         locks: dict[int, int] = {}
         private = 0
+        owner = self._allocator.owner
         for lease in self._leases.values():
-            private += sum(1 for _ in self._private(lease))
+            own = self._private(lease)
+            private += len(own)
             for node in lease.path:
                 locks[node.number] = locks.get(node.number, 0) + 1
-            foreign = [page for page in self._private(lease) if self._allocator.owner(page) != lease.owner]
-            if foreign:
+            if foreign := [page for page in own if owner(page) != lease.owner]:
                 problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
         nodes = unlocked = 0
         if self.tiers is not None:
-            problems += self.tiers.check(list(self._tree.walk_all()))
+            problems += self.tiers.check(self._tree.walk_all())
         for node in self._tree.walk():
             nodes += 1
             unlocked += node.locks == 0
             expected = locks.get(node.number, 0) + (0 if node.copies is None else node.copies.busy)
             if node.locks != expected:
                 problems.append(f"page {node.page} has {node.locks} locks, leases and copies count {expected}")
-            if self._allocator.owner(node.page) != TREE:
-                problems.append(f"page {node.page} is in the tree but owned by {self._allocator.owner(node.page)}")
+            if owner(node.page) != TREE:
+                problems.append(f"page {node.page} is in the tree but owned by {owner(node.page)}")
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
         if self.free + nodes + private != self.total:
@@ -321,10 +322,11 @@ class KvCache:
             self.tiers.unpin(keep)
         return self.free < count and self.tiers.leaving > 0
 
-    def _private(self, lease: Lease) -> Iterator[int]:
-        for index, page in enumerate(lease.pages):
-            if index >= len(lease.path) or lease.path[index].page != page:
-                yield page
+    def _private(self, lease: Lease) -> list[int]:
+        """Pages of a lease that the tree does not own."""
+        own = [page for page, node in zip(lease.pages, lease.path, strict=False) if node.page != page]
+        own.extend(lease.pages[len(lease.path) :])
+        return own
 
     def _keys(self, tokens: bytes | bytearray, first: int, end: int, above: Node | None, salt: str) -> Iterator[bytes]:
         """Keys of the full pages [first, end), which come after the node above (None: the root)."""

@@ -11,7 +11,7 @@ in the pool are closed towards the root, and so are the nodes with any copy.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
@@ -240,17 +240,16 @@ class PrefixTree:
             pages.append(self.vacate(node))
         return pages
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> list[Node]:
         """Every node with a page in the pool, parents first (for checks)."""
-        return (node for node in self.walk_all() if node.page != NONE)
+        return [node for node in self.walk_all() if node.page != NONE]
 
-    def walk_all(self) -> Iterator[Node]:
+    def walk_all(self) -> list[Node]:
         """Every node, ghosts among them, parents first (for checks)."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        nodes = [child for root in self._roots.values() for child in root.children.values()]
+        for node in nodes:  # which grows meanwhile
+            nodes.extend(node.children.values())
+        return nodes
 
     def _touch(self, node: Node, turn: int, rank: int) -> None:
         self._tick += 1

@@ -148,6 +148,7 @@ class Completion:
         for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
             state.deadlines.clear(timer, request.arrival)
         state.of(request).held.remove(request)
+        state.unacknowledged.remove(request)
         state.peers.detach(request)
         state.prefills.detach(request)
         if isinstance(request.route, SendTo):
@@ -193,12 +194,13 @@ class Completion:
             and route.posting != "local"
             and error is not None
         ):
-            release_ticket(self._state, route.prefill, route.ticket, error.message)
+            release_ticket(self._state, route.prefill, route.ticket, error.message, request.replica)
 
 
-def release_ticket(state: State, prefill: str, ticket: str, reason: str) -> None:
-    """Tell a prefill server, if it is up, that a ticket that was not reserved will not be."""
-    session = state.prefills.any_session(prefill)
+def release_ticket(state: State, prefill: str, ticket: str, reason: str, replica: int = 0) -> None:
+    """Tell a prefill server, if it is up, that a ticket that was not reserved will not be. replica: whose session has
+    renewed the ticket."""
+    session = state.prefills.session(prefill, replica) or state.prefills.any_session(prefill)
     if session is not None:
         state.out.add(AskCancel(session=session, ticket=ticket, generation=0, reason=reason))
 

@@ -1,12 +1,22 @@
 """What each tenant has been served, and which tenants are too far ahead of the others.
 
 As in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): every tenant has a counter of the service
-that it got; here in predicted seconds of the work that was computed, so that cached tokens are free. A tenant that
-returns is lifted to the least served active one: nothing is saved up by being away. Unlike there the least served one
-does not go first: only those that are more than a limit ahead of it go last.
+that it got; here in predicted seconds of the work that was computed, so that cached tokens are free. Unlike there the
+least served one does not go first: only those that are more than a limit ahead of it go last. And a tenant that returns
+is not lifted to the least served active one, but to some seconds below it:
+
+    clock - 2 limits      clock - limit                clock: the most that the least served active tenant has had
+          │  goes first: others │  comes in the order of    │
+          │  are too far ahead  │  the policy, as others do │
+
+So a tenant that wants little is served at once beside one that wants all, whose prompts may be shorter and would come
+first under srpt. It cannot save up more than that by being away, and what it was served it keeps on its counter.
 """
 
 from headrace.scheduler.policies.lazy_heap import LazyHeap
+
+FORGOTTEN = 4096
+"""Counters that are kept of tenants without requests queued; of more than so many the lower half is forgotten."""
 
 
 class Tenants:
@@ -18,13 +28,14 @@ class Tenants:
         self._queued: dict[str, int] = {}  # requests, by tenant
         self._served: dict[str, int] = {}  # microseconds: whole numbers, whose sums do not depend on their order
         self._active: LazyHeap[str, str] = LazyHeap()
+        self._clock = 0
 
     def join(self, tenant: str) -> None:
         """A request of the tenant is queued."""
         queued = self._queued.get(tenant, 0)
         self._queued[tenant] = queued + 1
         if not queued:
-            self._served[tenant] = max(self._served.get(tenant, 0), self._least())
+            self._served[tenant] = max(self._served.get(tenant, 0), self._floor())
             self._activate(tenant)
 
     def leave(self, tenant: str) -> None:
@@ -34,10 +45,10 @@ class Tenants:
             return
         del self._queued[tenant]
         self._active.remove(tenant)
-        if not self._queued:
-            self._served.clear()  # while all are served at once, none is ahead
-        elif self._served[tenant] <= self._least():
-            del self._served[tenant]  # when it returns, it is lifted to more than that
+        if self._served[tenant] <= self._floor():
+            del self._served[tenant]  # when it returns, it is lifted to that or more
+        if len(self._served) - len(self._queued) > FORGOTTEN:
+            self._forget()
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Work of a queued request was planned. Raises KeyError for a tenant without one."""
@@ -48,8 +59,18 @@ class Tenants:
         """The tenant is more than the limit ahead of the least served one that has requests queued."""
         return len(self._queued) > 1 and self._served[tenant] - self._least() > self._lag
 
+    def _floor(self) -> int:
+        """What a tenant that returns has at least."""
+        return max(0, self._clock - 2 * self._lag)
+
+    def _forget(self) -> None:
+        away = sorted((served, tenant) for tenant, served in self._served.items() if tenant not in self._queued)
+        for _, tenant in away[: len(away) // 2]:
+            del self._served[tenant]
+
     def _activate(self, tenant: str) -> None:
         self._active.put(tenant, (self._served[tenant], tenant), tenant)
+        self._clock = max(self._clock, self._least())
 
     def _least(self) -> int:
         first = self._active.first()

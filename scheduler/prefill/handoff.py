@@ -51,6 +51,8 @@ class KvHandoff:
             self._completion.complete(request, reason, now, request.first)
             return
         self._state.enter(request, Phase.INFLIGHT, now)
+        for other in self._state.unacknowledged.add(request):
+            self._state.enter(other, Phase.BOOTSTRAP, now)
         if request.row is not None:
             send = self.send_all if request.early_prefill else self._send_last
             send(request, now)
@@ -135,10 +137,13 @@ class KvHandoff:
 
     def _ack_deadline(self, outgoing: OutgoingTransfer, stages: set[int], since: float) -> float:
         """Time until which the peer may leave chunks of these stages unacknowledged. An acknowledgement of any chunk of
-        a stage counts for all chunks of that stage."""
-        peer = self._state.peers.get(outgoing.session)
+        a stage counts for all chunks of that stage. While one of our stages does not answer, it reads no
+        acknowledgements either: the silence is not the peer's."""
+        state = self._state
+        since = max([since, *(state.engine.silent_until.get(each, since) for each in stages)])
+        peer = state.peers.get(outgoing.session)
         last_ack = since if peer is None else max(since, min((peer.last_ack[each] for each in stages), default=since))
-        return last_ack + self._state.config.transfer_timeout_s
+        return last_ack + state.config.transfer_timeout_s
 
     def _end_peer(self, outgoing: OutgoingTransfer) -> str:
         """Have the control endpoint end the peer's session, once. Returns why."""

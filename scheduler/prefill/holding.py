@@ -45,15 +45,21 @@ class HeldRequests:
         )
 
     def renewed(self, event: PeerRenewed, now: float) -> None:
-        """Renew leases. Tickets without one are only counted: a peer may be early, or late."""
+        """Renew leases, and the time that prompts wait for their peer, which is alive and queues them. Other tickets
+        are only counted: a peer may be early, or late."""
         state = self._state
         if event.session not in state.peers:
             state.drop("unknown_session")
             return
         for ticket in event.tickets:
             request = state.tickets.holder(ticket)
-            if request is not None and _under_lease(request) and request.phase is Phase.INFLIGHT:
+            if request is None:
+                state.drop("unknown_lease")
+            elif _under_lease(request) and request.phase is Phase.INFLIGHT:
                 self._renew(request, now)
+            elif state.deadlines.active(Timer.BOOTSTRAP, request.arrival):
+                end = min(now + state.config.bootstrap_timeout_s, request.arrived + state.config.longest_wait_s)
+                state.deadlines.set(Timer.BOOTSTRAP, request.arrival, end)
             else:
                 state.drop("unknown_lease")
 

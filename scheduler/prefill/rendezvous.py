@@ -121,10 +121,10 @@ class Rendezvous:
             self._tell_failed(event, code, f"the server is {code.replace('_', ' ')}", 503)
         elif not event.wait:
             self._tell_failed(event, "unknown_ticket", f"no prompt with ticket {event.ticket} is here", 404)
-        elif tickets.full:
+        elif tickets.full(owner := self._state.peers[event.session].owner):
             self._tell_failed(event, QUEUE_FULL, "too many reservations wait for their prompts", 429)
         else:
-            tickets.reserve_early(event)
+            tickets.reserve_early(event, owner)
             state.deadlines.set(Timer.RESERVATION, event.ticket, now + state.config.bootstrap_timeout_s)
 
     def cancelled(self, event: PeerCancelled, now: float) -> None:
@@ -140,9 +140,12 @@ class Rendezvous:
         state.out.add(TellCancelled(session=event.session, ticket=event.ticket, generation=event.generation))
 
     def request_timed_out(self, request: Request, now: float) -> None:
-        """No peer has reserved pages for a request in time."""
-        seconds = self._state.config.bootstrap_timeout_s
-        text = f"no peer reserved pages for ticket {request.ticket} within {seconds:g} s"
+        """No peer has reserved pages for a request in time, nor said that it is going to."""
+        config = self._state.config
+        if now >= request.arrived + config.longest_wait_s > request.arrived + config.bootstrap_timeout_s:
+            text = f"no peer reserved pages for ticket {request.ticket} within the limit of {config.longest_wait_s:g} s"
+        else:
+            text = f"no peer reserved or renewed ticket {request.ticket} within {config.bootstrap_timeout_s:g} s"
         self._completion.fail(request, ErrorInfo(code=NO_PEER, message=text, status=504), now)
 
     def reservation_timed_out(self, ticket: str) -> None:
@@ -157,6 +160,11 @@ class Rendezvous:
         """Fail every reservation that waits for its prompt."""
         for early in self._state.tickets.early_reservations:
             self._fail_reservation(early, error)
+
+    def let_in(self, now: float) -> None:
+        """Let prompts be computed whose peer has acknowledged enough of others."""
+        for request in self._state.unacknowledged.released():
+            self._enqueue(request, now)
 
     def give_out_rows(self, now: float) -> None:
         """Give free metadata rows to requests that were started before their peer reserved, in the order of the
@@ -191,13 +199,20 @@ class Rendezvous:
             self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
             return
         if request.phase is Phase.BOOTSTRAP:
-            state.rebind(request)
-            state.enter(request, Phase.WAITING, now)
+            if not state.unacknowledged.must_wait(request):
+                self._enqueue(request, now)
         elif request.phase is not Phase.WAITING:
             state.awaiting_row[request.arrival] = request
+            for other in state.unacknowledged.add(request) if request.phase is Phase.INFLIGHT else ():
+                state.enter(other, Phase.BOOTSTRAP, now)
         if request.submit.progress:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        """Let a request be computed."""
+        self._state.rebind(request)
+        self._state.enter(request, Phase.WAITING, now)
 
     def _admit(self, hello: PeerJoined) -> None:
         out = self._state.out

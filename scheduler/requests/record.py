@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.messages.frontend import Submit
+from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
@@ -30,7 +31,7 @@ from headrace.core.types.request import (
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
 
 
 class Phase(Enum):
@@ -44,6 +45,11 @@ class Phase(Enum):
     GENERATING = "generating"  # decoding here
     DONE = "done"
     FAILED = "failed"
+
+    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow in the counts by phase
+
+
+ENDED = (Phase.DONE, Phase.FAILED)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +144,9 @@ class Request:
     awaiting_stages: set[int] = field(default_factory=set)
     """Stages that have not answered CancelSend or CancelReceive."""
 
+    grammar_on_stages: bool = False
+    """Stages have its constraint, under its serial."""
+
     known_to_stages: bool = False
     """Stages hold something under its serial, and need a ReleaseRequest."""
 
@@ -193,17 +202,25 @@ class Request:
     @property
     def ended(self) -> bool:
         """It is done or has failed, and may still hold pages."""
-        return self.phase in (Phase.DONE, Phase.FAILED)
+        return self.phase in ENDED
 
     @property
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
-        return 0 if self.ended else max(0, self.target - self.planned)
+        left = self.target - self.planned
+        return left if left > 0 and self.phase not in ENDED else 0
 
     @property
     def to_fetch(self) -> bool:
         """Its KV has to be fetched before it goes on here. A request that was preempted after that is computed here."""
         return isinstance(self.route, FetchFrom) and self.incoming is None
+
+    @property
+    def needs_no_prefill(self) -> bool:
+        """All of its KV has come from a prefill server, whose response has no prompt logprobs that it waits for."""
+        incoming = self.incoming
+        received = incoming is not None and incoming.state is IncomingState.RECEIVED
+        return received and self.submit.sampling.prompt_logprobs is None
 
     @property
     def uses_cache(self) -> bool:
@@ -246,6 +263,14 @@ class Request:
         """Token ids [start, end), packed."""
         return bytes(self.tokens[start * ITEM_BYTES : end * ITEM_BYTES])
 
+    def grammar_start(self) -> GrammarStart | None:
+        """What stages have to know of its constraint before its next row; None if it has none, or they know."""
+        constraint = self.submit.constraint
+        if constraint is None or self.grammar_on_stages:
+            return None
+        self.grammar_on_stages = True
+        return GrammarStart(constraint, self.packed(self.prompt_tokens, self.length))
+
     def token_at(self, position: int) -> int:
         """The token id at a known position."""
         return unpack(self.packed(position, position + 1))[0]
@@ -254,7 +279,9 @@ class Request:
         """Add a generated token; return why the request ends with it, None if it does not."""
         self.tokens += pack((token,))
         sampling = self.submit.sampling
-        if token in sampling.stop_token_ids and self.generated >= sampling.min_tokens:
+        early = self.generated < sampling.min_tokens
+        # The sampler takes a stop token before min_tokens only where a grammar has come to its end.
+        if token in sampling.stop_token_ids and (not early or sampling.grammar):
             return "stop"
         return "length" if self.length >= self.token_limit else None
 

@@ -37,7 +37,7 @@ class ReplicaRouter:
 
     def choose(self, prompt: bytes, salt: str, replicas: Sequence[int], now: float) -> Sent:
         """Send a packed prompt to one of these replicas, of which there is at least one; done() has to follow."""
-        replicas = [number for number in replicas if self._avoided[number] <= now] or replicas
+        replicas = self._preferred(replicas, now)
         names = {size: page_names(prompt, salt, size) for size in {self._page_sizes[number] for number in replicas}}
         lengths = self._prefixes(names, replicas, now)
         listed = shortlist(_by_length(lengths), replicas, self._rng)
@@ -52,10 +52,10 @@ class ReplicaRouter:
         self._index.sent(chosen, names[self._page_sizes[chosen]], now)
         return sent
 
-    def least_loaded(self, tokens: int, replicas: Sequence[int]) -> Sent:
+    def least_loaded(self, tokens: int, replicas: Sequence[int], now: float) -> Sent:
         """Send a prompt of so many tokens to the replica with the fewest prompt tokens of this router that are not
         done; done() has to follow."""
-        chosen = min(replicas, key=lambda number: self._loads[number].prompt_tokens)
+        chosen = min(self._preferred(replicas, now), key=lambda number: self._loads[number].prompt_tokens)
         sent = Sent(chosen, work(0, tokens), tokens)
         self._loads[chosen].sent(sent)
         return sent
@@ -102,6 +102,10 @@ class ReplicaRouter:
                     self._index.removed(replica, event.block_hashes, event.medium)
                 case AllBlocksCleared():
                     self._index.clear(replica)
+
+    def _preferred(self, replicas: Sequence[int], now: float) -> Sequence[int]:
+        """Those that are not to be avoided, if there are any."""
+        return [number for number in replicas if self._avoided[number] <= now] or replicas
 
     def _prefixes(self, names: dict[int, list[int]], replicas: Sequence[int], now: float) -> dict[int, int]:
         """Tokens of the prompt that each holder has, for those that have any."""

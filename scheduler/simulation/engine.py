@@ -247,6 +247,12 @@ class SimulatedStage:
         request = pending.order.request
         self.report(KvReceived(stage=self.rank, request=request, first=pending.first, bytes=chunks, chunks=chunks))
 
+    def left(self) -> set[int]:
+        """Requests that the stage still does something for, or remembers."""
+        waiting = {order.request for order in self._waiting_sends}
+        prepared = {pending.order.request for pending in self._pending.values()}
+        return waiting | prepared | self._cancelled | self._cancel_asked | set(+self._sending)
+
     def _revoke(self, session: str) -> None:
         self.revoked.add(session)
         self.report(SessionClosed(stage=self.rank, session=session))

@@ -3,6 +3,7 @@
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.peers import (
     AskCancel,
+    AskRenew,
     AskReserve,
     ConnectPrefill,
     EndPeer,
@@ -30,6 +31,7 @@ from headrace.scheduler.simulation.server import SimulatedServer
 from headrace.scheduler.simulation.world import Channel, World
 
 WINDOW = 1 << 20
+HEARTBEAT_S = 0.3
 
 
 class SimulatedLinks:
@@ -38,15 +40,14 @@ class SimulatedLinks:
     def __init__(
         self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
     ) -> None:
-        """stall: probability that a chunk never arrives. backend: "zmq" or "shm"."""
+        """stall: probability that a chunk never arrives. backend: "zmq" or "shm". decode.on_peer has to lead here, and
+        decode.on_restart for "shm"."""
+        self.name = prefill.name
         self._links = [
             SimulatedLink(world, prefill, decode, index, stall, backend) for index in range(decode.config.dp)
         ]
         prefill.on_peer = self._from_control_server
         prefill.ship = lambda chunk: self._link(chunk.order.session).ship(chunk)
-        decode.on_peer = self._from_control_client
-        if backend == SHM:
-            decode.on_restart = self.lose  # its hellos describe other pools
 
     def lose(self) -> None:
         """Break all connections; each side notices after a delay, and they come back later."""
@@ -61,12 +62,17 @@ class SimulatedLinks:
         """Have the decode server release a ticket that it has not reserved."""
         self._links[-1].release(ticket)
 
-    def _from_control_client(self, effect: Effect) -> None:
+    def knows(self, session: str) -> bool:
+        """Whether the session is or was of one of these connections."""
+        return any(link.knows(session) for link in self._links)
+
+    def from_control_client(self, effect: Effect) -> None:
+        """Take an effect of the decode server's scheduler."""
         match effect:
             case ConnectPrefill():
                 for link in self._links:
                     link.connect()
-            case AskReserve() | AskCancel():
+            case AskReserve() | AskCancel() | AskRenew():
                 self._link(effect.session).from_control_client(effect)
             case _:
                 pass
@@ -110,6 +116,8 @@ class SimulatedLink:
         self._data: dict[tuple[int, int], Channel] = {}
         self._backend = backend
         self._pools: dict[str, SimulatedPipeline] = {}
+        self._renewals: dict[str, None] = {}
+        self._beats: str | None = None  # the session whose next heartbeat is scheduled
 
     def knows(self, session: str) -> bool:
         """Whether the session is or was of this connection."""
@@ -119,6 +127,7 @@ class SimulatedLink:
         """Begin a session; both sides learn of it."""
         self._sessions += 1
         other = f"{self._replica.index}-" if self._replica.index else ""
+        other = other if self._prefill.name == "prefill" else f"{self._prefill.name}-{other}"
         session = self.session = f"session-{other}{self._sessions}"
         self._pools[session] = self._replica.pipeline
         prefill, decode = self._prefill.config, self._decode.config
@@ -134,7 +143,7 @@ class SimulatedLink:
             ),
         )
         up = PrefillUp(
-            name="prefill",
+            name=self._prefill.name,
             session=session,
             endpoints=("simulated",) * len(prefill.layout.ranks),
             geometries=(_geometry(prefill),) * len(prefill.layout.ranks),
@@ -147,11 +156,12 @@ class SimulatedLink:
     def lose(self) -> None:
         """Break the connection; each side notices after a delay, and it comes back later."""
         session, self.session = self.session, None
+        self._renewals.clear()
         if session is None:
             return
         gone, down = (
             PeerGone(session=session, reason="lost"),
-            PrefillDown(name="prefill", session=session, reason="", replica=self._replica.index),
+            PrefillDown(name=self._prefill.name, session=session, reason="", replica=self._replica.index),
         )
         self._to_prefill.put(lambda: self._prefill.handle(gone))
         self._to_decode.put(lambda: self._decode.handle(down))
@@ -168,9 +178,13 @@ class SimulatedLink:
             event = PeerReleased(session=self.session, ticket=ticket, reason="not needed")
             self._send(self._to_prefill, self._prefill, event)
 
-    def from_control_client(self, effect: AskReserve | AskCancel) -> None:
+    def from_control_client(self, effect: AskReserve | AskCancel | AskRenew) -> None:
         """Take an effect of the decode server's scheduler."""
+        if effect.session == self.session and not isinstance(effect, AskRenew):
+            self._renewals.pop(effect.ticket, None)
         match effect:
+            case AskRenew():
+                self._renew(effect)
             case AskReserve():
                 reserved = PeerReserved(
                     session=effect.session,
@@ -184,6 +198,8 @@ class SimulatedLink:
                     prompt_hash=effect.prompt_hash,
                 )
                 self._send(self._to_prefill, self._prefill, reserved)
+            case AskCancel(ticket=ticket, generation=0):  # it was not reserved
+                self.release(ticket)
             case AskCancel(session=session, ticket=ticket, generation=generation):
                 event = PeerCancelled(session=session, ticket=ticket, generation=generation, reason=effect.reason)
                 self._send(self._to_prefill, self._prefill, event)
@@ -214,6 +230,24 @@ class SimulatedLink:
         for index in range(chunk.receivers):
             channel = self._data.setdefault((chunk.rank, index), Channel(self._world, 0.003))
             channel.put(lambda index=index: self._deliver(chunk, index))  # type: ignore[misc]
+
+    def _renew(self, ask: AskRenew) -> None:
+        """Renew a ticket with the heartbeats of this session from now on."""
+        if ask.session != self.session:
+            return
+        self._renewals[ask.ticket] = None
+        if self._beats != ask.session:
+            self._beats = ask.session
+            self._world.at(self._world.now + HEARTBEAT_S, lambda: self._beat(ask.session))
+
+    def _beat(self, session: str) -> None:
+        if session != self._beats:
+            return
+        if session != self.session or not self._renewals:
+            self._beats = None
+            return
+        self._send(self._to_prefill, self._prefill, PeerRenewed(session=session, tickets=tuple(self._renewals)))
+        self._world.at(self._world.now + HEARTBEAT_S, lambda: self._beat(session))
 
     def _write(self, chunk: SimulatedChunk) -> None:
         """Write a chunk into the decode server's pages directly: until access is revoked, session or not."""

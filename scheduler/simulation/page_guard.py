@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headrace.core.messages.orders import Forward, Order, PrepareReceive, SendChunk
+from headrace.core.messages.orders import Forward, Order, PrepareReceive, ReleaseRequest, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, ReceiveCancelled, SendCancelled
 from headrace.core.types.packed import unpack
 from headrace.scheduler.state.events import Event
@@ -37,6 +37,10 @@ class PageGuard:
             self._hold(order.request, pages, {(stage, -1) for stage in self._stages})
         elif isinstance(order, SendChunk):
             self._hold(order.request, set(unpack(order.pages)), {(stage, order.chunk) for stage in self._stages})
+        elif isinstance(order, ReleaseRequest):  # its pages are free: nothing may be written into them for it
+            if order.request in self._held:
+                return f"request {order.request} is released while its bytes may be under way"
+            self._owners = {page: owner for page, owner in self._owners.items() if owner != order.request}
         return None
 
     def written(self, send: SendChunk) -> str | None:

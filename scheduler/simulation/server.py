@@ -14,8 +14,9 @@ from headrace.scheduler.simulation.copy_guard import CopyGuard
 from headrace.scheduler.simulation.driver import SchedulerDriver
 from headrace.scheduler.simulation.engine import SimulatedPipeline
 from headrace.scheduler.simulation.exchange import SimulatedExchange
-from headrace.scheduler.simulation.model import NAN_TOKEN, expected_tokens
+from headrace.scheduler.simulation.model import NAN, NAN_TOKEN, expected_tokens
 from headrace.scheduler.simulation.page_guard import PageGuard
+from headrace.scheduler.simulation.promise_guard import PromiseGuard
 from headrace.scheduler.simulation.tiers import SimulatedDisk
 from headrace.scheduler.simulation.world import Channel, World
 
@@ -51,6 +52,11 @@ class SimulationReport:
 
     tier_pages: dict[str, int] = field(default_factory=dict)
     """Pages copied between tiers, by "server:tier result"."""
+
+    moves: int = 0
+    """Requests that went to another prefill server, each time counted."""
+    actions: list[str] = field(default_factory=list)
+    """What came from outside, in the order in which it was decided: by its number it can be left out."""
 
     events: int = 0
     seconds: float = 0.0
@@ -97,6 +103,7 @@ class SimulatedServer:
         self.name = name
         self.config = config
         self.report = report
+        self._layout = config.layout
         self.replicas = [SimulatedReplica(config, index) for index in range(config.dp)]
         self.clients: dict[str, SimulatedClient] = {}
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
@@ -111,6 +118,7 @@ class SimulatedServer:
         self._disks = [
             [SimulatedDisk() for _ in range(config.stages if any(self._tier_pages) else 0)] for _ in range(config.dp)
         ]
+        self._promises = PromiseGuard(config)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._start()
         self._front = Channel(world, 0.001)
@@ -137,10 +145,13 @@ class SimulatedServer:
         """Handle an event, check it, apply its effects and plan."""
         self.report.events += 1
         if isinstance(event, StageEvent):
-            replica = self.replicas[self.config.layout.place(event.stage).replica]
+            replica = self.replicas[self._layout.place(event.stage).replica]
             replica.guard.event(event)
             replica.copy_guard.event(event)
+        elif isinstance(event, Submit):
+            self._promises.submitted(event, self.world.now)
         self._driver.handle(event)
+        self._complain(self._promises.handled(event, self.world.now))
 
     def crash(self) -> None:
         """End a stage; the whole engine comes up again a little later."""
@@ -168,6 +179,11 @@ class SimulatedServer:
                 self.report.tier_pages[key] = self.report.tier_pages.get(key, 0) + int(sample.value)
         if pages[("leased",)] or pages[("free",)] + pages[("cached",)] != self.config.kv_pages * self.config.dp:
             self.violation(f"pages are left at the end: {pages}")
+        for replica in self.replicas:
+            for stage in replica.pipeline.stages if not replica.pipeline.dead else ():
+                if left := stage.left():
+                    self.violation(f"rank {stage.rank} still knows requests {left}")
+        self._check_no_nan_is_cached()
         for rid, client in self.clients.items():
             if len(client.ends) != 1:
                 self.violation(f"{rid} ended {len(client.ends)} times: {client.ends}")
@@ -175,6 +191,10 @@ class SimulatedServer:
     def violation(self, text: str) -> None:
         """Add to the report what was wrong."""
         self.report.violations.append(f"{self.world.now:.6f} {self.name}: {text}")
+
+    def _complain(self, problem: str | None) -> None:
+        if problem is not None:
+            self.violation(problem)
 
     def _start(self) -> None:
         """Start the ranks of all replicas."""
@@ -210,6 +230,7 @@ class SimulatedServer:
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
+        self._complain(self._promises.effect(effect))
         if isinstance(effect, Order):
             if isinstance(effect, ReplicaOrder):
                 self._order(self.replicas[effect.replica], effect.order)
@@ -228,11 +249,13 @@ class SimulatedServer:
         replica.pipeline.order(order)
 
     def _output(self, output: SchedulerReply) -> None:
+        self._complain(self._promises.output(output, self.world.now))
         if isinstance(output, Tokens):
             self.clients[output.rid].tokens.extend(output.tokens)
         elif isinstance(output, RequestFinished | RequestFailed):
             client = self.clients[output.rid]
             client.ends.append(output)
+            self._promises.ended(output.rid)
             if isinstance(output, RequestFinished):
                 self._check_tokens(client, output)
                 self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
@@ -266,6 +289,19 @@ class SimulatedServer:
         failed = isinstance(end, RequestFailed) and end.error.code == NONFINITE
         if failed and not (self._has_nan_token and NAN_TOKEN in given):
             self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
+
+    def _check_no_nan_is_cached(self) -> None:
+        """What requests have left in the prefix cache is finite: those that computed NaN took their pages out of it,
+        unless one was cancelled, or ended for another reason, before its NaN was known."""
+        ends = [end for client in self.clients.values() for end in client.ends]
+        if any(isinstance(end, RequestFailed) and end.error.code != NONFINITE for end in ends):
+            return
+        for replica in self.replicas if self._has_nan_token else ():
+            tree = self.scheduler._state.replicas[replica.index].cache._tree
+            cached = [node.page for node in tree.walk()]
+            for stage in replica.pipeline.stages:
+                if bad := [page for page in cached if NAN in stage.pool[page]]:
+                    self.violation(f"pages {bad} in the prefix cache of rank {stage.rank} hold NaN")
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size

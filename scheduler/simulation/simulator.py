@@ -8,79 +8,26 @@ collected.
 """
 
 import random
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
 
 import msgspec
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.config.scheduler import Policy
 from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
+from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
+from headrace.scheduler.routing.failover import PrefillAttempts
+from headrace.scheduler.scheduler import Effect
 from headrace.scheduler.simulation.link import SimulatedLinks
-from headrace.scheduler.simulation.model import VOCABULARY
+from headrace.scheduler.simulation.model import NAN_TOKEN, VOCABULARY
+from headrace.scheduler.simulation.scenario import Scenario, draw_config
 from headrace.scheduler.simulation.server import SimulatedClient, SimulatedServer, SimulationReport
 from headrace.scheduler.simulation.world import World
 
-Shape = Literal["colocated", "pair"]
-POLICIES: tuple[Policy, ...] = ("srpt", "fcfs", "slo")
 MAX_EVENTS = 200_000
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """What to simulate."""
-
-    seed: int
-    shape: Shape = "colocated"
-    requests: int = 12
-    arrivals_s: float = 0.01
-    """Mean time between two requests."""
-
-    token_s: float = 0.0005
-    """Seconds that a stage takes for a token."""
-
-    cancel: float = 0.3
-    """Probability that a client goes away at some point."""
-
-    stall: float = 0.0
-    """Probability that a chunk never arrives."""
-
-    abandon: float = 0.05
-    """Probability that a prompt is not posted to the prefill server after it was reserved."""
-
-    hold: float = 0.3
-    """Probability that a prompt is held at the prefill server first, and fetched later."""
-
-    lost_peer: float = 0.2
-    """Probability that the connection breaks in a run."""
-
-    crash: float = 0.05
-    """Probability that a stage fails in a run; the engine comes up again."""
-
-    has_nan_token: bool = False
-    """KV of NAN_TOKEN, and of all positions after it, is NaN."""
-
-    tiers: bool = False
-    """Servers have host and disk tiers of random sizes."""
-
-    tier_faults: float = 0.02
-    """Probability that a page is not stored, not loaded, changed or lost there."""
-
-    depth: int | None = None
-    """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
-
-    dp: int = 1
-    """Data-parallel replicas of each server."""
-
-    lockstep: bool = False
-    """They share an exchange."""
-
-    policy: Policy | None = None
-    """None takes each of them in turn, by seed. The requests are the same whatever it is."""
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -95,22 +42,26 @@ class Simulation:
         self._scenario = scenario
         self._world = World(scenario.seed)
         self._random = self._world.random
+        self._skipped = frozenset(scenario.skipped)
         self._clients = random.Random(scenario.seed)  # the requests must not depend on how fast they are served
         self._report = SimulationReport()
         self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
         self._servers = [self._server]
         self._crashed = False
-        self._link: SimulatedLinks | None = None
-        self._prefill: SimulatedServer | None = None
+        self._links: dict[str, SimulatedLinks] = {}
+        self._prefills: dict[str, SimulatedServer] = {}
+        self._attempts: dict[str, PrefillAttempts] = {}  # by rid
         if scenario.shape == "pair":
-            self._prefill = self._new_server("prefill", self._server.config)
-            self._servers.append(self._prefill)
             backend = (ZMQ, SHM)[scenario.seed % 2]
-            self._link = SimulatedLinks(self._world, self._prefill, self._server, scenario.stall, backend)
-            self._server.send(AddPrefill(name="prefill", endpoint="simulated"))
+            for number in range(scenario.prefills):
+                self._add_prefill("prefill" if number == 0 else f"prefill{number}", backend)
             self._server.on_output = self._on_decode_output
-            self._prefill.on_output = self._on_prefill_output
-        self._texts = [tuple(self._clients.randrange(VOCABULARY) for _ in range(60)) for _ in range(3)]
+            self._server.on_peer = self._on_peer
+            if backend == SHM:
+                self._server.on_restart = self._lose_all  # its hellos describe other pools
+        self._texts = [
+            tuple(self._clients.randrange(VOCABULARY) for _ in range(60 // scenario.scale)) for _ in range(3)
+        ]
 
     def run(self) -> SimulationReport:
         """Run until nothing happens any more."""
@@ -118,9 +69,12 @@ class Simulation:
         for number in range(self._scenario.requests):
             when += self._random.expovariate(1 / self._scenario.arrivals_s)
             self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
-        for chance, act in ((self._scenario.lost_peer, self._lose_peer), (self._scenario.crash, self._crash)):
+        for what, chance, act in (
+            ("connection breaks", self._scenario.lost_peer, self._lose_peer),
+            ("stage fails", self._scenario.crash, self._crash),
+        ):
             if self._random.random() < chance:
-                self._world.at(self._random.uniform(0.01, 2 * when), act)
+                self._act(what, act, self._random.uniform(0.01, 2 * when))
         if not self._world.run(MAX_EVENTS):
             self._server.violation("the schedule does not end")
         for server in self._servers:
@@ -130,67 +84,53 @@ class Simulation:
         self._report.seconds = self._world.now
         return self._report
 
+    def _add_prefill(self, name: str, backend: str) -> None:
+        prefill = self._prefills[name] = self._new_server(name, self._server.config)
+        self._servers.append(prefill)
+        self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, backend)
+        self._server.send(AddPrefill(name=name, endpoint="simulated"))
+        prefill.on_output = lambda output: self._on_prefill_output(name, output)
+
     def _new_server(self, name: str, other: SchedulerConfig | None = None) -> SimulatedServer:
-        rng = self._random
-        config = SchedulerConfig(
-            page_size=rng.choice([1, 2, 4, 8]),
-            max_model_len=64,
-            vocab_size=VOCABULARY,
-            stages=rng.choice([1, 1, 2, 3]),
-            pipeline_depth=rng.choice([0, 1, 2]),
-            chunk_tokens=rng.choice([4, 8, 16, 64]),
-            max_running=rng.choice([2, 4, 16]),
-            metadata_rows=rng.choice([1, 3, 16]),
-            max_queued_tokens=rng.choice([100, 100_000]),
-            prefix_cache=rng.random() < 0.8,
-            bootstrap_timeout_s=1.0,
-            transfer_timeout_s=0.5,
-            stage_timeout_s=60.0,
-            hold_lease_s=0.1,
-            hold_limit_s=0.4,
-            hold_percent=rng.choice([30, 100]),
-            optimistic_start=rng.random() < 0.5,
-            eviction=("lru", "turns")[self._scenario.seed % 2],
-        )
-        if self._scenario.depth is not None:
-            config = msgspec.structs.replace(config, pipeline_depth=self._scenario.depth)
-        config = msgspec.structs.replace(
-            config,
-            policy=self._scenario.policy or POLICIES[self._scenario.seed % len(POLICIES)],
-            refuse_unreachable=self._scenario.seed % 5 == 4,
-            max_queued_s=0.2 if self._scenario.seed % 11 == 3 else 0.0,
-            max_predicted_ttft_s=0.1 if self._scenario.seed % 13 == 6 else 0.0,
-            policy_reserve=(0.0, 0.1, 0.5, 1.0)[self._scenario.seed // len(POLICIES) % 4],
-            tenant_lag_s=(0.0, 0.01, 5.0)[self._scenario.seed % 3],
-        )
-        tokens = rng.choice([48, 96, 256])  # below max_model_len some requests fill the whole pool
-        config = msgspec.structs.replace(config, kv_pages=tokens // config.page_size)
-        if other is not None and rng.random() < 0.5:
-            config = msgspec.structs.replace(config, page_size=other.page_size, kv_pages=other.kv_pages)
+        scenario, rng = self._scenario, self._random
+        config = draw_config(scenario, rng, other)
         host_pages = disk_pages = 0
-        if self._scenario.tiers:
+        if scenario.tiers:
             host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
             config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
-        config = msgspec.structs.replace(config, dp=self._scenario.dp, lockstep=self._scenario.lockstep)
         return SimulatedServer(
             self._world,
             name,
             config,
-            self._scenario.token_s,
+            scenario.token_s,
             self._report,
-            has_nan_token=self._scenario.has_nan_token,
-            checks_chunks=self._scenario.seed % 3 > 0,
+            has_nan_token=scenario.has_nan_token,
+            checks_chunks=scenario.seed % 3 > 0,
             host_pages=host_pages,
             disk_pages=disk_pages,
-            tier_faults=self._scenario.tier_faults,
+            tier_faults=scenario.tier_faults,
         )
+
+    def _act(self, what: str, action: Callable[[], None], at: float | None = None, mean_s: float | None = None) -> None:
+        """Do something that comes from outside, under a number, unless that is to be skipped. at: when. mean_s: mean of
+        the random delay, which is drawn even if it is skipped. Neither of them: now."""
+        number = len(self._report.actions)
+        self._report.actions.append(what)
+        if mean_s is not None:
+            at = self._world.delayed(mean_s)
+        if number in self._skipped:
+            return
+        if at is None:
+            action()
+        else:
+            self._world.at(at, action)
 
     def _arrive(self, number: int) -> None:
         rng = self._clients
         prompt = self._draw_prompt()
         pair = self._scenario.shape == "pair"
         sampling = SamplingParams(
-            max_tokens=rng.choice([1, 2, 8, 20, 60]),
+            max_tokens=rng.choice([1, 2, 8, 20, 60] if self._scenario.scale == 1 else [1, 2, 3, 5, 12]),
             min_tokens=rng.choice([0, 0, 3]),
             stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 3, 20]))),
         )
@@ -208,86 +148,150 @@ class Simulation:
             replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
-        if pair and rng.random() < self._scenario.hold:
+        if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:
+            self._call_both(client)
+            return
+        alone, rid = self._scenario.prefills == 1, submit.rid
+        if pair and alone and rng.random() < self._scenario.hold:
             self._post(client, hold=True)
         else:
-            self._server.submit(client)
+            self._act(f"submit {rid}", lambda: self._server.submit(client))
         if rng.random() < self._scenario.cancel:
             finish = rng.random() < 0.3
-            self._world.after(rng.choice([0.002, 0.02, 0.1]), lambda: self._cancel(client, finish))
-        if pair and rng.random() < 0.3:  # a router that calls both sides at once
+            mean_s = rng.choice([0.002, 0.02, 0.1])
+            self._act(f"cancel {rid}", lambda: self._cancel(client, finish), mean_s=mean_s)
+        if pair and alone and rng.random() < 0.3:  # a router that calls both sides at once
             self._post(client)
+
+    def _call_both(self, client: SimulatedClient) -> None:
+        """As a router that sends the request to both servers at once, under a room."""
+        submit = client.submit
+        route = msgspec.structs.replace(submit.route, posting="external")
+        client.submit = msgspec.structs.replace(submit, route=route)
+        self._act(f"submit {submit.rid}", lambda: self._server.submit(client))
+        if self._random.random() >= self._scenario.abandon:
+            self._post(client)
+        if self._clients.random() < self._scenario.cancel:
+            mean_s = self._clients.choice([0.002, 0.02, 0.1, 1.0])
+            self._act(f"cancel {submit.rid}", lambda: self._cancel(client, finish=False), mean_s=mean_s)
 
     def _draw_route(self, number: int) -> AnyRoute:
         """In a pair every request is fetched; alone, some are dropped after the first token."""
         if self._scenario.shape == "pair":
-            return FetchFrom("prefill", f"t{number}")
+            return FetchFrom(list(self._prefills)[number % len(self._prefills)], f"t{number}")
         return DecodeHere() if self._clients.random() < 0.8 else Discard()
 
     def _draw_prompt(self) -> tuple[int, ...]:
         """A prefix of a common text and an ending of its own, so that prompts share pages."""
         rng = self._clients
-        shared = rng.choice(self._texts)[: rng.choice([0, 5, 16, 33, 50])]
-        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]))]
-        return (*shared, *own)
+        scale = self._scenario.scale
+        lengths = [0, 5, 16, 33, 50] if scale == 1 or not self._scenario.tiers else [0, 32, 40, 48, 48]
+        shared = rng.choice(self._texts)[: rng.choice(lengths) // scale]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]) // scale or 1)]
+        prompt = [*shared, *own]
+        if self._scenario.has_nan_token and self._scenario.small and rng.random() < 0.4:  # else short ones have none
+            prompt[rng.randrange(len(prompt))] = NAN_TOKEN
+        return tuple(prompt)
 
     def _cancel(self, client: SimulatedClient, finish: bool) -> None:
         client.finished_early = finish
         self._server.send(Abort(rid=client.submit.rid, finish=finish))
 
-    def _post(self, client: SimulatedClient, hold: bool = False) -> None:
-        """Post the prompt to the prefill server, once: as the decode server's front end, or (hold) as a router."""
-        prefill, submit = self._prefill, client.submit
-        if prefill is None or submit.rid in prefill.clients:
+    def _post(self, client: SimulatedClient, hold: bool = False, local: bool = False) -> None:
+        """Post the prompt to the prefill server, once: as a router, or (local) as the decode server's front end."""
+        submit = client.submit
+        assert isinstance(submit.route, FetchFrom), "in a pair every request is fetched"
+        prefill = self._prefills[submit.route.prefill]
+        if submit.rid in prefill.clients:
             return
         there = msgspec.structs.replace(submit, route=SendTo(_ticket(client), hold))
-        posted = SimulatedClient(there, client.prompt)
-        self._world.after(0.002, lambda: self._posted(prefill, posted))
+        prompt = client.prompt
+        if self._scenario.other_prompt and not local and self._random.random() < self._scenario.other_prompt:
+            prompt = (*prompt, 1)
+            there = msgspec.structs.replace(there, prompt=pack(prompt))
+        posted = SimulatedClient(there, prompt)
+        self._act(f"post {submit.rid}", lambda: self._posted(prefill, posted), mean_s=0.002)
         if hold:
             self._follow_hold(client)
 
     def _follow_hold(self, client: SimulatedClient) -> None:
         """Renew the ticket of a held prompt or not, and fetch, release or abort it early or late, or do nothing."""
-        rng, world = self._random, self._world
-        ticket = _ticket(client)
+        rng = self._random
+        ticket, rid, link = _ticket(client), client.submit.rid, self._links["prefill"]
         for _ in range(rng.choice([0, 0, 1, 6])):
-            world.after(rng.choice([0.02, 0.2]), lambda: self._renew(ticket))
+            self._act(f"renew {ticket}", lambda: link.renew(ticket), mean_s=rng.choice([0.02, 0.2]))
         fate = rng.random()
         if fate < 0.7:
-            world.after(rng.choice([0.001, 0.02, 0.1, 0.5]), lambda: self._server.submit(client))
+            mean_s = rng.choice([0.001, 0.02, 0.1, 0.5])
+            self._act(f"fetch {rid}", lambda: self._server.submit(client), mean_s=mean_s)
         elif fate < 0.8:
-            world.after(0.05, lambda: self._release(ticket))
-        elif fate < 0.9 and self._prefill is not None:
-            prefill, rid = self._prefill, client.submit.rid
-            world.after(0.05, lambda: prefill.send(Abort(rid=rid)))
-
-    def _renew(self, ticket: str) -> None:
-        if self._link is not None:
-            self._link.renew(ticket)
-
-    def _release(self, ticket: str) -> None:
-        if self._link is not None:
-            self._link.release(ticket)
+            self._act(f"release {ticket}", lambda: link.release(ticket), mean_s=0.05)
+        elif fate < 0.9:
+            prefill = self._prefills["prefill"]
+            self._act(f"abort {rid} at the prefill server", lambda: prefill.send(Abort(rid=rid)), mean_s=0.05)
 
     def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
         if client.submit.rid not in prefill.clients:
             prefill.submit(client)
 
+    def _on_peer(self, effect: Effect) -> None:
+        """Lead an effect of the decode server to the connection that it is for."""
+        match effect:
+            case ConnectPrefill(name=name):
+                self._links[name].from_control_client(effect)
+            case AskReserve() | AskCancel() | AskRenew():
+                known = (link for link in self._links.values() if link.knows(effect.session))
+                next(known, self._links["prefill"]).from_control_client(effect)
+            case _:
+                pass
+
     def _on_decode_output(self, output: SchedulerReply) -> None:
         if isinstance(output, Reserved):
+            route = self._server.clients[output.rid].submit.route
+            if isinstance(route, FetchFrom) and route.posting != "local":
+                return  # its router posts it
             if self._random.random() >= self._scenario.abandon:
-                self._post(self._server.clients[output.rid])
-        elif isinstance(output, RequestFailed) and self._prefill is not None and self._random.random() < 0.8:
-            self._prefill.send(Abort(rid=output.rid))
+                self._post(self._server.clients[output.rid], local=True)
+        elif isinstance(output, RequestFailed):
+            route = self._server.clients[output.rid].submit.route
+            assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+            if self._random.random() < 0.8:
+                self._prefills[route.prefill].send(Abort(rid=output.rid))
+            if len(self._prefills) > 1:
+                self._move(output, route)
 
-    def _on_prefill_output(self, output: SchedulerReply) -> None:
+    def _move(self, failed: RequestFailed, route: FetchFrom) -> None:
+        """Submit a request again as the front end does, if its prefill server failed it and there is another one."""
+        client = self._server.clients[failed.rid]
+        attempts = self._attempts.setdefault(failed.rid, PrefillAttempts())
+        attempts.failed(route.prefill, failed.error)
+        others = [name for name in self._prefills if name not in attempts.servers]
+        if client.tokens or not attempts.may_move or not others:
+            return
+        client.ends.clear()
+        again = FetchFrom(self._random.choice(others), f"{route.ticket}+")
+        client.submit = msgspec.structs.replace(client.submit, route=again, moved=True)
+        self._report.moves += 1
+        self._server.send(client.submit)
+
+    def _on_prefill_output(self, name: str, output: SchedulerReply) -> None:
+        """The front end learns from its POST that the prefill server has failed a prompt."""
         if isinstance(output, RequestFailed):
-            error = ErrorInfo(code=f"prefill_{output.error.code}", message=output.error.message, status=502)
+            client = self._server.clients.get(output.rid)
+            if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):
+                return  # it was moved: the POST was given up
+            code, text = f"prefill_{output.error.code}", output.error.message
+            error = ErrorInfo(code=code, message=text, status=502, at_prefill=True)
             self._server.send(Abort(rid=output.rid, error=error))
 
     def _lose_peer(self) -> None:
-        if self._link is not None:
-            self._link.lose()
+        if self._links:
+            names = list(self._links)
+            self._links[names[0] if len(names) == 1 else self._random.choice(names)].lose()
+
+    def _lose_all(self) -> None:
+        for link in self._links.values():
+            link.lose()
 
     def _crash(self) -> None:
         self._crashed = True

@@ -4,22 +4,17 @@ import heapq
 import random
 from collections.abc import Callable
 
-from headrace.core.runtime.clock import VirtualClock
-
 
 class World:
     """Virtual time, a random generator, and the actions that are scheduled."""
 
     def __init__(self, seed: int) -> None:
-        self.clock = VirtualClock()
+        self.now = 0.0
+        """Virtual seconds since the start."""
+
         self.random = random.Random(seed)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-
-    @property
-    def now(self) -> float:
-        """Virtual seconds since the start."""
-        return self.clock.now()
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Run the action at this time."""
@@ -28,7 +23,11 @@ class World:
 
     def after(self, mean_s: float, action: Callable[[], None]) -> None:
         """Run the action after a random delay of this mean."""
-        self.at(self.now + self.random.expovariate(1 / mean_s), action)
+        self.at(self.delayed(mean_s), action)
+
+    def delayed(self, mean_s: float) -> float:
+        """A time after now, by a random delay of this mean."""
+        return self.now + self.random.expovariate(1 / mean_s)
 
     def run(self, limit: int) -> bool:
         """Run all actions, in the order of their times; False when there are more than limit."""
@@ -39,7 +38,8 @@ class World:
         if not self._heap:
             return False
         when, _, action = heapq.heappop(self._heap)
-        self.clock.advance(max(0.0, when - self.now))
+        if when > self.now:
+            self.now = when
         action()
         return True
 

@@ -23,6 +23,12 @@ class EngineStatus:
         self.costs: tuple[Cost, ...] = ()
         """What computing takes each stage; empty when all chunks of a prompt have one length."""
 
+        self.silent: dict[int, str] = {}
+        """What stages do that are up and do not answer, by rank."""
+
+        self.silent_until: dict[int, float] = {}
+        """When a stage was last known not to answer, by rank: what peers say to it is not read then."""
+
     def start(self, vocab_size: int, costs: tuple[Cost, ...], offering: tuple[int, ...]) -> None:
         """Every stage is up."""
         self.offering = offering
@@ -33,3 +39,5 @@ class EngineStatus:
     def stop(self) -> None:
         """A stage has failed, or all were told to end."""
         self.ready = False
+        self.silent.clear()
+        self.silent_until.clear()

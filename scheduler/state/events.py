@@ -19,11 +19,12 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.messages.stage_events import AnyStageEvent
+from headrace.core.messages.stage_events import AnyStageEvent, StageProgress, StageSilence
 
 ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
 ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
-Event = AnyFrontendRequest | AnyStageEvent | JoinProgress | ControlServerEvent | ControlClientEvent
+StageReport = AnyStageEvent | StageSilence | StageProgress | JoinProgress
+Event = AnyFrontendRequest | StageReport | ControlServerEvent | ControlClientEvent
 Effect = (
     AnyOrder
     | ReplicaOrder

@@ -1,9 +1,14 @@
-"""The share of the KV pool that may be taken by requests whose peer has not come."""
+"""The share of the KV pool that may be taken by requests whose peer has not come.
+
+A tenant with less than an equal share of it gets pages beyond the limit, up to half of the rest of the pool: what the
+others hold comes back within the limit of their leases, and is not given out again before.
+"""
 
 from collections.abc import Iterable, Iterator
 
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.requests.record import Request
+from headrace.scheduler.state.shares import Shares
 
 
 class HeldPages:
@@ -13,8 +18,7 @@ class HeldPages:
         self._cache = cache
         self._percent = percent
         self._requests: dict[int, Request] = {}
-        self.pages = 0
-        """Pages of these requests, whether or not they have been leased yet."""
+        self._pages = Shares()  # by name of the API key
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -23,23 +27,32 @@ class HeldPages:
         return iter(self._requests.values())
 
     @property
+    def pages(self) -> int:
+        """Pages of these requests, whether or not they have been leased yet."""
+        return self._pages.total
+
+    @property
     def limit(self) -> int:
         """Pages that these requests may take together."""
         return self._cache.total * self._percent // 100
 
-    def fits(self, tokens: int) -> bool:
-        """A prompt of this many tokens may be added."""
-        return self.pages + self._cache.pages_for(tokens) <= self.limit
+    def fits(self, tokens: int, tenant: str) -> bool:
+        """A prompt of this many tokens of the tenant may be added."""
+        pages, limit = self._cache.pages_for(tokens), self.limit
+        if self.pages + pages <= limit:
+            return True
+        beyond = limit + (self._cache.total - limit) // 2
+        return self.pages + pages <= beyond and self._pages.within_equal_share(tenant, pages, limit)
 
     def add(self, request: Request) -> None:
         """Count a request that is going to be computed before its peer reserves."""
         self._requests[request.arrival] = request
-        self.pages += self._cache.pages_for(request.prompt_tokens)
+        self._pages.add(request.submit.tenant, self._cache.pages_for(request.prompt_tokens))
 
     def remove(self, request: Request) -> None:
         """A peer has reserved, or the request has ended. Does nothing for a request that is not counted."""
         if self._requests.pop(request.arrival, None) is not None:
-            self.pages -= self._cache.pages_for(request.prompt_tokens)
+            self._pages.add(request.submit.tenant, -self._cache.pages_for(request.prompt_tokens))
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests that should be counted and are not, or the other way round."""

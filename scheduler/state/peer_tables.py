@@ -1,5 +1,6 @@
 """The servers that KV goes to and comes from, and the requests at each."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,12 +26,23 @@ class DecodePeer:
     ending: bool = False
     """The control endpoint has been told to end its session."""
 
+    @property
+    def owner(self) -> str:
+        """Who its shares are those of: the CURVE key, however many sessions it has; without keys, the session."""
+        return f"key {self.hello.key}" if self.hello.key else self.hello.session
+
 
 class DecodePeerTable:
     """Decode peers by session."""
 
     def __init__(self) -> None:
         self._peers: dict[str, DecodePeer] = {}
+        self._owners: Counter[str] = Counter()  # sessions of each
+
+    @property
+    def owners(self) -> int:
+        """Number of owners of peers."""
+        return len(self._owners)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -51,11 +63,16 @@ class DecodePeerTable:
     def join(self, hello: PeerJoined, stages: Iterable[int], now: float) -> DecodePeer:
         """A peer was welcomed. stages: ours, which it acknowledges chunks of."""
         peer = self._peers[hello.session] = DecodePeer(hello, dict.fromkeys(stages, now))
+        self._owners[peer.owner] += 1
         return peer
 
     def leave(self, session: str) -> DecodePeer | None:
         """A session has ended; None when there was none."""
-        return self._peers.pop(session, None)
+        peer = self._peers.pop(session, None)
+        if peer is not None:
+            self._owners[peer.owner] -= 1
+            self._owners += Counter()  # without those that have none
+        return peer
 
     def attach(self, request: Request) -> None:
         """The peer in request.outgoing has reserved pages for it. Raises KeyError for an unknown session."""

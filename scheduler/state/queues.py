@@ -10,6 +10,10 @@ from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import QUEUES
+from headrace.scheduler.state.queued_shares import QueuedShares
+
+NONE_QUEUED = dict.fromkeys(QUEUES, 0)
+STARTED = (Phase.RUNNING, Phase.GENERATING)
 
 
 class Queues:
@@ -29,9 +33,10 @@ class Queues:
         cache: KvCache,
         rank_of: RankOf,
         awaiting_row: dict[int, Request],
+        tenants: QueuedShares,
     ) -> None:
-        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row:
-        shared with the queues of other replicas."""
+        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row,
+        tenants: shared with the queues of other replicas."""
         self.policy = policy
         """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
 
@@ -71,6 +76,7 @@ class Queues:
         """The same, by rank."""
 
         self._rank_of = rank_of
+        self._tenants = tenants
 
     @property
     def runnable(self) -> bool:
@@ -225,44 +231,50 @@ class Queues:
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
-        counts, tokens = dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0)
-        unplanned, load, arrivals = 0, NOTHING, set()
+        counts, tokens = NONE_QUEUED.copy(), NONE_QUEUED.copy()
+        unplanned, squares, left, arrivals = 0, 0, 0, set()
         for request in requests:
             arrivals.add(request.arrival)
-            unplanned += request.unplanned
-            load = load.plus(request.load)
             if not request.ended:
+                unplanned += request.unplanned
+                own = request.load
+                squares, left = squares + own.squares, left + own.tokens
                 counts[request.phase] += 1
                 tokens[request.phase] += request.prompt_tokens
             yield from self._check_request(request)
-        if (counts, tokens) != (self.requests, self.tokens):
+        if counts != self.requests or tokens != self.tokens:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
         if unplanned != self.unplanned:
             yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
+        load = (squares, left)
         if load != self.load or load != self.backlog.total():
-            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {load} found"
+            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {Load(*load)} found"
         listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
         for queue in (self.prefilling, self.decoding, self.preempting):
-            if unknown := queue.keys() - arrivals:
+            if queue and (unknown := queue.keys() - arrivals):
                 yield f"requests {unknown} are queued and not known"
 
-    def _check_request(self, request: Request) -> Iterator[str]:
-        name, phase, arrival = f"{request.rid} ({request.phase.value})", request.phase, request.arrival
+    def _check_request(self, request: Request) -> list[str]:
+        """What is wrong with the queues of one request. Runs after every event of a simulation."""
+        phase, arrival, found = request.phase, request.arrival, []
         ordered = request in self.policy or request in self.to_fetch
-        if ordered != (phase is Phase.WAITING or arrival in self.prefilling):
-            yield f"{name} is {'' if ordered else 'not '}ordered by the policy"
-        if arrival in self.prefilling and phase is not Phase.RUNNING:
-            yield f"{name} is among the prefills"
-        if arrival in self.decoding and phase not in (Phase.RUNNING, Phase.GENERATING):
-            yield f"{name} is among the decoding"
-        if arrival in self.preempting and phase not in (Phase.RUNNING, Phase.GENERATING):
-            yield f"{name} is among the preempted"
-        if sum(arrival in queue for queue in (self.prefilling, self.decoding, self.preempting)) > 1:
-            yield f"{name} is in several queues"
+        prefilling, decoding, preempting = (
+            arrival in self.prefilling, arrival in self.decoding, arrival in self.preempting)  # fmt: skip
+        if ordered != (phase is Phase.WAITING or prefilling):
+            found.append(f"is {'' if ordered else 'not '}ordered by the policy")
+        if prefilling and phase is not Phase.RUNNING:
+            found.append("is among the prefills")
+        if decoding and phase not in STARTED:
+            found.append("is among the decoding")
+        if preempting and phase not in STARTED:
+            found.append("is among the preempted")
+        if prefilling + decoding + preempting > 1:
+            found.append("is in several queues")
         if arrival in self.awaiting_row and (request.lease is None or not request.early_prefill):
-            yield f"{name} waits for a metadata row"
+            found.append("waits for a metadata row")
+        return [f"{request.rid} ({phase.value}) {text}" for text in found]
 
     def _rank(self, request: Request, load: Load) -> None:
         """Count a request's load under the rank that it has with it."""
@@ -284,6 +296,7 @@ class Queues:
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign
         self.tokens[request.phase] += sign * request.prompt_tokens
+        self._tenants.count(request, sign)
 
     def _remove(self, request: Request) -> None:
         self.awaiting_row.pop(request.arrival, None)

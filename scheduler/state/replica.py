@@ -19,6 +19,7 @@ from headrace.scheduler.state.events import Effects
 from headrace.scheduler.state.held_pages import HeldPages
 from headrace.scheduler.state.measurements import Measurements
 from headrace.scheduler.state.plan_table import PlanTable
+from headrace.scheduler.state.queued_shares import QueuedShares
 from headrace.scheduler.state.queues import Queues
 from headrace.scheduler.state.ttft_prediction import TtftPredictor
 
@@ -35,8 +36,10 @@ class Replica:
         out: Effects,
         metrics: Measurements,
         awaiting_row: dict[int, Request],
+        tenants: QueuedShares,
     ) -> None:
-        """out: takes its orders. awaiting_row: requests of all replicas that need a metadata row, see Queues."""
+        """out: takes its orders. awaiting_row: requests of all replicas that need a metadata row, see Queues. tenants:
+        what tenants have queued at all replicas."""
         layout = config.layout
         self.index = index
         self._out = out
@@ -66,7 +69,13 @@ class Replica:
         )
         self.copies = CopyTable(config, self.ranks)
         self.queues = Queues(
-            make_policy(config), make_policy(config), self.costs, self.cache, rank_of(config.policy), awaiting_row
+            make_policy(config),
+            make_policy(config),
+            self.costs,
+            self.cache,
+            rank_of(config.policy),
+            awaiting_row,
+            tenants,
         )
         self.plans = PlanTable(self.first_stage)
         self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)

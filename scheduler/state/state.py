@@ -15,8 +15,10 @@ from headrace.scheduler.state.events import Effects
 from headrace.scheduler.state.measurements import Measurements
 from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.peer_tables import DecodePeerTable, PrefillTable
+from headrace.scheduler.state.queued_shares import QueuedShares
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.tickets import TicketTable
+from headrace.scheduler.state.unacknowledged import Unacknowledged
 
 
 class State:
@@ -44,11 +46,16 @@ class State:
         self.awaiting_row: dict[int, Request] = {}
         """Requests that need a metadata row since a peer has reserved, in the order of the reservations."""
 
+        self.queued_by_tenant = QueuedShares()
         self.replicas = tuple(
-            Replica(config, index, self.out, self.metrics, self.awaiting_row) for index in range(config.dp)
+            Replica(config, index, self.out, self.metrics, self.awaiting_row, self.queued_by_tenant)
+            for index in range(config.dp)
         )
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()
+        self.unacknowledged = Unacknowledged(
+            self.peers, config.kv_pages * config.dp, config.metadata_rows, config.page_size
+        )
         self.prefills = PrefillTable()
 
     def enter(self, request: Request, phase: Phase, now: float) -> None:

@@ -9,6 +9,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FirstToken, SendTo
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import TransferKey
+from headrace.scheduler.state.shares import Shares
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class TicketTable:
     prompt first:       claim() ─► match() ─► end() ─► forget()
     reservation first:  reserve_early() ─► pop_early() ─► claim(), match() ─► …
 
-    limit bounds each of: reservations whose prompt has not come, ended tickets, abandoned tickets.
+    limit bounds each of: reservations whose prompt has not come (shared by the owners of the peers, see Shares), ended
+    tickets, abandoned tickets.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,13 +45,15 @@ class TicketTable:
         self._active: dict[str, Request] = {}
         self._matched: dict[TransferKey, Request] = {}
         self._early: dict[str, PeerReserved] = {}
+        self._owners: dict[str, str] = {}  # of early reservations, by ticket
+        self._shares = Shares()  # of early reservations
         self._ended: OrderedDict[str, EndedTicket] = OrderedDict()
         self._abandoned: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
-    @property
-    def full(self) -> bool:
-        """No more reservations may wait for their prompts."""
-        return len(self._early) >= self._limit
+    def full(self, owner: str) -> bool:
+        """No more reservations of this owner may wait for their prompts: there are as many as may, and it has an equal
+        share of them."""
+        return len(self._early) >= self._limit and not self._shares.within_equal_share(owner, 1, self._limit)
 
     @property
     def early_reservations(self) -> list[PeerReserved]:
@@ -67,9 +71,11 @@ class TicketTable:
         if ended is not None and ended.session is None:
             del self._ended[ticket]
 
-    def reserve_early(self, event: PeerReserved) -> None:
-        """Keep a reservation whose prompt has not come."""
+    def reserve_early(self, event: PeerReserved, owner: str) -> None:
+        """Keep a reservation whose prompt has not come. owner: of the peer."""
         self._early[event.ticket] = event
+        self._owners[event.ticket] = owner
+        self._shares.add(owner, 1)
 
     def early(self, ticket: str) -> PeerReserved | None:
         """The reservation that waits for the ticket's prompt."""
@@ -77,7 +83,8 @@ class TicketTable:
 
     def pop_early(self, ticket: str) -> None:
         """The reservation does not wait any more: its prompt has come, or it has failed."""
-        self._early.pop(ticket, None)
+        if self._early.pop(ticket, None) is not None:
+            self._shares.add(self._owners.pop(ticket), -1)
 
     def match(self, key: TransferKey, request: Request) -> None:
         """A peer has reserved pages for the request, which is found by this key until forget()."""
@@ -148,3 +155,5 @@ class TicketTable:
             yield f"handoffs {set(self._matched)} are listed; there are {set(matched)}"
         if both := self._active.keys() & self._early.keys():
             yield f"reservations for {both} wait for prompts that are here"
+        if not self._shares.total == len(self._early) == len(self._owners):
+            yield f"{self._shares.total} early reservations counted, {len(self._owners)} with an owner"

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from headrace.core.config import STAGE_KEY_VARIABLE, Config
 from headrace.core.config.stages import GroupConfig
 from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import module_command
 from headrace.core.types.addresses import host_port
 from headrace.server.cluster.options import UpOptions
@@ -38,7 +39,7 @@ GROUP_END_S = 30.0  # for the other ranks, once one has ended
 def main(options: UpOptions, config: Config, serve_flags: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a server until a signal. serve_flags: those of `headrace serve`, from which config is. Returns the server's
     exit status. Raises ConfigError for a cluster that cannot be reached or has no room."""
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s up: %(message)s")
+    configure_logging(config.server.log_level, "up")
     ranks = RayRanks(options, len(config.scheduler.layout.ranks))
     try:
         return asyncio.run(_Up(ranks, config, serve_flags, environ).run())

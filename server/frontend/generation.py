@@ -3,19 +3,20 @@
 local:     Submit ─────────────────────────────────────────────► Tokens ... RequestFinished
 remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► Tokens ... RequestFinished
                                               └─ refused or failed: Abort with its error ─► RequestFailed
+            RequestFailed by a prefill server: again at another one, see prefill_failover.py
 posted:    Submit(ticket), a router has sent the prompt there ───► Tokens ... RequestFinished
 """
 
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from headrace.core.messages.frontend import Held, Progress, RequestFinished, Reserved, Submit, Tokens
+from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
-from headrace.core.types.errors import NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -25,15 +26,17 @@ from headrace.core.types.request import (
     PromptPosting,
     SamplingParams,
     SendTo,
-    Timing,
 )
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
+from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
 from headrace.server.frontend.scheduler_client import Call, SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.upstream.handoff_params import KvSource
-from headrace.server.upstream.prefill_call import PrefillProgress, PrefillResponse, client_error
-from headrace.server.upstream.prefill_pool import PrefillPool
+from headrace.server.upstream.prefill_call import PrefillProgress, client_error
+from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +54,20 @@ class GenerationRunner:
     """
 
     def __init__(
-        self, client: SchedulerClient, model: ServedModel, prefills: PrefillPool | None = None, *, local: bool = False
+        self,
+        client: SchedulerClient,
+        model: ServedModel,
+        prefills: PrefillPool | None,
+        metrics: FrontMetrics,
+        clock: Clock,
+        *,
+        local: bool = False,
     ) -> None:
         self._client = client
         self._model = model
         self._prefills = prefills
+        self._clock = clock
+        self._failover = PrefillFailover(prefills, metrics, clock) if prefills is not None else None
         self._local = local
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
@@ -63,7 +75,7 @@ class GenerationRunner:
         pool, source = self._prefills, request.kv_source
         if pool is None or (source is not None and source.address is None):
             return await self._compute_here(request, emit)
-        begun = False
+        begun, arrived = False, self._clock.now()
 
         async def watch(event: Progress | GenerationDelta) -> None:
             nonlocal begun
@@ -73,14 +85,15 @@ class GenerationRunner:
         try:
             if source is not None:
                 return await self._fetch_posted(request, watch, pool, source)
-            return await self._prefill_remotely(request, watch, pool)
+            return await self._prefill_anywhere(request, arrived, watch, lambda: begun)
         except FirstTokenForbidden:
             log.info("%s: the first token would end the text before min_tokens; sampling it again", request.rid)
         except HeadraceError as error:
             if begun or not self._local or not _is_retryable(error.info):
                 raise
             log.warning("%s: computing the prompt here, since %s", request.rid, error.info.message)
-        again = msgspec.structs.replace(request, rid=f"{request.rid}-local")
+        left = remaining(request, self._clock.now() - arrived)
+        again = msgspec.structs.replace(left, rid=f"{request.rid}-local")
         return await self._compute_here(again, emit)
 
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
@@ -90,7 +103,7 @@ class GenerationRunner:
         is held for a peer. Raises HeadraceError; cancelling it cancels the request.
         """
         first: Tokens | None = None
-        submit = await self._submit(request, _outgoing_route(request))
+        submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
             while True:
                 event = await call.next()
@@ -111,22 +124,48 @@ class GenerationRunner:
         result = _result(event, _finish_reason(event.reason), event.usage.completion_tokens)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
-    async def _prefill_remotely(self, request: GenerationRequest, emit: Emit, pool: PrefillPool) -> GenerationResult:
-        """Reserve pages here, have a prefill server compute the prompt, and continue from its KV."""
+    async def _prefill_anywhere(
+        self, request: GenerationRequest, arrived: float, emit: Emit, has_begun: Callable[[], bool]
+    ) -> GenerationResult:
+        """Have a prefill server compute the prompt, and another one if that refuses or fails it."""
+        pool, failover = self._prefills, self._failover
+        assert pool is not None, "only a decode server has prompts computed elsewhere"
+        assert failover is not None, "only a decode server has prompts computed elsewhere"
+        sampling = await self._merge_stops(request)
+
+        async def attempt(left: GenerationRequest, choice: Choice, moved: bool) -> GenerationResult:
+            return await self._prefill_remotely(left, emit, pool, choice, sampling, moved=moved)
+
+        return await failover.run(request, arrived, has_begun, attempt)
+
+    async def _prefill_remotely(
+        self,
+        request: GenerationRequest,
+        emit: Emit,
+        pool: PrefillPool,
+        choice: Choice,
+        sampling: SamplingParams,
+        *,
+        moved: bool,
+    ) -> GenerationResult:
+        """Reserve pages here, have the chosen prefill server compute the prompt, and continue from its KV. sampling:
+        with all stop tokens. moved: another server has refused or failed it."""
         ticket = secrets.token_hex(16)
-        with pool.chosen(request.prompt, request.cache_salt) as choice:
-            submit = await self._submit(request, FetchFrom(choice.server.url, ticket))
-            async with (
-                self._client.open(submit) as call,
-                pool.prefill_call(choice, _prefill_body(request, ticket), request.context.headers()) as prefill,
-            ):
+        submit = _submit(request, sampling, FetchFrom(choice.server.url, ticket), moved=moved)
+        async with (
+            self._client.open(submit) as call,
+            pool.prefill_call(choice, prefill_body(request, ticket), request.context.headers()) as prefill,
+        ):
 
-                def on_progress(progress: PrefillProgress) -> None:
-                    call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
+            def on_progress(progress: PrefillProgress) -> None:
+                call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
+            try:
                 result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
-                result = msgspec.structs.replace(result, peer=choice.server.url)
-                return _with_prefill_response(result, await prefill.response())
+            except HeadraceError as error:
+                raise HeadraceError(await prefill.cause(error.info)) from error
+            result = msgspec.structs.replace(result, peer=choice.server.url)
+            return with_prefill_response(result, await prefill.response())
 
     async def _fetch_posted(
         self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource
@@ -142,7 +181,8 @@ class GenerationRunner:
             forbidden = frozenset((await self._merge_stops(request)).stop_token_ids)
         async with pool.connected(source.address) as server:
             posting: PromptPosting = "external" if source.wait else "done"
-            submit = await self._submit(request, FetchFrom(server.url, source.ticket, posting))
+            route = FetchFrom(server.url, source.ticket, posting)
+            submit = _submit(request, await self._merge_stops(request), route)
             try:
                 async with self._client.open(submit) as call:
                     result = await self._follow(call, request, emit, lambda: None, forbidden)
@@ -151,23 +191,8 @@ class GenerationRunner:
                 raise HeadraceError(client_error(error.info)) from error
 
     async def _compute_here(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
-        async with self._client.open(await self._submit(request, DecodeHere())) as call:
+        async with self._client.open(_submit(request, await self._merge_stops(request), DecodeHere())) as call:
             return await self._follow(call, request, emit, lambda: None)
-
-    async def _submit(self, request: GenerationRequest, route: AnyRoute) -> Submit:
-        return Submit(
-            rid=request.rid,
-            prompt=packed.pack(request.prompt),
-            sampling=await self._merge_stops(request),
-            route=route,
-            priority=request.priority,
-            replica=request.replica,
-            tenant=request.tenant,
-            slo_ttft_s=request.slo_ttft_s,
-            deadline_s=request.deadline_s,
-            cache_salt=request.cache_salt,
-            progress=request.progress,
-        )
 
     async def _merge_stops(self, request: GenerationRequest) -> SamplingParams:
         """Adds every token id that ends the text by itself to stop_token_ids: EOS, and tokens that contain a stop
@@ -177,6 +202,17 @@ class GenerationRunner:
         if request.stop and request.sampling.min_tokens == 0:
             ids |= dict.fromkeys(await self._model.tokens.stop_ids(request.stop))
         return msgspec.structs.replace(request.sampling, stop_token_ids=tuple(ids))
+
+    async def _check_first(self, call: Call, request: GenerationRequest, tokens: tuple[int, ...]) -> None:
+        """Raises HeadraceError (502) for a first token of a prefill server that has not masked it. The request has
+        ended here then, and may move to another prefill server."""
+        if request.constraint is None or not tokens:
+            return
+        if problem := await self._model.grammars.problem(request.constraint, tokens[0]):
+            message = f"the prefill server has not kept to the constraint of this request: {problem}"
+            error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502)
+            await call.end(error)
+            raise HeadraceError(msgspec.structs.replace(error, at_prefill=True))
 
     def _eos(self, request: GenerationRequest) -> tuple[int, ...]:
         return () if request.ignore_eos else self._model.tokenizer.eos_ids
@@ -204,6 +240,8 @@ class GenerationRunner:
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
+                    if not seen and call.fetches:
+                        await self._check_first(call, request, event.tokens)
                     delta = _delta(text, ends, event)
                     await emit(delta)
                     stopped = text.stopped
@@ -214,6 +252,27 @@ class GenerationRunner:
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
                     return _result(event, "stop" if stopped else _finish_reason(event.reason) or "stop", text.tokens)
+
+
+def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
+    constraint = request.constraint
+    if constraint is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=constraint.key)
+    return Submit(
+        rid=request.rid,
+        prompt=packed.pack(request.prompt),
+        sampling=sampling,
+        constraint=constraint,
+        route=route,
+        priority=request.priority,
+        replica=request.replica,
+        tenant=request.tenant,
+        slo_ttft_s=request.slo_ttft_s,
+        deadline_s=request.deadline_s,
+        cache_salt=request.cache_salt,
+        progress=request.progress,
+        moved=moved,
+    )
 
 
 def _is_retryable(error: ErrorInfo) -> bool:
@@ -261,41 +320,3 @@ def _held(event: Held) -> GenerationResult:
         prompt_logprobs=event.prompt_logprobs,
         lease_s=event.lease_s,
     )
-
-
-def _prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
-    """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
-    sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
-    body = {
-        **sampling,
-        "rid": request.rid,
-        "ticket": ticket,
-        "prompt_token_ids": request.prompt,
-        "stop": request.stop,
-        "ignore_eos": request.ignore_eos,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-        "stream": request.progress,
-    }
-    limits = {
-        "deadline_s": request.deadline_s,
-        "slo_ttft_ms": None if request.slo_ttft_s is None else request.slo_ttft_s * 1000,
-    }
-    return body | {name: limit for name, limit in limits.items() if limit is not None}
-
-
-def _with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:
-    """Adds the prefill server's times and prompt logprobs to the result."""
-    if response is None:
-        return result
-    seconds = {name: value / 1000 for name, value in response.timing_ms.items()}
-    timing = Timing(
-        bootstrap_s=seconds.get("bootstrap", 0.0),
-        queue_s=seconds.get("queue", 0.0),
-        forward_s=seconds.get("forward", 0.0),
-        transfer_s=seconds.get("transfer", 0.0),
-        decode_s=result.timing.decode_s,
-    )
-    entries = response.prompt_logprobs or ()
-    logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
-    return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs)

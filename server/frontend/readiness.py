@@ -39,6 +39,8 @@ class Readiness:
         engine = self._client.engine
         if problem := self.unhealthy():
             return unavailable(problem, code="scheduler_silent").info
+        if excuse := self._client.excuse():
+            return unavailable(excuse, code="scheduler_silent").info
         if self._draining:
             return unavailable("the server is draining", code=DRAINING).info
         if engine is None or not self._model.loaded:

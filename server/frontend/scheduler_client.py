@@ -7,6 +7,7 @@ post() ────────────────────────�
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -34,16 +35,20 @@ from headrace.core.messages.frontend import (
     Traced,
 )
 from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.request import FetchFrom
 from headrace.server.frontend.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-SILENT_S = 5.0  # without an answer to a probe, after which the server is unhealthy
-LOST_S = 20.0  # without an answer to a probe, after which open requests fail
+LATE_S = 0.25  # by which this loop may be late before it counts as having slept
+SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's process is looked at
+SILENT_S = 5.0  # in which the scheduler could have answered a probe, after which the server is unhealthy
+LOST_S = 20.0  # the same, after which open requests fail
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
 CallEvent = Progress | Tokens | Reserved | Held | RequestFinished
@@ -103,6 +108,13 @@ class Call:
         if self._open:
             self._client.post(Abort(rid=self.rid, error=error))
 
+    async def end(self, error: ErrorInfo) -> None:
+        """Abort the request and wait until the scheduler knows nothing of it any more: its rid is free then."""
+        self.abort(error)
+        with contextlib.suppress(HeadraceError):
+            while not self.ended:
+                await self.next()
+
     def keep(self) -> None:
         """Do not abort the request on leaving the context: the scheduler holds its KV. It can still be cancelled."""
         self.kept = True
@@ -110,6 +122,11 @@ class Call:
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether the scheduler ends the request by itself after the last of these tokens."""
         return tokens[-1] in self._submit.sampling.stop_token_ids
+
+    @property
+    def fetches(self) -> bool:
+        """Its first token comes from a prefill server."""
+        return isinstance(self._submit.route, FetchFrom)
 
     def finish(self) -> None:
         """End the request as complete; next() returns RequestFinished."""
@@ -121,7 +138,8 @@ class SchedulerClient:
     """Sends messages to the scheduler in order and routes its replies to calls and callbacks. Used in one event loop.
 
     on_prefill: called when a prefill server is reached or lost. on_stages_ready, on_stage_down: when all stages are up,
-    and when the scheduler gives one up. on_trace: with the parts of a trace.
+    and when the scheduler gives one up. on_trace: with the parts of a trace. inspect: what the scheduler's process
+    does, if that can be known. hang_s: longest silence of a scheduler that is stopped, busy, or without a core.
     """
 
     def __init__(
@@ -133,6 +151,8 @@ class SchedulerClient:
         on_stages_ready: Callable[[], None] = lambda: None,
         on_stage_down: Callable[[StageDown], None] = lambda _down: None,
         on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None,
+        inspect: Callable[[], Activity | None] = lambda: None,
+        hang_s: float = LOST_S,
     ) -> None:
         self._link = link
         self._clock = clock
@@ -145,7 +165,11 @@ class SchedulerClient:
         self._held: set[str] = set()  # rids of held requests
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._token = 0
-        self._heard = clock.now()
+        self._inspect = inspect
+        self._silence = Silence(Limits(LOST_S, max(LOST_S, hang_s)), clock.now())
+        self._cause: Cause | None = None  # of the silence that was logged
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake_s = 0.0  # when the probe is due, in the loop's time
         self._probing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._drained = False
@@ -156,8 +180,10 @@ class SchedulerClient:
 
     def start(self) -> None:
         """Begin to receive and to probe."""
-        self._heard = self._clock.now()
-        self._link.open(self._take)
+        self._loop = asyncio.get_running_loop()
+        self._wake_s = self._loop.time()
+        self._silence.heard(self._clock.now())
+        self._link.open(self._take, self._link_lost)
         self._probing = asyncio.create_task(self._probe())
 
     async def stop(self) -> None:
@@ -217,11 +243,30 @@ class SchedulerClient:
             call.lose(error)
 
     def problem(self) -> str | None:
-        """Why the scheduler counts as dead, or None while it answers."""
-        silence = self._clock.now() - self._heard
+        """Why the scheduler counts as dead, or None while it answers, or cannot answer and is not dead."""
         if self._link.failed:
             return "the connection to the scheduler has failed"
-        return f"the scheduler has been silent for {silence:.1f} s" if silence > SILENT_S else None
+        found = self._look(SILENT_S)
+        if found is None or (found.charged_s <= SILENT_S and not found.hung):
+            return None
+        return f"the scheduler {found.text}"
+
+    def excuse(self) -> str | None:
+        """Why the scheduler does not answer though it is not dead: it is stopped, busy, or without a core."""
+        found = self._look(SUSPECT_S)
+        if found is None or not (found.cause is Cause.STOPPED or found.silent_s > SILENT_S):
+            return None
+        return f"the scheduler {found.text}"
+
+    def _look(self, after_s: float) -> Finding | None:
+        """Judge a silence of more than after_s; None while there is none, or while this loop itself was late: what has
+        come meanwhile is read first."""
+        now = self._clock.now()
+        if now - self._silence.heard_at <= after_s:
+            return None
+        if self._loop is not None and self._loop.time() > self._wake_s + LATE_S:
+            return None
+        return self._silence.look(now, self._inspect())
 
     async def query_stats(self, timeout_s: float) -> Stats:
         """A new snapshot of the metrics, or the last one if the scheduler does not answer in time."""
@@ -263,19 +308,36 @@ class SchedulerClient:
         loop = asyncio.get_running_loop()
         while True:
             self._query()
-            wake_s = loop.time() + PROBE_S
+            self._silence.asked(self._clock.now())
+            self._wake_s = loop.time() + PROBE_S
             await asyncio.sleep(PROBE_S)
-            self._heard += max(0.0, loop.time() - wake_s)  # replies could not be read while this loop was blocked
-            silence = self._clock.now() - self._heard
-            if silence > LOST_S and self._calls:
-                log.error("the scheduler has been silent for %.0f s", silence)
-                message = f"the scheduler has been silent for {silence:.0f} s"
-                self.fail_all(ErrorInfo(code="scheduler_silent", message=message, status=503))
+            late_s = max(0.0, loop.time() - self._wake_s)  # replies could not be read while this loop was blocked
+            self._wake_s = loop.time()
+            self._silence.excuse(late_s, self._clock.now())
+            self._judge()
+
+    def _judge(self) -> None:
+        """Log what a silent scheduler does, and fail the open requests if it hangs."""
+        found = self._look(SUSPECT_S)
+        if found is None:
+            return
+        if found.cause is not self._cause and found.cause is not Cause.UNKNOWN:
+            self._cause = found.cause
+            log.warning("the scheduler %s", found.text)
+        if found.hung and self._calls:
+            log.error("the scheduler %s", found.text)
+            self.fail_all(ErrorInfo(code="scheduler_silent", message=f"the scheduler {found.text}", status=503))
+
+    def _link_lost(self) -> None:
+        """The scheduler has ended, and this server with it: open requests fail while they can still be answered."""
+        message = "the scheduler of this server has ended"
+        self.fail_all(ErrorInfo(code="scheduler_lost", message=message, status=503))
 
     def _take(self, message: AnySchedulerReply) -> None:
         match message:
             case StatsReply():
-                self._heard = self._clock.now()
+                self._silence.heard(self._clock.now())
+                self._cause = None
                 self.stats = message.stats
                 self.experts = message.experts
                 if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():

@@ -18,8 +18,9 @@ class SchedulerLink(Protocol):
     failed: bool
     """The connection has ended."""
 
-    def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
-        """Call take with every message of the scheduler, including those that have come already."""
+    def open(self, take: Callable[[AnySchedulerReply], None], lost: Callable[[], None]) -> None:
+        """Call take with every message of the scheduler, including those that have come already, and lost when the
+        connection ends."""
         ...
 
     def send(self, message: AnyFrontendRequest) -> None:
@@ -39,12 +40,14 @@ class SocketLink:
         self._in: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
         self._out: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._take: Callable[[AnySchedulerReply], None] = lambda _message: None
+        self._lost: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failed = False
 
-    def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
+    def open(self, take: Callable[[AnySchedulerReply], None], lost: Callable[[], None]) -> None:
         """Begin to receive in the running event loop."""
         self._take = take
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._frames, self._read)
         self._write_later()
@@ -93,7 +96,10 @@ class SocketLink:
         """Logged at level debug, since the supervisor reports why the scheduler has ended."""
         log.debug("the connection to the scheduler has failed: %s", error)
         self.failed = True
+        lost = self._loop is not None
         self._stop()
+        if lost:
+            self._lost()
 
     def _stop(self) -> None:
         if self._loop is not None:

@@ -10,6 +10,7 @@ import httpx
 from headrace.core.config import Config, ServerConfig
 from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageDown, StageLost
 from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.liveness import Activity
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import DRAINING, ErrorInfo
 from headrace.server.frontend.completions import Completions
@@ -36,6 +37,7 @@ class Service:
     """Creates the parts that routes use, starts and stops them.
 
     tokenizer: loaded from the model by start() if not given. prefill_transport: in place of the network, for tests.
+    inspect_scheduler: what the scheduler's process does, if that can be known.
     on_stages_ready, on_stage_down: called when all stages are up, and when the scheduler gives one up.
     """
 
@@ -47,6 +49,7 @@ class Service:
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         prefill_transport: httpx.AsyncBaseTransport | None = None,
+        inspect_scheduler: Callable[[], Activity | None] = lambda: None,
         on_stages_ready: Callable[[], None] = lambda: None,
         on_stage_down: Callable[[StageDown], None] = lambda _down: None,
     ) -> None:
@@ -63,6 +66,8 @@ class Service:
             on_stages_ready=on_stages_ready,
             on_stage_down=on_stage_down,
             on_trace=self.tracer.take,
+            inspect=inspect_scheduler,
+            hang_s=config.scheduler.stage_timeout_s,
         )
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
@@ -71,7 +76,7 @@ class Service:
         local = config.server.fallback == "local"
         self.completions = Completions(
             self._client,
-            GenerationRunner(self._client, self.model, self.prefills, local=local),
+            GenerationRunner(self._client, self.model, self.prefills, self.metrics, self.clock, local=local),
             self.readiness,
             self.prefills,
             self.metrics,
@@ -92,7 +97,7 @@ class Service:
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()
-        self.model.close()
+        await self.model.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for the open ones; those that are left at the deadline fail with 503, at the

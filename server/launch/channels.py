@@ -15,23 +15,33 @@ from headrace.core.messages.frontend import (
     StageLost,
     StagePools,
     StatsReply,
+    Traced,
 )
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
-from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageHeartbeat, StageReady
+from headrace.core.messages.stage_events import (
+    AnyStageEvent,
+    StageFailed,
+    StageHeartbeat,
+    StageProgress,
+    StageReady,
+    StageSilence,
+)
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
+from headrace.core.runtime.liveness import Limits
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.addresses import url
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.layout import Layout
 from headrace.server.launch.replica_streams import ReplicaStreams
 from headrace.server.launch.stage_connections import Router
+from headrace.server.launch.stage_silence import FIRST_LOOK_S, NEXT_LOOK_S, Inspect, StageSilences
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
 log = logging.getLogger(__name__)
 
-ChannelEvent = AnyStageEvent | JoinProgress
+ChannelEvent = AnyStageEvent | StageSilence | StageProgress | JoinProgress
 
 
 class StatsSource(Protocol):
@@ -59,6 +69,7 @@ class FrontChannel:
 
     Adds ServerInfo, which the scheduler does not know, to what the scheduler says; completes StatsReply with the
     counters of the other ports; turns the supervisor's StageLost into the StageFailed that a silent stage causes too.
+    paused_s: seconds so far in which this process did not run, which its clock leaves out.
     """
 
     def __init__(
@@ -70,12 +81,14 @@ class FrontChannel:
         on_stage_down: Callable[[StageDown], Sequence[ChannelEvent]],
         stats_sources: Sequence[StatsSource],
         experts: ExpertSource | None = None,
+        paused_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._frames = frames
         self._info = ServerInfo(instance=instance, control_port=control_port)
         self._on_stage_down = on_stage_down
         self._stats_sources = stats_sources
         self._experts = experts
+        self._paused_s = paused_s
         self._flush_at: float | None = None
         self._in: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
         self._out: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
@@ -114,6 +127,8 @@ class FrontChannel:
             stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
             experts = self._experts.expert_loads() if self._experts is not None else ()
             command = msgspec.structs.replace(command, stats=stats, experts=experts)
+        elif isinstance(command, Traced):
+            command = msgspec.structs.replace(command, paused_s=self._paused_s())
         self._send(command)
         self._schedule_flush(now)
         return self._on_stage_down(command) if isinstance(command, StageDown) else ()
@@ -144,9 +159,10 @@ class FrontChannel:
 class StageChannel:
     """The connections to all stages: sends orders and heartbeats, receives events.
 
-    A stage that is silent for silence_s is reported as StageFailed. The stage's I/O thread answers heartbeats, so its
-    compute thread may be busy for longer. Stages are restarted as a group, with the next epoch in their routing ids;
-    after the first StageReady of a group, messages of earlier groups are ignored.
+    A stage that could have answered for silence_s and did not is reported as StageFailed, and so is one that was silent
+    for hang_s for whatever reason (stage_silence.py). The stage's I/O thread answers heartbeats, so its compute thread
+    may be busy for longer; each answer says whether that one has come on. Stages are restarted as a group, with the
+    next epoch in their routing ids; after the first StageReady of a group, messages of earlier groups are ignored.
 
     All stages of a replica receive the same stream of orders, which begins with BeginEpoch when all ranks are ready.
     Orders between the first StageReady and BeginEpoch were decided for the previous group and are discarded. A
@@ -155,7 +171,10 @@ class StageChannel:
     Args:
         router: connections by routing id.
         layout: of the ranks.
-        heartbeat_s, silence_s: interval of heartbeats, and silence after which a stage has failed, in seconds.
+        heartbeat_s: interval of heartbeats, in seconds.
+        silence_s: time in which a stage could have answered and did not, after which it has failed.
+        hang_s: longest silence of a stage that is stopped, busy, or on an overloaded machine; silence_s by default.
+        inspect: reads what a local process does.
         join_endpoint: admits external stages; None for stages that this server starts.
     """
 
@@ -166,6 +185,8 @@ class StageChannel:
         *,
         heartbeat_s: float,
         silence_s: float,
+        hang_s: float = 0.0,
+        inspect: Inspect = lambda _pid: None,
         join_endpoint: JoinEndpoint | None = None,
     ) -> None:
         self._router = router
@@ -175,9 +196,10 @@ class StageChannel:
         self._group_begun = False
         self._streams = ReplicaStreams(self._layout.dp)
         self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._silences = StageSilences(layout, Limits(silence_s, max(silence_s, hang_s)), inspect)
+        self._look_at: float | None = None
         self._ready: dict[int, StageReady] = {}
-        self._last_heard: dict[int, float] = {}  # by rank, of stages that are ready
+        self._steps: dict[int, int] = {}  # by rank, as of its latest heartbeat
         self._stats: dict[int, Stats] = {}
         self._experts: dict[int, ExpertLoad] = {}
         self._flush_at: float | None = None
@@ -201,7 +223,7 @@ class StageChannel:
                 self._begin_group(event.epoch)
             if identity != self._identity(event.stage):
                 continue  # from a group that has ended
-            self._record(event, now)
+            events.extend(self._record(identity, event, now))
             if not isinstance(event, StageHeartbeat):
                 events.append(event)
         return events
@@ -224,30 +246,42 @@ class StageChannel:
         return failures
 
     def tick(self, now: float) -> Sequence[ChannelEvent]:
-        """Send heartbeats and unsent messages; returns a StageFailed for each stage that is silent."""
+        """Send heartbeats and unsent messages; returns a StageFailed for each stage that has been silent for too long,
+        and a StageSilence for those that are excused."""
         self._router.flush(now)
         self._schedule_flush(now)
         due = self._next_heartbeat
-        return self._heartbeat(due, now) if due is not None and due <= now else ()
+        if due is not None and due <= now:
+            return self._heartbeat(due, now)
+        return self._look(now) if self._look_at is not None and self._look_at <= now else ()
 
     def _heartbeat(self, due: float, now: float) -> Sequence[ChannelEvent]:
         events: list[ChannelEvent] = (
             [*self._join_endpoint.tick(self._ready, now)] if self._join_endpoint is not None else []
         )
-        slept = now - due  # this process was suspended and could not receive
-        self._last_heard = {stage: min(now, heard + slept) for stage, heard in self._last_heard.items()}
+        self._silences.excuse(now - due, now)  # this process did not run, and could not receive
+        events += self._look(now)
         frames = [self._out.encode(self._streams.heartbeat(replica)) for replica in range(self._layout.dp)]
-        for stage, heard in list(self._last_heard.items()):
-            if now - heard > self._silence_s:
-                events.append(self._lost(stage, f"{self._layout.name(stage)} has been silent for {now - heard:.1f} s"))
-            else:
-                events.extend(self._send(stage, frames[self._layout.place(stage).replica], None))
-        self._next_heartbeat = now + self._heartbeat_s if self._last_heard or self._join_endpoint is not None else None
+        for stage in self._silences.ranks:
+            self._silences.asked(stage, now)
+            events.extend(self._send(stage, frames[self._layout.place(stage).replica], None))
+        watched = bool(self._silences)
+        self._look_at = now + FIRST_LOOK_S if watched else None
+        self._next_heartbeat = now + self._heartbeat_s if watched or self._join_endpoint is not None else None
+        return events
+
+    def _look(self, now: float) -> Sequence[StageFailed | StageSilence]:
+        """Judge the stages that do not answer."""
+        events = self._silences.look(now)
+        for event in events:
+            if isinstance(event, StageFailed):
+                self._ready.pop(event.stage, None)
+        self._look_at = now + NEXT_LOOK_S if self._silences.waiting else None
         return events
 
     def next_deadline(self) -> float | None:
-        """When the next heartbeat, or the next attempt to send or to accept, is due."""
-        deadlines = (self._next_heartbeat, self._flush_at, self._router.next_deadline())
+        """When the next heartbeat or look, or the next attempt to send or to accept, is due."""
+        deadlines = (self._next_heartbeat, self._look_at, self._flush_at, self._router.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def all_ready(self) -> tuple[StageReady, ...]:
@@ -260,7 +294,8 @@ class StageChannel:
 
     def statistics(self) -> Stats:
         """The stages' counters as of their latest heartbeats, the orders sent to each, and the connections."""
-        own = [Stats((Sample("orders_total", self._streams.orders), *self._router.statistics()))]
+        silences = self._silences.statistics()
+        own = [Stats((Sample("orders_total", self._streams.orders), *silences, *self._router.statistics()))]
         joins = [Stats(samples=self._join_endpoint.statistics())] if self._join_endpoint is not None else []
         return join([*own, *joins, *self._stats.values()])
 
@@ -288,26 +323,34 @@ class StageChannel:
         self._group_begun = False
         self._streams = ReplicaStreams(self._layout.dp)
         self._ready.clear()
-        self._last_heard.clear()
+        self._silences.clear()
+        self._steps.clear()
         self._stats.clear()
         self._experts.clear()
 
-    def _record(self, event: AnyStageEvent, now: float) -> None:
+    def _record(self, identity: bytes, event: AnyStageEvent, now: float) -> Sequence[ChannelEvent]:
+        """Keep what the stage says of itself. Returns what follows for the scheduler, besides the event."""
+        stage, events = event.stage, list[ChannelEvent]()
         if isinstance(event, StageReady):
-            self._ready[event.stage] = event
+            self._ready[stage] = event
+            self._silences.watch(stage, self._router.pid(identity), now)
         if isinstance(event, StageFailed):
-            self._last_heard.pop(event.stage, None)
-        elif isinstance(event, StageReady) or event.stage in self._last_heard:
-            self._last_heard[event.stage] = now
+            self._silences.forget(stage)
+        elif stage in self._silences:
+            events.extend(self._silences.heard(stage, now))
             if self._next_heartbeat is None:
                 self._next_heartbeat = now + self._heartbeat_s
         if isinstance(event, StageHeartbeat):
-            self._stats[event.stage] = event.stats
+            self._stats[stage] = event.stats
             if event.experts is not None:
-                self._experts[event.stage] = event.experts
+                self._experts[stage] = event.experts
+            if event.steps != self._steps.get(stage, 0):
+                self._steps[stage] = event.steps
+                events.append(StageProgress(stage=stage))
+        return events
 
     def _send(self, stage: int, frame: bytes, command: AnyOrder | None) -> Sequence[AnyStageEvent]:
-        if stage not in self._last_heard:
+        if stage not in self._silences:
             return ()
         try:
             self._router.send(self._identity(stage), frame)
@@ -326,6 +369,6 @@ class StageChannel:
 
     def _lost(self, stage: int, message: str) -> StageFailed:
         log.error("%s", message)
-        del self._last_heard[stage]
+        self._silences.forget(stage)
         self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)

@@ -10,10 +10,12 @@ from fastapi import FastAPI
 from headrace.core.config import Config
 from headrace.core.messages.frontend import StageDown
 from headrace.core.runtime.frames import FrameSocket
-from headrace.core.runtime.process import max_http_connections
+from headrace.core.runtime.process import max_http_connections, say
+from headrace.core.runtime.process_activity import read_activity
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
+from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnections, HttpProtocol, HttpServer, LoopErrors
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
@@ -26,26 +28,36 @@ class FrontEnd:
         self,
         config: Config,
         scheduler: FrameSocket,
+        listeners: HttpListeners,
         *,
+        scheduler_pid: int,
         on_stages_ready: Callable[[], None],
         on_stage_down: Callable[[StageDown], None],
     ) -> None:
         self._config = config
         self.service = Service(
-            SocketLink(scheduler), config, on_stages_ready=on_stages_ready, on_stage_down=on_stage_down
+            SocketLink(scheduler),
+            config,
+            inspect_scheduler=partial(read_activity, scheduler_pid),
+            on_stages_ready=on_stages_ready,
+            on_stage_down=on_stage_down,
         )
         self._errors = LoopErrors()
         server, connections = config.server, HttpConnections(max_http_connections())
         self.service.metrics.include(connections.statistics, self._errors.statistics)
+        self._listeners = [listeners.main]
         self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port, connections))]
-        if server.role == "prefill" and server.bootstrap_port:
+        if listeners.bootstrap:
             app = create_bootstrap_app(self.service)
+            self._listeners.append(listeners.bootstrap)
             self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port, connections)))
 
     async def serve(self) -> None:
-        """Serve HTTP until close(). When one port closes, so does the other."""
+        """Serve HTTP until close(). When one port closes, so does the other. Raises ConfigError if one is taken."""
         asyncio.get_running_loop().set_exception_handler(self._errors)
-        serving = [asyncio.create_task(http.serve()) for http in self._http]
+        serving = [
+            asyncio.create_task(http.serve(sockets)) for http, sockets in zip(self._http, self._listeners, strict=True)
+        ]
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         self.close()
         await asyncio.gather(*serving)
@@ -60,7 +72,7 @@ class FrontEnd:
         printed = ""
         while True:
             printed = await self.service.readiness.next_engine_news(printed)
-            print(printed, flush=True)
+            say(printed)
 
     def announce(self, seconds: float) -> None:
         """Print the addresses of the server, once it is ready."""
@@ -89,7 +101,7 @@ class FrontEnd:
         )
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
         lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
 
 
 def _uvicorn_config(config: Config, app: FastAPI, port: int, connections: HttpConnections) -> uvicorn.Config:

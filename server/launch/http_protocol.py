@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import SHORTAGES
 from headrace.core.stats import Counters, Sample
+from headrace.server.launch.http_listeners import taken_since
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,13 @@ class HttpServer(uvicorn.Server):
     """uvicorn with the signals left to us: it would close its port before the work in flight has ended."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ."""
+        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ.
+        Raises ConfigError for a socket that is bound to a port where another process has begun to listen."""
+        for bound in sockets or ():
+            try:
+                bound.listen(ACCEPTED_AT_ONCE)
+            except OSError as error:
+                raise taken_since(bound, error) from error
         await super().startup(sockets)
         for listener in (listener for server in self.servers for listener in server.sockets):
             with socket.socket(fileno=os.dup(listener.fileno())) as same:

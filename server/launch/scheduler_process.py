@@ -18,9 +18,12 @@ import zmq
 
 from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
 from headrace.core.messages.stage_events import StageReady
-from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import die_with_parent, freeze_loaded, raise_descriptor_limit
+from headrace.core.runtime.process_activity import read_activity
+from headrace.core.stats import Sample, Stats
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
@@ -39,6 +42,8 @@ from headrace.transfer.protocol.messages import Hello
 from headrace.transfer.sockets.connections import Connections
 
 log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # at most, between heartbeats of a stage: one that is stopped is noticed after as long
 
 
 class ExternalStages(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,17 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
+class Pauses:
+    """Counts the time in which this process did not run though it was due."""
+
+    def __init__(self, clock: LoopClock) -> None:
+        self._clock = clock
+
+    def statistics(self) -> Stats:
+        """For /metrics."""
+        return Stats((Sample("scheduler_paused_seconds_total", self._clock.paused_s),))
+
+
 def run(config: SchedulerProcessConfig) -> None:
     """Run the scheduler's loop until the front end sends Shutdown.
 
@@ -80,6 +96,7 @@ def run(config: SchedulerProcessConfig) -> None:
     clients = [ControlClient(config.transfer, context, may_connect) for _ in range(config.scheduler.dp)]
     control_client = ControlClients(clients) if config.role == "decode" else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
+    clock = LoopClock(SystemClock())
     frames = FrameSocket(socket.socket(fileno=config.front))
     stages = _stage_channel(config, context)
     front = FrontChannel(
@@ -87,8 +104,9 @@ def run(config: SchedulerProcessConfig) -> None:
         instance=instance,
         control_port=control_server.port if control_server else 0,
         on_stage_down=stages.stage_down,
-        stats_sources=[source for source in (stages, control_server, control_client, publisher) if source is not None],
+        stats_sources=[Pauses(clock), *(each for each in (stages, control_server, control_client, publisher) if each)],
         experts=stages,
+        paused_s=lambda: clock.paused_s,
     )
 
     def introduce(event: Event) -> None:
@@ -107,7 +125,7 @@ def run(config: SchedulerProcessConfig) -> None:
         control_server=control_server,
         control_client=control_client,
         publisher=publisher,
-        clock=SystemClock(),
+        clock=clock,
         observe=introduce,
     )
     freeze_loaded()
@@ -146,8 +164,10 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
     return StageChannel(
         router,
         config.scheduler.layout,
-        heartbeat_s=silence_s / 3,
+        heartbeat_s=min(silence_s / 3, HEARTBEAT_S),
         silence_s=silence_s,
+        hang_s=config.scheduler.stage_timeout_s,
+        inspect=read_activity,
         join_endpoint=join_endpoint,
     )
 
@@ -210,7 +230,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[1]))
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s scheduler: %(message)s")
+    configure_logging(config.log_level, "scheduler")
     try:
         run(config)
     except ConfigError as error:

@@ -16,9 +16,9 @@ import logging
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,14 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
-from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit
+from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.private_folder import private_folder, remove_abandoned
+from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
+from headrace.server.frontend import request_log
 from headrace.server.launch.free_port import free_port
+from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
 
@@ -42,22 +46,30 @@ MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the t
 
 
 def serve(config: Config) -> int:
-    """Run a server with a resolved configuration until a signal. Returns the exit status."""
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s front end: %(message)s"
-    )
+    """Run a server with a resolved configuration until a signal. Returns the exit status.
+
+    Raises ConfigError for an HTTP port that cannot be bound.
+    """
+    configure_logging(config.server.log_level, "front end", unlimited={request_log.__name__})
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    remove_abandoned()
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        return asyncio.run(_serve(config, Path(folder)))
+    try:
+        with (
+            closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
+            private_folder() as folder,
+        ):
+            return asyncio.run(_serve(config, listeners, folder))
+    finally:
+        release_output()
 
 
-async def _serve(config: Config, folder: Path) -> int:
+async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
     stop = StopSignals()
     stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
@@ -83,7 +95,12 @@ async def _serve(config: Config, folder: Path) -> int:
     )
 
     front = FrontEnd(
-        config, FrameSocket(ours), on_stages_ready=supervisor.stages_ready, on_stage_down=supervisor.stage_down
+        config,
+        FrameSocket(ours),
+        listeners,
+        scheduler_pid=supervisor.scheduler_pid,
+        on_stages_ready=supervisor.stages_ready,
+        on_stage_down=supervisor.stage_down,
     )
     service = front.service
     supervisor.watch(service.stage_lost)
@@ -98,11 +115,11 @@ async def _serve(config: Config, folder: Path) -> int:
             front.announce(time.monotonic() - started)
             await over
         if stop.first.is_set():
-            print("draining", flush=True)
+            say("draining")
             await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
     finally:
         front.close()
-        await http
+        await asyncio.wait([http])
         service.shut_down()
         await supervisor.end()
         await service.stop()

@@ -51,6 +51,10 @@ class Router(Protocol):
         """Send a message. Raises ConnectionClosed when there is no such connection, or its buffers are full."""
         ...
 
+    def pid(self, name: bytes) -> int | None:
+        """The process at the other end, if it is on this machine."""
+        ...
+
     def flush(self, now: float) -> None:
         """Send queued messages as far as the sockets accept them."""
         ...
@@ -127,6 +131,10 @@ class FrameRouter:
             raise ConnectionClosed("it is not connected")
         self._named[name].send(frame)
 
+    def pid(self, name: bytes) -> int | None:
+        """As the kernel tells it (Linux)."""
+        return self._named[name].peer_pid() if name in self._named else None
+
     def flush(self, now: float) -> None:
         """Send queued messages as far as the kernel accepts them, and end a pause of accept() that is over."""
         if self._accept_again is not None and self._accept_again <= now:
@@ -199,6 +207,10 @@ class ZmqRouter:
             self._socket.send_multipart((name, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise ConnectionClosed(error.strerror) from error
+
+    def pid(self, name: bytes) -> int | None:
+        """None: it is on another machine."""
+        return None
 
     def flush(self, now: float) -> None:
         """Nothing to do: libzmq queues messages."""

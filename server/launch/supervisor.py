@@ -97,6 +97,12 @@ class Child:
             await self._process.stdin.drain()
         self._process.stdin.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the started process."""
+        assert self._process is not None
+        return self._process.pid
+
     async def wait(self) -> int:
         """Wait for the exit. Returns the status; negative for the signal that killed it."""
         assert self._process is not None
@@ -161,6 +167,11 @@ class Supervisor:
         except StartFailed:
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
             raise
+
+    @property
+    def scheduler_pid(self) -> int:
+        """Of the started scheduler."""
+        return self._scheduler.pid
 
     def watch(self, on_stage_lost: OnStageLost) -> None:
         """Watch the started children. on_stage_lost: called with the rank of a stage that exited, and how it did, or

@@ -10,7 +10,7 @@ import zmq
 
 from headrace.core.config import StageConfig
 from headrace.core.messages.membership import AnyJoinReply, JoinRequest
-from headrace.core.runtime.clock import Clock
+from headrace.core.runtime.clock import Clock, LoopClock
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.polling import Poll
 from headrace.server.stage_group.membership import EXIT_FAILURE, Membership, MembershipEnd
@@ -47,8 +47,8 @@ class JoinClient:
         self._socket.reconnect_ivl_max = RECONNECT_MS
         self._socket.connect(endpoint)
         self._poll = Poll(zmq.Poller)
-        self._clock = clock
-        self._membership = Membership(request, timeout_s, clock.now())
+        self._clock = LoopClock(clock)  # a stage that was stopped, or kept from running, reads before it judges
+        self._membership = Membership(request, timeout_s, self._clock.now())
         self._in: Codec[AnyJoinReply] = Codec(AnyJoinReply)
         self._out: Codec[JoinRequest] = Codec(JoinRequest)
 
@@ -78,7 +78,9 @@ class JoinClient:
 
     def _turn(self) -> None:
         membership = self._membership
-        self._poll.readable([self._socket], membership.next_deadline() - self._clock.now())
+        timeout_s = membership.next_deadline() - self._clock.now()
+        self._clock.wait(timeout_s)
+        self._poll.readable([self._socket], timeout_s)
         now = self._clock.now()
         while (reply := self._receive()) is not None:
             membership.receive(reply, now)

@@ -20,6 +20,7 @@ import msgspec
 from headrace.core.config import STAGE_KEY_VARIABLE, StageConfig
 from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.link import LinkBroken
@@ -42,7 +43,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         die_with_parent(os.getppid())
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {info.rank}: %(message)s")
+    configure_logging("info", f"rank {info.rank}")
     client = JoinClient(endpoint, _join_request(given, environ, info), given.join_timeout, SystemClock())
     log.info("joining %s as rank %d of %d", endpoint, info.rank, info.world_size)
     try:

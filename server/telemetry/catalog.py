@@ -1,6 +1,7 @@
 """All metrics of a server, by the part that counts them. Those of the scheduler: headrace.scheduler.state.metrics."""
 
 from headrace.core.stats import MetricSpec
+from headrace.scheduler.routing.failover import MOVE_REASONS
 from headrace.scheduler.state.metrics import CATALOG as SCHEDULER
 
 TRANSFER: tuple[MetricSpec, ...] = (
@@ -48,6 +49,13 @@ TRANSFER: tuple[MetricSpec, ...] = (
         ("reason",),
     ),
     MetricSpec("control_sessions", "gauge", "Decode peers with an open session at the control endpoint."),
+    MetricSpec(
+        "sessions_displaced_total",
+        "counter",
+        "Sessions of decode peers that gave way to a new peer above --max-peers, by cause: idle (without tickets for "
+        "longest), share (one of many of a key or host, to a peer of another).",
+        ("cause",),
+    ),
     MetricSpec("peers_gone_total", "counter", "Peers given up because they were silent for too long."),
     MetricSpec("open_tickets", "gauge", "Tickets that peers have reserved and that have not ended."),
     MetricSpec(
@@ -77,6 +85,12 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
         "Failed attempts to accept a connection, for want of descriptors or memory.",
         ("socket",),
     ),
+    MetricSpec("http_body_bytes", "gauge", "Bytes of request bodies of which more is to come."),
+    MetricSpec(
+        "http_bodies_refused_total",
+        "counter",
+        "Request bodies refused with 503, since those that were being received took all memory that they may.",
+    ),
 )
 
 KV_EVENTS: tuple[MetricSpec, ...] = (
@@ -94,6 +108,17 @@ STAGES: tuple[MetricSpec, ...] = (
         "counter",
         "Orders received by a stage, as of its last heartbeat.",
         ("stage",),
+    ),
+    MetricSpec(
+        "stage_silences_total",
+        "counter",
+        "Silences of a live stage for which requests had to wait, by cause (stopped, computing, overloaded, disk).",
+        ("stage", "cause"),
+    ),
+    MetricSpec(
+        "scheduler_paused_seconds_total",
+        "counter",
+        "Time in which the scheduler process was due and did not run: stopped, frozen, without a core or swapped out.",
     ),
     MetricSpec("stage_busy_seconds_total", "counter", "Time that a stage spent computing.", ("stage",)),
     MetricSpec(
@@ -161,6 +186,23 @@ FRONT: tuple[MetricSpec, ...] = (
         ("route",),
     ),
     MetricSpec("time_to_first_token_seconds", "histogram", "Time from the arrival of a request to its first token."),
+    MetricSpec(
+        "prefill_retries_total",
+        "counter",
+        "Prompts that this decode server sent to another prefill server before their first token, by what was wrong "
+        "with the one before: unreachable, lost (its connection, session or stage ended), overloaded, unavailable (it "
+        "drains or is not ready), silent, damaged (checksum, metadata), nonfinite, failed (anything else).",
+        ("reason",),
+        zeros=tuple((reason,) for reason in MOVE_REASONS),
+    ),
+    MetricSpec(
+        "prefill_retried_requests_total",
+        "counter",
+        "Requests whose prompt was sent to more than one prefill server, by how they ended: finished, failed, "
+        "cancelled.",
+        ("outcome",),
+        zeros=(("finished",), ("failed",), ("cancelled",)),
+    ),
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 

@@ -5,7 +5,6 @@ ROUTER    replay of batches that a subscriber has missed: server/telemetry/kv_re
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from headrace.core.messages.kv_events import (
     KvEventMessage,
     ReplicaKvEvent,
 )
+from headrace.core.runtime.clock import wall_time
 from headrace.core.stats import Counters, Stats
 from headrace.core.types.addresses import is_wildcard, url
 from headrace.core.types.errors import ConfigError
@@ -47,7 +47,7 @@ class KvEventPublisher:
     """
 
     def __init__(
-        self, config: KvEventsConfig, context: "zmq.Context[Socket]", wall: Callable[[], float] = time.time
+        self, config: KvEventsConfig, context: "zmq.Context[Socket]", wall: Callable[[], float] = wall_time
     ) -> None:
         self._wall = wall
         self._topic = config.topic.encode()

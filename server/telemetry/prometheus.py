@@ -40,6 +40,14 @@ class FrontMetrics:
         """Count the time from a request's arrival to its first token."""
         self._histograms.observe("time_to_first_token_seconds", duration_s)
 
+    def count_retry(self, reason: str) -> None:
+        """Count a prompt that goes to another prefill server. reason: why it left the one before."""
+        self._counters.add("prefill_retries_total", labels=(reason,))
+
+    def count_retried_request(self, outcome: str) -> None:
+        """Count the end of a request whose prompt went to more than one prefill server."""
+        self._counters.add("prefill_retried_requests_total", labels=(outcome,))
+
     def statistics(self) -> Stats:
         """A snapshot."""
         build = Sample("build_info", 1.0, self._build)

@@ -20,6 +20,8 @@ class Recording(msgspec.Struct, frozen=True):
     scheduler: SchedulerTrace
     stages: dict[int, bytes]
     """Encoded headrace.core.trace.StageTrace by stage; stages that did not answer in time are missing."""
+    paused_s: float = 0.0
+    """Seconds that the scheduler's times are behind the machine's monotonic clock."""
 
 
 class _Parts:
@@ -28,12 +30,13 @@ class _Parts:
     def __init__(self, trace: int) -> None:
         self.trace = trace
         self.scheduler: SchedulerTrace | None = None
+        self.paused_s = 0.0
         self.stages: dict[int, bytes] = {}
         self.complete = asyncio.Event()
 
     def add(self, part: Traced | StageTraced) -> None:
         if isinstance(part, Traced):
-            self.scheduler = part.scheduler
+            self.scheduler, self.paused_s = part.scheduler, part.paused_s
         else:
             self.stages[part.stage] = part.spans
         if self.scheduler is not None and len(self.stages) >= self.scheduler.stages:
@@ -70,7 +73,7 @@ class Tracer:
             self._collected = None
         if collected.scheduler is None:
             raise unavailable(f"the scheduler did not answer within {self._timeout_s:g} s", code="scheduler_silent")
-        return Recording(collected.scheduler, collected.stages)
+        return Recording(collected.scheduler, collected.stages, collected.paused_s)
 
     def take(self, part: Traced | StageTraced) -> None:
         """Add the part of one process. Parts of an earlier recording are dropped."""

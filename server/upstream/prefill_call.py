@@ -12,7 +12,16 @@ import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import CANCELLED, NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.errors import (
+    CANCELLED,
+    GRAMMAR_REJECTED,
+    NONFINITE,
+    PREFILL_FAILED,
+    PREFILL_LOST,
+    PREFILL_UNREACHABLE,
+    ErrorInfo,
+    HeadraceError,
+)
 from headrace.server.tokenizer.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)
@@ -21,7 +30,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 RESPONSE_TIMEOUT_S = 1.0  # the response follows the last byte of the KV within milliseconds
 CLIENT_STATUSES = (400, 413, 422, 429, 499, 503, 504)  # mean the same to our client
-PREFILL_FAILED = "prefill_failed"
 _SECONDS = re.compile(r"[0-9]{1,5}")
 
 
@@ -48,8 +56,8 @@ class PrefillCall:
     """One prompt sent to a prefill server, as an async context.
 
     The prompt is sent by start(). Leaving the context with an exception closes the connection, which cancels the prompt
-    there. posted: called when the prompt is sent. answered: called with None or the error when the response has come;
-    not if the context is left before. running: set that keeps the task while it runs.
+    there. posted: called when the prompt is sent. answered: called when the response or an error has come; not if the
+    context is left before. running: set that keeps the task while it runs.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class PrefillCall:
         headers: dict[str, str],
         *,
         posted: Callable[[], None],
-        answered: Callable[[ErrorInfo | None], None],
+        answered: Callable[[], None],
         running: "set[asyncio.Task[None]]",
     ) -> None:
         self._http = http
@@ -72,6 +80,7 @@ class PrefillCall:
         self._running = running
         self._task: asyncio.Task[None] | None = None
         self._response: PrefillResponse | None = None
+        self._error: ErrorInfo | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,35 +100,83 @@ class PrefillCall:
 
     async def response(self) -> PrefillResponse | None:
         """The prefill server's response; None if it does not follow the KV in time."""
+        await self._settle()
+        return self._response
+
+    async def cause(self, error: ErrorInfo) -> ErrorInfo:
+        """Why the request failed. A prefill server whose HTTP connection breaks takes that for a client who leaves, and
+        the peers of the ticket may learn of it first."""
+        if not error.at_prefill or error.code != CANCELLED:
+            return error
+        await self._settle()
+        return self._error or error
+
+    async def _settle(self) -> None:
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._task), RESPONSE_TIMEOUT_S)
-        return self._response
 
     async def _run(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
         try:
             self._response = await self._post(on_progress)
         except HeadraceError as error:
-            log.info("prefill server %s: %s", self._url, error.info.message)
-            self._answered(error.info)
-            on_error(error.info)
+            self._error = msgspec.structs.replace(error.info, at_prefill=True)
+            log.debug("prefill server %s: %s", self._url, self._error.message)
+            self._answered()
+            on_error(self._error)
         else:
-            self._answered(None)
+            self._answered()
 
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""
+        connection = _ConnectionTrace()
         try:
-            async with self._http.stream(
-                "POST", f"{self._url}/v1/prefill", json=self._body, headers=self._headers
-            ) as response:
-                if response.status_code != 200:
-                    raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
-                if not self._body.get("stream"):
-                    return _decode(await response.aread(), PrefillResponse)
-                return await _read_events(response, on_progress)
+            return await self._send(on_progress, connection)
         except httpx.HTTPError as error:
-            message = f"prefill server {self._url}: {type(error).__name__} {error}".rstrip()
-            raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502)) from error
+            if not connection.was_stale(error):
+                raise self._broken(error) from error
+            first = error
+        try:  # the server had closed the idle connection before it could see the prompt
+            return await self._send(on_progress, _ConnectionTrace())
+        except httpx.HTTPError as error:
+            gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise self._broken(first if gone else error) from error
+
+    async def _send(
+        self, on_progress: Callable[[PrefillProgress], None], connection: "_ConnectionTrace"
+    ) -> PrefillResponse:
+        """Raises HeadraceError for an error response, httpx.HTTPError."""
+        url = f"{self._url}/v1/prefill"
+        given: dict[str, Any] = {"json": self._body, "headers": self._headers, "extensions": {"trace": connection.saw}}
+        async with self._http.stream("POST", url, **given) as response:
+            if response.status_code != 200:
+                raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
+            if not self._body.get("stream"):
+                return _decode(await response.aread(), PrefillResponse)
+            return await _read_events(response, on_progress)
+
+    def _broken(self, error: httpx.HTTPError) -> HeadraceError:
+        refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        message = f"prefill server {self._url}: {type(error).__name__} {error}".rstrip()
+        code = PREFILL_UNREACHABLE if refused else PREFILL_LOST
+        return HeadraceError(ErrorInfo(code=code, message=message, status=502))
+
+
+class _ConnectionTrace:
+    """What httpcore tells of the connection of one HTTP request, as its "trace" extension."""
+
+    def __init__(self) -> None:
+        self._connected = self._sent = self._heard = False
+
+    async def saw(self, event: str, _info: object) -> None:
+        self._connected = self._connected or event == "connection.connect_tcp.started"
+        self._sent = self._sent or event == "http11.send_request_headers.started"
+        self._heard = self._heard or event == "http11.receive_response_headers.complete"
+
+    def was_stale(self, error: httpx.HTTPError) -> bool:
+        """Whether the request went into a connection that was kept from an earlier one, and that ended unanswered."""
+        ended = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError)
+        return ended and self._sent and not self._connected and not self._heard
 
 
 async def _read_events(response: httpx.Response, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
@@ -139,7 +196,7 @@ async def _read_events(response: httpx.Response, on_progress: Callable[[PrefillP
             phase = "computing" if event == "progress" else event
             on_progress(PrefillProgress(phase, progress.done, progress.total))
     message = "the prefill server closed its event stream before the response"
-    raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502))
+    raise HeadraceError(ErrorInfo(code=PREFILL_LOST, message=message, status=502))
 
 
 class _ProgressData(msgspec.Struct):
@@ -165,7 +222,7 @@ def response_error(status: int, content: bytes, headers: "httpx.Headers") -> Err
         error = msgspec.json.decode(content, type=_ErrorResponse).error
     except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
-    if status not in CLIENT_STATUSES and error.code != NONFINITE:
+    if status not in CLIENT_STATUSES and error.code not in (NONFINITE, GRAMMAR_REJECTED):
         message = f"the prefill server answered {status}: {error.message}"
         return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     retry_after = headers.get("Retry-After", "")

@@ -4,15 +4,16 @@ One task per server:   GET /v1/handoff ──► scheduler connects to its contr
                            ▲    │ no answer: pause, twice as long each time                                      │
                            └────┴────────────────────────────────────────────────────────────────────────────────┘
 A server that a request names and that is not configured is connected to if --allow-prefill covers it, and kept while
-it is up, up to MAX_NAMED of them.
+it is up, up to MAX_NAMED of them. The API key goes only to servers that --prefill or --allow-prefill names by host and
+port; where another one wants a key, GET /query, which needs none, says where its control endpoint is.
 """
 
 import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Container, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,13 +23,14 @@ from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
-from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.addresses import url
-from headrace.core.types.allow_list import Rules, canonical, require_allowed
+from headrace.core.types.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
+from headrace.scheduler.routing.failover import MoveReason, avoided_s
 from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
+from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillCall
 from headrace.server.upstream.server_watch import ServerWatch
@@ -41,21 +43,9 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
-AVOID_S = 1.0  # for which a server that has failed a prompt gets none that another one could compute
+AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
-
-
-class Discovery(msgspec.Struct, frozen=True):
-    """Fields of the response to GET /v1/handoff that a decode server uses."""
-
-    protocol: tuple[int, ...]
-    """Versions that the server speaks."""
-    instance: str
-    """Id of this run of the server."""
-    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    """TCP port of the control endpoint."""
-    bootstrap_port: int = 0
-    """HTTP port that answers GET /v1/handoff, too; 0 for none."""
+NO_STRUCTURED_OUTPUT = "no_structured_output"  # no prefill server knows constraints
 
 
 class PrefillServer:
@@ -71,6 +61,11 @@ class PrefillServer:
         self.reason = "not reached yet"  # why it is down
         self.target: Discovery | None = None  # what the scheduler was told to connect to
         self.changed = asyncio.Event()  # set when up changes
+
+    @property
+    def masks(self) -> bool:
+        """It knows constraints."""
+        return self.target is not None and self.target.structured_outputs
 
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
@@ -130,6 +125,8 @@ class PrefillPool:
         timeout = httpx.Timeout(None, connect=DISCOVERY_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
+        self._without_key = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport)
+        self._discovery = DiscoveryClient(self._http, self._without_key)
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -144,6 +141,7 @@ class PrefillPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
+        await self._without_key.aclose()
 
     def update(self, state: PrefillState) -> None:
         """Note that the scheduler has connected to a server, or lost it."""
@@ -167,21 +165,47 @@ class PrefillPool:
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
     @contextlib.contextmanager
-    def chosen(self, prompt: tuple[int, ...], salt: str) -> Iterator[Choice]:
+    def chosen(
+        self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), *, masks: bool = False
+    ) -> Iterator[Choice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. Raises HeadraceError (503) if none is reachable."""
+        is answered. tried: URLs of servers that are not to get it. masks: one that knows constraints. Raises
+        HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
-        up = [number for number, server in enumerate(servers) if server.up]
+        up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
+        if masks:
+            up = self._masking(up)
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
         else:
-            sent = self._router.least_loaded(len(prompt), up)
+            sent = self._router.least_loaded(len(prompt), up, self._clock.now())
         try:
             yield Choice(servers[sent.replica], sent)
         finally:
             self._router.done(sent)
+
+    def _masking(self, up: list[int]) -> list[int]:
+        """Those of these servers that know constraints. Raises HeadraceError (503) if there is none."""
+        servers = list(self._servers.values())
+        found = [number for number in up if servers[number].masks]
+        if not found:
+            names = ", ".join(servers[number].url for number in up)
+            text = f"the prefill server {names} is of a version without structured output; upgrade it, or start this "
+            raise unavailable(text + "server with --fallback local", code=NO_STRUCTURED_OUTPUT)
+        return found
+
+    def has_other(self, tried: Container[str], *, masks: bool = False) -> bool:
+        """Whether a configured server is reachable that is not among these URLs. masks: and knows constraints."""
+        left = [server for server in self._servers.values() if server.up and server.url not in tried]
+        return any(server.masks or not masks for server in left)
+
+    def avoid(self, choice: Choice, error: ErrorInfo, reason: MoveReason) -> None:
+        """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""
+        now = self._clock.now()
+        if (seconds := avoided_s(error, reason, AVOID_S)) > 0:
+            self._router.avoid(choice.sent.replica, now + seconds)
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
         """The server with this address, if the scheduler was told to connect to it already."""
@@ -240,18 +264,13 @@ class PrefillPool:
         """A prompt to send to the server that was chosen for it. headers: ids of the request."""
         router, sent = self._router, choice.sent
 
-        def answered(error: ErrorInfo | None) -> None:
-            router.done(sent)
-            if error is not None and error.status in (502, 503):
-                router.avoid(sent.replica, self._clock.now() + AVOID_S)
-
         return PrefillCall(
             self._http,
             choice.server.url,
             body,
             headers,
             posted=lambda: router.posted(sent, self._clock.now()),
-            answered=answered,
+            answered=lambda: router.done(sent),
             running=self._calls,
         )
 
@@ -262,7 +281,7 @@ class PrefillPool:
             pause_s = backoff.next_delay()
             server.changed.clear()
             try:
-                found = await self._discover(server)
+                found = await self._discovery.discover(server.url, key=self._gets_key(server))
             except HeadraceError as error:
                 server.reason = error.info.message
                 log.debug("prefill server %s: %s", server.url, server.reason)
@@ -301,7 +320,7 @@ class PrefillPool:
             number,
             server.host,
             self._clock,
-            lambda: self._ask(server),
+            lambda: self._discovery.handoff(server.url, key=self._gets_key(server)),
             lambda: self._until_down(server),
         )
         await watch.until_down()
@@ -321,19 +340,5 @@ class PrefillPool:
             server.changed.clear()
             await server.changed.wait()
 
-    async def _discover(self, server: PrefillServer) -> Discovery:
-        """Ask a server where its control endpoint is. Raises HeadraceError (503)."""
-        try:
-            return msgspec.json.decode(await self._ask(server), type=Discovery)
-        except NO_MESSAGE as error:
-            raise unavailable(f"GET /v1/handoff sent an unexpected response: {error}") from error
-
-    async def _ask(self, server: PrefillServer) -> bytes:
-        """The response to GET /v1/handoff. Raises HeadraceError (503)."""
-        try:
-            response = await self._http.get(f"{server.url}/v1/handoff", timeout=DISCOVERY_TIMEOUT_S)
-        except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
-            raise unavailable(f"GET /v1/handoff failed: {type(error).__name__} {error}".rstrip()) from error
-        if response.status_code != 200:
-            raise unavailable(f"GET /v1/handoff answered {response.status_code}")
-        return response.content
+    def _gets_key(self, server: PrefillServer) -> bool:
+        return server.url in self._servers or is_named(self._rules, server.host, server.port)

@@ -45,7 +45,7 @@ def _bridge(stack: ExitStack) -> bool:
     """Whether there may be namespaces; then there is a bridge for them."""
     if os.geteuid() or shutil.which("ip") is None:
         return False
-    _remove_leftovers()
+    remove_leftovers()
     if not _ip(f"link add {_name()} type bridge", check=False):
         return False
     stack.callback(_ip, f"link del {_name()}")
@@ -56,7 +56,7 @@ def _bridge(stack: ExitStack) -> bool:
     return _ip(f"link set {_name()} up")
 
 
-def _remove_leftovers() -> None:
+def remove_leftovers() -> None:
     """Remove namespaces and devices of test processes that were killed: their bridges have the same addresses."""
     for what, pattern in (("netns", r"^hr(\d+)\S*"), ("link", r"^\d+: hr(\d+)[^:@]*")):
         listed = subprocess.run(["ip", "-o", what, "list"], capture_output=True, text=True, timeout=30).stdout

@@ -30,7 +30,7 @@ def check(server: Server, texts: Texts, replicas: int) -> int:
     "flags",
     [
         pytest.param(("--dp", "2"), id="dp 2", marks=FULL),
-        pytest.param(("--dp", "2", "--tp", "2"), id="dp 2, tp 2"),
+        pytest.param(("--dp", "2", "--tp", "2"), id="dp 2, tp 2", marks=FULL),
         pytest.param(("--dp", "2", "--exchange", "alltoall"), id="dp 2, alltoall", marks=FULL),
         pytest.param(("--dp", "2", "--tp", "2", "--exchange", "allgather"), id="dp 2, tp 2, allgather", marks=FULL),
         pytest.param(("--dp", "2", "--pp", "2"), id="dp 2, pp 2", marks=FULL),
@@ -115,7 +115,7 @@ def test_death_and_silence_of_a_rank_in_an_exchange(
 ) -> None:
     """One replica generates, so that all ranks are in exchanges nearly all the time; the experts of the struck one are
     missing to the others."""
-    flags = ("--dp", "2", "--tp", str(tp), "--exchange", "alltoall", "--peer-timeout", "2")
+    flags = ("--dp", "2", "--tp", str(tp), "--exchange", "alltoall", "--peer-timeout", "2", "--stage-timeout", "3")
     prompt = max(expert_texts, key=len)
     body = {"model": "experts", "prompt": list(prompt), "max_tokens": 340, "temperature": 0, "ignore_eos": True}
     with serving("--model", str(experts), *SHARED, *flags) as server:

@@ -112,6 +112,7 @@ def test_an_orderly_end_is_that_of_the_stages_too() -> None:
         assert [tree.ended(10) for tree in trees] == [0, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", both(us_per_token=50))
 def test_replicas_on_two_machines(model: Model) -> None:
     with waiting_server("--role", "colocated", *model.flags, *ROOM, degree="--dp") as (server, stages):

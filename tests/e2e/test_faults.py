@@ -69,10 +69,8 @@ def test_storm_of_cancelled_requests(model: Model) -> None:
         assert text == model.greedy_text(prompts[index], TOKENS), index
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [pytest.param("bootstrap", marks=pytest.mark.full), "forward", pytest.param("late", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["bootstrap", "forward", "late"])
 def test_decode_killed(model: Model, moment: str) -> None:
     """The prefill request fails in seconds, its pages come back, and the next decode server is served."""
     prompt = model.story()[:3000]
@@ -141,6 +139,7 @@ def test_fallback_local_computes_when_no_prefill_answers(model: Model) -> None:
         assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt, TOKENS)
 
 
+@pytest.mark.full
 def test_stage_killed_fails_requests_and_comes_back(model: Model) -> None:
     prompt = model.story()[:3000]
     with serving("--role", "colocated", *model.flags) as server:

@@ -105,6 +105,7 @@ def test_bad_prompts_among_good_ones(folder: Path, stages: str) -> None:
         assert ask(server, prompt(91, 40), **sampled).status_code == 200
 
 
+@pytest.mark.full
 def test_through_a_pair(folder: Path) -> None:
     flags = ("--model", str(folder), *FLAGS)
     with pair(flags, flags) as (prefill, decode):

@@ -46,20 +46,21 @@ def test_two_replicas_hand_over_to_two() -> None:
             wait_until(lambda server=server: pages_in_use(server) == 0, 5, "pages back")
 
 
+@FULL
 @pytest.mark.parametrize(
     ("number", "rank", "pinned"),
     [
         pytest.param(signal.SIGKILL, 3, {}, id="killed"),
-        pytest.param(signal.SIGSTOP, 3, {}, id="stopped", marks=FULL),
-        pytest.param(signal.SIGKILL, 1, {"data_parallel_rank": 0}, id="killed, of the idle replica", marks=FULL),
-        pytest.param(signal.SIGSTOP, 1, {"data_parallel_rank": 0}, id="stopped, of the idle replica", marks=FULL),
+        pytest.param(signal.SIGSTOP, 3, {}, id="stopped"),
+        pytest.param(signal.SIGKILL, 1, {"data_parallel_rank": 0}, id="killed, of the idle replica"),
+        pytest.param(signal.SIGSTOP, 1, {"data_parallel_rank": 0}, id="stopped, of the idle replica"),
     ],
 )
 def test_death_and_silence_of_a_rank(number: int, rank: int, pinned: dict[str, int]) -> None:
     """It ends the requests of all replicas, also when it had none itself; all ranks come back."""
     prompt = STUB.story()[:1900]
     body = {"model": NAME, "temperature": 0, "max_tokens": 400, **pinned}
-    with serving("--role", "colocated", "--pp", "2", *FLAGS, *STUB.flags) as server:
+    with serving("--role", "colocated", "--pp", "2", "--stage-timeout", "4", *FLAGS, *STUB.flags) as server:
         old = ranks_of(server)
         assert len(old) == 4
         name = f"rank {rank} (stage {rank // 2}, replica {rank % 2}, shard 0)"

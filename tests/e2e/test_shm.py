@@ -149,6 +149,7 @@ def test_the_memory_of_a_killed_decode_server_is_gone_when_the_next_one_has_star
             assert pool_of(successor) != memory
 
 
+@pytest.mark.full
 def test_a_decode_stage_that_starts_again_has_another_pool_and_says_so() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))

@@ -69,7 +69,7 @@ def test_death_and_silence_of_a_rank(struck: tuple[int, int, int]) -> None:
     """All in flight fail within seconds, naming the rank; all ranks come back by themselves, texts are right."""
     number, rank, pp = struck
     story = SLOW.story()
-    flags = (*SLOW.flags, *FLAGS, "--peer-timeout", "2")
+    flags = (*SLOW.flags, *FLAGS, "--peer-timeout", "2", "--stage-timeout", "3")
     name = f"rank {rank} (stage {rank // 2}, replica 0, shard {rank % 2})"
     with serving("--role", "colocated", "--pp", str(pp), "--tp", "2", *flags) as server:
         old = ranks_of(server)

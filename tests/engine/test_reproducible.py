@@ -303,7 +303,7 @@ def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
             assert_same_bits(one.kv, other.kv)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_the_bundled_model_in_chunks_of_any_size(dtype: str) -> None:
     """Matrices of a real model, in the dtype that this CPU would compute it in."""
     kind = "bf16" if dtype == "bfloat16" and "avx512_bf16" in flags_of_this_cpu() else "avx2"

@@ -22,6 +22,7 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
+from headrace.engine.stub_faults import fault_in
 from headrace.engine.stub_runner import StubRunner
 from tests.engine.collectives.threads import run_ranks
 
@@ -148,7 +149,7 @@ def test_logprobs_are_those_of_a_certain_model() -> None:
     params = SamplingParams(temperature=1.0, logprobs=2)
     prompt = [1, 2, 3]
     whole = PlanRow(1, 0, 3, pack([0]), pack(prompt), sample=params, prompt_logprobs=0)
-    [sampled], [prompt_logprobs], _ = made.execute([whole])
+    [sampled], [prompt_logprobs], *_ = made.execute([whole])
     assert sampled.logprob is not None
     assert sampled.token == sampled.logprob.top_ids[0]
     assert sampled.logprob.logprob == pytest.approx(0, abs=1e-6)
@@ -281,3 +282,23 @@ def test_tokens_and_pool_of_the_model_with_one_head_are_what_they_were() -> None
     assert generate([made], PROMPT, 4, range(20)) == [238, 192, 141, 78]
     assert xxhash.xxh3_64_hexdigest(made.pool.read(0, 0, 4).tobytes()) == "497a4ff974b8e7aa"
     assert made.fingerprint == "f84a68971aa84776b0eddf280a5a9ef4"
+
+
+@pytest.mark.parametrize(
+    ("above", "stage", "fault"), [(0, 0, "memory"), (1, 1, "memory"), (2, 0, "hang"), (3, 1, "hang")]
+)
+def test_prompts_that_break_a_stage(above: int, stage: int, fault: str) -> None:
+    """The first two tokens say how, and which of the first and the last stage."""
+    rows = [row(1, 0, [5, 6, 7], [0]), row(2, 0, [290, 290 + above, 3], [1])]
+    assert [fault_in(rows, 290, number == 0, number == 1) for number in (0, 1)] == [
+        fault if number == stage else None for number in (0, 1)
+    ]
+    assert fault_in(rows, 0, True, True) is None
+    assert fault_in([row(1, 4, [290, 290], [0, 1]), row(2, 0, [290], [2])], 290, True, True) is None
+
+
+def test_a_stage_that_runs_out_of_device_memory() -> None:
+    made = runner(model=f"{NAME},fault_token=290")
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        made.forward([row(1, 0, [290, 290, 1], [0])])
+    made.forward([row(2, 0, [289, 290, 1], [0])])

@@ -116,9 +116,9 @@ class Bench:
 
     # Peers, as a prefill server sees them.
 
-    def join(self, session: str = "s", page_size: int = PAGE) -> list[Effect]:
+    def join(self, session: str = "s", page_size: int = PAGE, key: str = "") -> list[Effect]:
         pools = (geometry(page_size),)
-        return self.do(PeerJoined(session=session, name="peer", geometries=pools, window_bytes=1 << 20))
+        return self.do(PeerJoined(session=session, name="peer", key=key, geometries=pools, window_bytes=1 << 20))
 
     def reserve(
         self,

@@ -20,6 +20,12 @@ ANSWER = {
 }
 
 
+class _Endless(httpx.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 65536
+
+
 class Prefills(httpx.AsyncBaseTransport):
     """Prefill servers as an HTTP transport. answer: returns the response to a prompt. posts: prompts received."""
 
@@ -30,6 +36,9 @@ class Prefills(httpx.AsyncBaseTransport):
         self.posts: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.more: dict[str, Any] = {}
         self.discoveries = 0
+        self.wants_key = ""
+        self.flood = False  # GET /v1/handoff never ends
+        self.keys: list[tuple[str, str | None]] = []  # path and Authorization of every request
         self.hold = asyncio.Event()
         self.hold.set()
         self.posted = asyncio.Event()
@@ -39,8 +48,19 @@ class Prefills(httpx.AsyncBaseTransport):
         host = request.url.host
         if host not in self.control_ports:
             raise httpx.ConnectError("connection refused", request=request)
+        self.keys.append((request.url.path, request.headers.get("Authorization")))
+        if request.url.path == "/query":
+            worker = {
+                "engine_id": self.instance,
+                "worker_addr": {"0": {"0": f"tcp://{host}:{self.control_ports[host]}"}},
+            }
+            return httpx.Response(200, json={"0": worker})
+        if self.wants_key and self.keys[-1][1] != f"Bearer {self.wants_key}":
+            return httpx.Response(401)
         if request.url.path == "/v1/handoff":
             self.discoveries += 1
+            if self.flood:
+                return httpx.Response(200, stream=_Endless())
             found = {
                 "protocol": [1],
                 "instance": self.instance,

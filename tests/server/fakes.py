@@ -99,7 +99,7 @@ class FakeLink:
         self._early: list[AnySchedulerReply] = []
         self._new_message = asyncio.Event()
 
-    def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
+    def open(self, take: Callable[[AnySchedulerReply], None], lost: Callable[[], None]) -> None:
         self._take = take
         for message in filter(None, (self.info, self.state, *self._early)):
             self._deliver(message)

@@ -24,6 +24,9 @@ class Faults:
     repeat: float = 0.0
     delay: float = 0.0
     cut: float = 0.0
+    damage: float = 0.0
+    """That a byte of a payload or metadata row, in a frame, is not the one that was sent."""
+
     longest_s: float = 1.0
 
 
@@ -65,6 +68,7 @@ class Network:
         self.dealers: list[Socket] = []
         self.routes = 0
         self.crawl: dict[Socket, float] = {}  # seconds that every message of this DEALER's connection takes longer
+        self.damaged = 0
         self._flying: Counter[bytes] = Counter()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -78,13 +82,14 @@ class Network:
         self._count += 1
         heapq.heappush(self._events, (self.now + delay_s, self._count, action))
 
-    def advance(self, to: float) -> None:
-        """Let everything happen that is due by then; the clock stops after the first of it."""
+    def advance(self, to: float) -> bool:
+        """Let everything happen that is due by then; the clock stops after the first of it. False when nothing is."""
         if self._events and self._events[0][0] <= to:
             self.now, _, action = heapq.heappop(self._events)
             action()
-        else:
-            self.now = to
+            return True
+        self.now = to
+        return False
 
     def carry(self, connection: Connection, target: "Socket", frames: list[Any], trackers: list[Tracker]) -> None:
         """Put a message under way. Its memory is in use until no copy of it is."""
@@ -93,6 +98,7 @@ class Network:
             self.cut(connection)
         copies = 0 if chance() < faults.drop else 2 if chance() < faults.repeat else 1
         left = [max(copies, 1)]
+        damage = trackers and len(frames) > 1 and chance() < faults.damage
         header, sent = bytes(frames[0]) if trackers else b"", [bytes(frame) for frame in frames]
         self._flying[header] += left[0]
 
@@ -100,7 +106,7 @@ class Network:
             assert sent == [bytes(frame) for frame in frames], "memory was reused while a message referred to it (G3)"
             if copies and connection.open and not target.closed:
                 head = [connection.route] if target is connection.router else []
-                target.inbox.append([*head, *sent])
+                target.inbox.append([*head, *(self._damaged(sent) if damage else sent)])
             left[0] -= 1
             self._flying[header] -= 1
             for tracker in trackers if not left[0] else ():
@@ -109,6 +115,13 @@ class Network:
         for _ in range(left[0]):
             late = self.random.uniform(0, faults.longest_s) if chance() < faults.delay else 0.0
             self.after(0.001 + late + self.crawl.get(connection.dealer, 0.0), deliver)
+
+    def _damaged(self, frames: list[bytes]) -> list[bytes]:
+        """The frames with one byte of the last one changed."""
+        self.damaged += 1
+        *others, last = frames
+        place = self.random.randrange(len(last)) if last else 0
+        return [*others, last[:place] + bytes([last[place] ^ 0x10]) + last[place + 1 :]] if last else frames
 
     def flying(self, ticket: str, generation: int) -> bool:
         """Whether a payload of this use is under way."""

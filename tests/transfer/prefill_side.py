@@ -104,7 +104,8 @@ class PrefillSide(Side):
             case PeerLost(session=session, reason=reason):
                 self.apply(self.control_server, EndPeer(session=session, reason=reason))
             case SendFailed(request=request, code=code, message=text) if request in self.open:
-                assert code != "checksum_mismatch", "source pages have changed before they were acknowledged (G3)"
+                changed = code == "checksum_mismatch" and not self.world.network.damaged
+                assert not changed, "source pages have changed before they were acknowledged (G3)"
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
             case SendCancelled(request=request) if request in self.open:
                 one = self.open[request]
@@ -116,6 +117,12 @@ class PrefillSide(Side):
                     self.tell(one, TellCancelled)
                 else:
                     self.tell(one, TellFailed, error=one.error)
+
+    def check(self) -> None:
+        """G7: no more bytes are under way than a peer's window lets, or one part that is larger than it."""
+        for lane in self.sender._outbound.lanes():
+            over = lane.unacked_bytes > lane.window_bytes and len(lane.in_flight) > 1
+            assert not over, f"{lane.unacked_bytes} bytes are unacknowledged in a window of {lane.window_bytes} (G7)"
 
     def admit(self, joined: PeerJoined) -> None:
         assert joined.backend == self.world.backend

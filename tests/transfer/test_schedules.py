@@ -1,6 +1,6 @@
 """G1 to G5 and G7 on a bad network: losses, repeats, delays, cuts, cancels and restarts at random, in virtual time.
 
-`python -m tests.soak --minutes 30` goes on with other seeds.
+`make soak HOURS=1` goes on with other seeds.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
-from tests.transfer.schedules import run_schedule
+from tests.transfer.schedules import ProtocolSchedule, run_schedule
 from tests.transfer.world import World
 
 GEOMETRY = Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=8)
@@ -26,7 +26,7 @@ def test_every_schedule_keeps_the_guarantees(block: int) -> None:
     ends: Counter[str] = Counter()
     for seed in range(100 * block, 100 * block + 100):
         try:
-            ends.update(run_schedule(seed))
+            ends.update(run_schedule(ProtocolSchedule(seed)))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert all(ends[kind] for kind in ("arrived", "cancelled", "failed", "timeout", "down")), ends

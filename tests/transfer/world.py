@@ -58,12 +58,15 @@ class Side:
 
     def turn(self) -> None:
         """Read what has come, and say what is due."""
+        now = self.world.network.now
         for port in self.ports:
-            if any(socket.inbox for socket in port.sockets()):
-                self.take(port.receive(self.world.network.now))
+            for socket in port.sockets():
+                if socket.inbox:
+                    self.take(port.receive(now))
+                    break
             due = port.next_deadline()
-            if due is not None and due <= self.world.network.now:
-                self.take(port.tick(self.world.network.now))
+            if due is not None and due <= now:
+                self.take(port.tick(now))
 
     def next_deadline(self) -> float | None:
         """When turn() is due next."""
@@ -104,10 +107,16 @@ class World:
         return f"{self.ids:032x}"
 
     def run(self, until: float) -> None:
-        while self.network.now < until:
+        """A side's turn comes when something was delivered, or when it is due."""
+        network = self.network
+        moved = True
+        dues: dict[Side, float] = {}
+        while network.now < until:
             for side in self.sides:
-                side.turn()
-            dues = [due for side in self.sides if (due := side.next_deadline()) is not None]
-            self.network.advance(max(self.network.now + 1e-4, min([*dues, until])))
+                if moved or dues[side] <= network.now:
+                    side.turn()
+                    due = side.next_deadline()
+                    dues[side] = until if due is None else due
+            moved = network.advance(max(network.now + 1e-4, min([until, *dues.values()])))
             for side in self.sides:
                 side.check()

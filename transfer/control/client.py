@@ -189,12 +189,12 @@ class ControlClient:
             wait=command.wait,
             prompt_hash=command.prompt_hash,
         )
-        prefill.control.renewals.discard(ticket)
+        prefill.control.renewals.pop(ticket, None)
         return self._act(prefill, Step([reserve], []), now)
 
     def _renew(self, command: AskRenew) -> list[PeerEvent]:
         if (prefill := self._prefill_of(command.session)) is not None:
-            prefill.control.renewals.add(command.ticket)
+            prefill.control.renewals[command.ticket] = None
         return []
 
     def _cancel(self, command: AskCancel, now: float) -> list[PeerEvent]:
@@ -202,7 +202,7 @@ class ControlClient:
         prefill = self._prefill_of(command.session)
         if prefill is None:
             return []  # the end of the session has been reported, or is about to be
-        prefill.control.renewals.discard(ticket)
+        prefill.control.renewals.pop(ticket, None)
         cancel = Cancel(ticket=ticket, generation=generation, reason=text(command.reason))
         return self._act(prefill, Step([cancel], []), now)
 

@@ -80,7 +80,7 @@ class ControlConnection:
     Attributes:
         state: "down" without a connection, "greeting" until the answer to the Hello, then "up".
         welcome: of the open session; None without one.
-        renewals: held tickets that every ping renews, as many as it can name.
+        renewals: tickets that pings renew, each in turn if there are more than one ping can name.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ControlConnection:
         self.name = name
         self.state: Literal["down", "greeting", "up"] = "down"
         self.welcome: Welcome | None = None
-        self.renewals: set[str] = set()
+        self.renewals: dict[str, None] = {}  # the first is named next
         self._host = host
         self._server_key = server_key
         self._may_connect = may_connect
@@ -150,7 +150,7 @@ class ControlConnection:
                 return Step([], [])
             self._next_ping = now + self.welcome.heartbeat_s
             self._pings += 1
-            return Step([Ping(number=self._pings, renew=tuple(islice(self.renewals, messages.MAX_RENEWALS)))], [])
+            return Step([Ping(number=self._pings, renew=self._next_renewals())], [])
         if self.state == "greeting" and self._heard + self._config.peer_timeout_s <= now:
             return self._down(f"no answer to the hello: {CHECK_KEYS if self._server_key else CHECK_CONTROL}", now)
         hello = self._hello()
@@ -208,6 +208,15 @@ class ControlConnection:
             backend=welcome.backend,
         )
         return Step([], [*gone, up])
+
+    def _next_renewals(self) -> tuple[str, ...]:
+        """Those that the next ping names."""
+        named = tuple(islice(self.renewals, messages.MAX_RENEWALS))
+        if len(named) < len(self.renewals):
+            for ticket in named:
+                del self.renewals[ticket]
+            self.renewals.update(dict.fromkeys(named))
+        return named
 
     def _endpoint(self, stage: StageInfo) -> str:
         return url("tcp", stage.data_host or self._host, stage.data_port)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerGone, PeerJoined
 from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
+from headrace.transfer.control.session import UNKNOWN, Sender
 from headrace.transfer.control.session_table import Outcome, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer
-from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, PeerMessage, Refuse
+from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, Hello, PeerMessage, Refuse
 from headrace.transfer.sockets.connections import ENDED, UNREAD
 from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
@@ -48,6 +50,7 @@ class ControlServer:
         self._sessions = SessionTable(config, new_session)
         self._received: Codec[PeerMessage] = Codec(PeerMessage)
         self._sent: Codec[ControlMessage] = Codec(ControlMessage)
+        self._log_throttle = LogThrottle()
         self._leaving: dict[bytes, float] = {}  # routes whose session has ended, and when to close each, in order
         self._listener = Listener(
             config,
@@ -112,7 +115,8 @@ class ControlServer:
             message = self._received.decode(body[0])
         except DecodeError as error:
             return self._sessions.malformed(route, f"no message of this protocol: {error}", now)
-        return self._sessions.receive(route, message, now)
+        sender = Sender(*self._listener.sender(arrival)) if isinstance(message, Hello) else UNKNOWN
+        return self._sessions.receive(route, message, now, sender)
 
     def _act(self, outcome: Outcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
         """Send the replies and close ended connections. A session whose connection takes no more is ended.
@@ -123,6 +127,8 @@ class ControlServer:
         for event in events:
             if isinstance(event, PeerJoined):
                 log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
+            elif isinstance(event, PeerGone) and event.displaced and self._log_throttle.due("displaced", now):
+                log.warning("ended a session for a new peer: %s", printable(event.reason))
         for route, message in outcome.replies:
             frame = self._sent.encode(message)
             if isinstance(message, Refuse) and arrival is not None and not self._sessions.has_session(route):

@@ -3,6 +3,7 @@ Pure.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.core.messages.peers import TellCancelled, TellFailed, TellFinished
 from headrace.core.runtime.rate_limit import TokenBucket
@@ -14,6 +15,23 @@ from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import Cancelled, ControlMessage, Failed, Finished, Hello, Reserve, Welcome
 
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
+
+
+class Sender(NamedTuple):
+    """Who a message is from, as its connection shows it."""
+
+    key: str = ""
+    """Name of its CURVE public key; "" where connections are in the clear."""
+    host: str = ""
+    """Its address; "" if it is not known."""
+
+    @property
+    def owner(self) -> str:
+        """Whose sessions count together."""
+        return f"key {self.key}" if self.key else f"host {self.host}"
+
+
+UNKNOWN = Sender()
 
 
 @dataclass(slots=True)
@@ -37,16 +55,26 @@ class PeerSession:
     offer: BackendOffer
     """What this server offered when the session began."""
     welcome: Welcome
+    sender: Sender
     last_heard: float
     """Time of the peer's last message, seconds."""
+    last_active: float
+    """Time at which it joined, or last had a ticket that began or ended, seconds."""
     rate: TokenBucket
     """Limits its messages per second."""
+    renewals: TokenBucket
+    """Limits the tickets that it renews per second."""
     tickets: dict[str, OpenTicket] = field(default_factory=dict)
     """Open tickets by name."""
     ended: dict[str, int] = field(default_factory=dict)
     """By ticket, the last generation that ended; the ticket that ended first comes first."""
     pages: int = 0
     """Pages of all open tickets."""
+
+    @property
+    def owner(self) -> str:
+        """Whose sessions count together."""
+        return self.sender.owner
 
     @property
     def session(self) -> str:

@@ -27,8 +27,17 @@ from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.transfer.control.backend_health import BackendHealth
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit
-from headrace.transfer.control.session import OpenTicket, PeerSession, failed, final_reply, reservation_error
+from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit, renewal_limit
+from headrace.transfer.control.session import (
+    UNKNOWN,
+    OpenTicket,
+    PeerSession,
+    Sender,
+    failed,
+    final_reply,
+    reservation_error,
+)
+from headrace.transfer.control.session_shares import gives_way
 from headrace.transfer.protocol import checksum, matching, messages
 from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import (
@@ -97,24 +106,24 @@ class SessionTable:
         """
         self._offer = offer
 
-    def receive(self, route: bytes, message: PeerMessage, now: float) -> Outcome:
-        """Handle a message of the connection with this route."""
+    def receive(self, route: bytes, message: PeerMessage, now: float, sender: Sender = UNKNOWN) -> Outcome:
+        """Handle a message of the connection with this route. sender: of a Hello."""
         if (cut := self._limit_rate(route, now)) is not None:
             return cut
         if isinstance(message, Hello):
-            return self._hello(route, message, now)
+            return self._hello(route, message, sender, now)
         peer = self._by_route.get(route)
         if peer is None:
             return self._refuse(route, messages.NO_SESSION, "this connection has no session: say hello first")
         peer.last_heard = now
         match message:
             case Reserve():
+                peer.last_active = now
                 return self._reserve(peer, message)
             case Cancel():
                 return self._cancel(peer, message)
             case Ping():
-                renewals = [PeerRenewed(session=peer.session, tickets=message.renew)] if message.renew else []
-                return Outcome([(route, Pong(number=message.number))], list[PeerEvent](renewals))
+                return Outcome([(route, Pong(number=message.number))], self._renewals(peer, message, now))
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
@@ -134,6 +143,7 @@ class SessionTable:
             if effect.backend_failed:
                 self._health.failed(peer.hello.name, peer.welcome.backend, now)
             return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
+        peer.last_active = now
         peer.end(effect.ticket, effect.generation)
         return Outcome([(peer.route, final_reply(effect))], [])
 
@@ -181,7 +191,7 @@ class SessionTable:
         reason = f"more than {MESSAGES_PER_S:g} messages a second"
         return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
 
-    def _hello(self, route: bytes, hello: Hello, now: float) -> Outcome:
+    def _hello(self, route: bytes, hello: Hello, sender: Sender, now: float) -> Outcome:
         same_route = self._by_route.get(route)
         if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
             same_route.last_heard = now
@@ -192,19 +202,35 @@ class SessionTable:
         if refusal is not None:
             return self._refuse(route, refusal.code, refusal.message)
         old = [p for p in self._by_session.values() if p.route == route or p.hello.instance == hello.instance]
+        displaced = Outcome([], [])
         if len(self._by_session) - len(old) >= self._config.max_peers:
-            limit = self._config.max_peers
-            return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
-        dropped = _join(self._drop(peer, "it said hello again") for peer in old)
+            found = self._make_room(sender, now)
+            if found is None:
+                limit = self._config.max_peers
+                return self._refuse(route, messages.TOO_MANY_PEERS, f"{limit} peers here, which is the limit")
+            displaced = found
+        dropped = _join([displaced, *(self._drop(peer, "it said hello again") for peer in old)])
         avoided = self._health.avoided(hello.name, self._offer.backends, now)
         choice = matching.choose_backend(self._offer, hello, avoided)
         welcome = self._welcome(self._offer, hello, choice.backend)
         rate = same_route.rate if same_route is not None else TokenBucket(now, MESSAGES_PER_S, BURST)
-        peer = PeerSession(route, hello, self._offer, welcome, last_heard=now, rate=rate)
+        renewals = same_route.renewals if same_route is not None else renewal_limit(now, welcome.heartbeat_s)
+        peer = PeerSession(
+            route,
+            hello,
+            self._offer,
+            welcome,
+            sender,
+            last_heard=now,
+            last_active=now,
+            rate=rate,
+            renewals=renewals,
+        )
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
             session=peer.session,
             name=hello.name,
+            key=sender.key,
             geometries=hello.geometries,
             window_bytes=welcome.window_bytes,
             backend=choice.backend,
@@ -212,6 +238,16 @@ class SessionTable:
             memory=hello.memory,
         )
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
+
+    def _make_room(self, sender: Sender, now: float) -> Outcome | None:
+        """End the session that gives way to a new one; None if there is none."""
+        limit, idle_s = self._config.max_peers, self._config.peer_timeout_s
+        found = gives_way(self._by_session.values(), sender.owner, limit, now, idle_s)
+        if found is None:
+            return None
+        self.counters.add("sessions_displaced_total", labels=(found.cause,))
+        goodbye = (found.session.route, Goodbye(reason=messages.text(found.reason)))
+        return Outcome([goodbye], self._drop(found.session, found.reason, displaced=True).events)
 
     def _welcome(self, offer: BackendOffer, hello: Hello, backend: str) -> Welcome:
         return Welcome(
@@ -257,6 +293,15 @@ class SessionTable:
         )
         return Outcome([], [event])
 
+    def _renewals(self, peer: PeerSession, ping: Ping, now: float) -> list[PeerEvent]:
+        """The tickets that a ping renews; none if the peer renews too many."""
+        if not ping.renew:
+            return []
+        if peer.renewals.exceeded(now, len(ping.renew)):
+            self.counters.add("stale_messages_total", labels=("too_many_renewals",))
+            return []
+        return [PeerRenewed(session=peer.session, tickets=ping.renew)]
+
     def _reservation_refusal(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
         """Why a reservation is refused: by the limits of this server, or by the peer's own hello; None if it is not."""
         limit = self._config.max_tickets_per_peer
@@ -290,11 +335,11 @@ class SessionTable:
         )
         return Outcome([], [event])
 
-    def _drop(self, peer: PeerSession, reason: str) -> Outcome:
+    def _drop(self, peer: PeerSession, reason: str, *, displaced: bool = False) -> Outcome:
         del self._by_route[peer.route]
         del self._by_session[peer.session]
         self.counters.add("peers_gone_total")
-        return Outcome([], [PeerGone(session=peer.session, reason=reason)])
+        return Outcome([], [PeerGone(session=peer.session, reason=reason, displaced=displaced)])
 
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
         self.counters.add("refusals_total", labels=("control", code))

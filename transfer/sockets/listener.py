@@ -122,6 +122,10 @@ class Listener:
         """When receive() has to be called although nothing has come."""
         return next((each.at for each in self._closing.values()), None)
 
+    def sender(self, arrival: Arrival) -> tuple[str, str]:
+        """The name of the CURVE public key, and the host, of a message's connection; "" for what is not known."""
+        return _property(arrival.frame, "User-Id"), _property(arrival.frame, "Peer-Address")
+
     def put(self, route: bytes, frame: bytes) -> bool:
         """Send a message of one frame. False when the connection is gone, or has left too much unread."""
         return zmq_sockets.put(self.socket, (route, frame))
@@ -203,3 +207,10 @@ class Listener:
         self._connections.watch(socket)
         if self._authenticator is not None:
             self._authenticator.guard(socket)
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:  # there is none: the connection is in the clear, or closed
+        return ""

@@ -1,10 +1,10 @@
 """Responses of OpenAI's completions and chat completions."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
+from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import ChoiceForm
 from headrace.server.api.request.completion_request import CompletionRequest
@@ -24,7 +24,7 @@ class ChoicesFormat:
         self._choices_per_prompt = completion.choices
         self._form = form
         self._include_usage = include_usage
-        self._head = {"id": completion.base.rid, "created": int(time.time()), "model": model_name}
+        self._head = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}
         self._opened: set[int] = set()
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:

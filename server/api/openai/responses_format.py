@@ -2,11 +2,11 @@
 
 import itertools
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
+from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo, invalid, shown
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
@@ -18,17 +18,8 @@ from headrace.server.frontend.generation_request import GenerationDelta, Generat
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:
-    """Raises HeadraceError (400) for fields of this route alone that would change the output and are not supported."""
-    refuse_fields(
-        {
-            "previous_response_id": body.previous_response_id is not None,
-            "conversation": body.conversation is not None,
-            "background": bool(body.background),
-            "n": body.n not in (None, 1),
-            "top_logprobs": bool(body.top_logprobs),
-            "text": body.text is not None and body.text.get("format", {"type": "text"}) != {"type": "text"},
-        }
-    )
+    """Raises HeadraceError (400) for more than one continuation, which this API has no form for."""
+    refuse_fields({"n": body.n not in (None, 1)})
 
 
 def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
@@ -50,7 +41,7 @@ class ResponsesFormat:
         self._sequence_numbers = itertools.count()
         self._message_id = f"msg_{secrets.token_hex(16)}"
         self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(time.time())}
+        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""

@@ -31,7 +31,9 @@ def debug_routes(tracer: Tracer, model: ServedModel, role: str) -> APIRouter:
             recording = await tracer.record(seconds)
             about = {"version": headrace_version(), "role": role, "model": model.name}
             # Thousands of spans take long enough to encode to delay other requests of this event loop.
-            return msgspec.Raw(await asyncio.to_thread(trace_json, recording, wall_offset(), about))
+            return msgspec.Raw(
+                await asyncio.to_thread(trace_json, recording, wall_offset() + recording.paused_s, about)
+            )
 
         return JsonAnswer(work)
 

@@ -5,19 +5,20 @@ from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
 from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
 
 
-def tokenizer_routes(model: ServedModel, config: ServerConfig) -> APIRouter:
+def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudget) -> APIRouter:
     """Prompts as token ids, and token ids as text; in every role."""
     router = APIRouter()
 
     @router.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        body = parse_body(await read_body(http, config.max_body_bytes), TokenizeBody)
+        body = parse_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
         check_model(model, body.model)
         if body.messages is not None:
             tokens = await encode_chat(model, body.messages)
@@ -27,7 +28,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        body = parse_body(await read_body(http, config.max_body_bytes), DetokenizeBody)
+        body = parse_body(await read_body(http, config.max_body_bytes, budget), DetokenizeBody)
         check_model(model, body.model)
         check_ids(body.tokens, "tokens", model.vocab_size)
         return json_response({"prompt": await model.tokens.decode(body.tokens)})

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
+from headrace.server.api.request.body_budget import BodyBudget, BodyShare
 from headrace.server.api.request.strict_fields import without_other_fields
 from headrace.server.api.request.structure import Limit, excess, limits, suspected
 
@@ -30,12 +31,30 @@ _WORDS = {
 }
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearray:
     """The whole body. Raises HeadraceError: 413 for one over the limit (without reading it if it declares its size) or
-    with too many parts, 408 for one that stalls, 499 if the client disconnects."""
+    with too many parts, 503 if the budget for bodies that are being received is used up, 408 for one that stalls, 499
+    if the client disconnects."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    size = int(declared) if declared.isdigit() else None
+    if size is not None and size > limit:
         raise _too_large(f"the body has {declared} bytes", limit)
+    if size is not None and size > SMALL:
+        budget.check(size)
+    share = BodyShare(budget)
+    try:
+        body = await _received(request, limit, size, share)
+        bounds = limits(limit)
+        over = _excess(body, bounds) if len(body) <= SMALL else await asyncio.to_thread(_excess, body, bounds)
+    finally:
+        share.give_back()
+    if over is not None:
+        raise _too_many(over)
+    return body
+
+
+async def _received(request: Request, limit: int, size: int | None, share: BodyShare) -> bytearray:
+    """The body as it came, held once. size: what it declares. Raises HeadraceError as read_body() does."""
     body = bytearray()
     loop = asyncio.get_running_loop()
     try:
@@ -44,21 +63,18 @@ async def read_body(request: Request, limit: int) -> bytes:
                 body += part
                 if len(body) > limit:
                     raise _too_large("the body is larger", limit)
+                if len(body) != size:  # more is to come
+                    share.take(len(part))
                 deadline.reschedule(loop.time() + SILENCE_S)
     except ClientDisconnect as error:
         raise HeadraceError(ErrorInfo(code="cancelled", message="the client disconnected", status=499)) from error
     except TimeoutError as error:
         message = f"nothing more of the body has come for {SILENCE_S:g} s"
         raise HeadraceError(ErrorInfo(code="body_timeout", message=message, status=408)) from error
-    whole = bytes(body)
-    bounds = limits(limit)
-    over = _excess(whole, bounds) if len(whole) <= SMALL else await asyncio.to_thread(_excess, whole, bounds)
-    if over is not None:
-        raise _too_many(over)
-    return whole
+    return body
 
 
-def _excess(body: bytes, bounds: tuple[Limit, ...]) -> Limit | None:
+def _excess(body: bytearray, bounds: tuple[Limit, ...]) -> Limit | None:
     return excess(body, doubtful) if (doubtful := suspected(body, bounds)) else None
 
 
@@ -72,7 +88,7 @@ def _too_many(limit: Limit) -> HeadraceError:
     return HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
 
 
-def parse_body(body: bytes, kind: type[B]) -> B:
+def parse_body(body: bytes | bytearray, kind: type[B]) -> B:
     """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
     try:
         try:

@@ -51,6 +51,20 @@ _MODEL_INPUT = tuple(
         ["text"],
     )
 )
+_SAMPLING = (
+    *_refused("not served", "frequency_penalty presence_penalty", 0),
+    *_refused("not served", "repetition_penalty", 1.0),
+    *_refused("not served", "logit_bias"),
+)
+_CONSTRAINTS = (
+    *_refused("send structured_outputs with json, regex, choice or grammar", "structural_tag"),
+    *_refused("not served", "guided_whitespace_pattern"),
+    *_accepted("there is one library", "guided_decoding_backend"),
+)
+_FORMAT = (
+    *_accepted("a label of the client's", "name description"),
+    *_accepted("schemas are kept to, strict or not", "strict"),
+)
 _GENERATION = (
     *_refused("beam search is not served", "use_beam_search length_penalty", 1.0),
     *_refused(
@@ -76,15 +90,23 @@ _CHAT_TEMPLATE = (
     *_refused("reasoning is not parsed", "include_reasoning", True),
 )
 _TOOLS = (
+    *_refused("tools are not served", "tools functions"),
     *_refused("tools are not served", "tool_choice function_call", "none", "auto"),
     *_accepted("no tools are called", "parallel_tool_calls max_tool_calls"),
     *_refused("nothing is searched", "web_search_options"),
 )
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
-_OPENAI = (*_LABELS, *_MODEL_INPUT, *_GENERATION)
+_OPENAI = (*_LABELS, *_MODEL_INPUT, *_SAMPLING, *_CONSTRAINTS, *_GENERATION)
 
 OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
-    schema.CompletionBody: _table(_OPENAI, _refused("the tokenizer decides", "add_special_tokens", True)),
+    schema.CompletionBody: _table(
+        _OPENAI,
+        _refused("the tokenizer decides", "add_special_tokens", True),
+        _refused("prompt_logprobs has the logprobs of the prompt", "echo"),
+        _refused("text is continued at its end", "suffix"),
+        _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
+        _refused("tools are not served", "tools functions"),
+    ),
     schema.ChatBody: _table(_OPENAI, _CHAT_TEMPLATE, _TOOLS, _STORE, _refused("POST /v1/completions has it", "echo")),
     schema.ResponsesBody: _table(
         _OPENAI,
@@ -93,8 +115,10 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _STORE,
         _refused("not served", "include prompt context_management access_programs previous_input_messages"),
         _refused("not served", "enable_response_messages"),
+        _refused("responses are not stored", "previous_response_id conversation background"),
+        _refused("POST /v1/chat/completions has them", "logprobs top_logprobs", 0),
     ),
-    schema.PrefillBody: {},
+    schema.PrefillBody: _table(_SAMPLING, _CONSTRAINTS),
     schema.DetokenizeBody: {},
     schema.TokenizeBody: _table(
         _CHAT_TEMPLATE,
@@ -102,6 +126,15 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("tools are not served", "tools"),
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
+    schema.StructuredOutputs: _table(
+        _refused("not served", "structural_tag whitespace_pattern"),
+        _refused("not served", "disable_any_whitespace disable_additional_properties"),
+        _accepted("there is one library", "disable_fallback"),
+    ),
+    schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
+    schema.JsonSchemaFormat: _table(_FORMAT),
+    schema.TextFormat: _table(_FORMAT),
+    schema.TextOptions: _table(_refused("reasoning is not parsed", "verbosity")),
     schema.StreamOptions: _table(
         _refused("usage comes at the end", "continuous_usage_stats"),
         _accepted("nothing is padded", "include_obfuscation"),
@@ -120,6 +153,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("comes back from responses", "annotations logprobs"),
     ),
     schema.GenerateSampling: _table(
+        _SAMPLING,
         _refused("not served", "stop_regex structural_tag custom_params"),
         _refused("the text ends before a stop string", "no_stop_trim"),
         _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),

@@ -16,7 +16,7 @@ from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, k
 
 
 @contextmanager
-def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw: bytes) -> Iterator[None]:
+def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw: bytes | bytearray) -> Iterator[None]:
     """When the block raises HeadraceError, notifies the other server of each ticket that the body names: decode peers
     on a prefill server, prefill servers on a decode server. They would wait until a deadline otherwise. Fields that
     cannot be decoded are left out."""
@@ -49,7 +49,7 @@ class _Prompts(msgspec.Struct):
     sampling_params: Any = None
 
 
-def _tickets(raw: bytes) -> list[str]:
+def _tickets(raw: bytes | bytearray) -> list[str]:
     """Tickets that the body names, without one that this server would make up, which no peer knows."""
     found: list[str] = []
     with suppress(HeadraceError):
@@ -70,7 +70,7 @@ def _list(value: msgspec.Raw) -> list[Any]:
     return []
 
 
-def _shape(raw: bytes) -> BatchShape:
+def _shape(raw: bytes | bytearray) -> BatchShape:
     """Raises HeadraceError (400) for a body that is not a JSON object."""
     body = parse_body(raw, _Prompts)
     items = _list(next((value for value in (body.prompt, body.text, body.input_ids) if value != NULL), NULL))

@@ -32,19 +32,19 @@ def limits(max_body_bytes: int) -> tuple[Limit, ...]:
     )
 
 
-def suspected(body: bytes, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:
+def suspected(body: bytes | bytearray, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:
     """The limits that excess() has to look at, which takes longer: strings count here as everything else."""
     parts = [body[at : at + SLICE] for at in range(0, len(body), SLICE)]
     return tuple(limit for limit in limits if excess_of(parts, (limit,)))
 
 
-def excess(body: bytes, limits: tuple[Limit, ...], slice_bytes: int = SLICE) -> Limit | None:
+def excess(body: bytes | bytearray, limits: tuple[Limit, ...], slice_bytes: int = SLICE) -> Limit | None:
     """A limit that the body exceeds. Exact for JSON, and for other bodies up to where they are none any more, which is
     where decoding ends, too."""
     return excess_of(outside_strings(body, slice_bytes), limits)
 
 
-def excess_of(parts: Iterable[bytes], limits: tuple[Limit, ...]) -> Limit | None:
+def excess_of(parts: Iterable[bytes | bytearray], limits: tuple[Limit, ...]) -> Limit | None:
     """The limit that is exceeded first."""
     counts = [0] * len(limits)
     for part in parts:
@@ -55,7 +55,7 @@ def excess_of(parts: Iterable[bytes], limits: tuple[Limit, ...]) -> Limit | None
     return None
 
 
-def outside_strings(body: bytes, slice_bytes: int = SLICE) -> Iterator[bytes]:
+def outside_strings(body: bytes | bytearray, slice_bytes: int = SLICE) -> Iterator[bytes]:
     """The body without its strings, in parts."""
     inside, half = False, b""
     for at in range(0, len(body), slice_bytes):

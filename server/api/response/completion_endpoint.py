@@ -15,6 +15,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
 from headrace.server.api.request.refusal import notify_peers_on_refusal
@@ -65,18 +66,24 @@ class CompletionEndpoint:
     """Answers completions requests in the role of this server."""
 
     def __init__(
-        self, model: ServedModel, completions: Completions, control: ControlAddress, config: ServerConfig
+        self,
+        model: ServedModel,
+        completions: Completions,
+        control: ControlAddress,
+        config: ServerConfig,
+        budget: BodyBudget,
     ) -> None:
         self._model = model
         self._completions = completions
         self._control = control
         self._config = config
+        self._budget = budget
 
     async def respond(self, http: Request, kind: type[B], check: Check[B], make_format: MakeFormat[B]) -> Response:
         """The response to an HTTP request with a body of this kind. Raises HeadraceError if it is refused, after
         notifying the peers of its tickets."""
         config = self._config
-        raw = await read_body(http, config.max_body_bytes)
+        raw = await read_body(http, config.max_body_bytes, self._budget)
         with notify_peers_on_refusal(self._completions, config, raw):
             body = parse_body(raw, kind)
             completion = await check(body)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from datetime import timedelta
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +20,7 @@ class Work(NamedTuple):
     def is_completed(self) -> bool:
         return self.key is None or self.world.has(self.key)
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         if self.tensor is not None and self.key is not None:
             self.tensor.copy_(self.world.take(self.key))
 

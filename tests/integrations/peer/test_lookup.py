@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from headrace.core.types.allow_list import parse_allowed
 from headrace.integrations.peer.commands import ControlPortReply, LookUpControlPort
 from headrace.integrations.peer.lookup import ControlPortLookup
 from headrace.server.launch.free_port import free_port
@@ -19,11 +20,13 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
     "no json": (200, b"<html>"),
     "not here": (404, b'{"control_port": 7000}'),
     "elsewhere": (307, b'{"control_port": 7000}'),
+    "nested": (200, b"[" * 60_000),
 }
 
 
 class Web(ThreadingHTTPServer):
     answer: tuple[int, bytes] = (200, b"")
+    query: tuple[int, bytes] = (404, b"")
     seen: list[tuple[str, str | None]]
 
 
@@ -32,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.seen.append((self.path, self.headers.get("Authorization")))
-        status, body = self.server.answer
+        status, body = self.server.query if self.path == "/query" else self.server.answer
         self.send_response(status)
         self.send_header("Location", "/v1/other")
         self.end_headers()
@@ -53,9 +56,9 @@ def web() -> Iterator[Web]:
         thread.join()
 
 
-def ask(port: int, api_key: str = "") -> ControlPortReply:
+def ask(port: int, api_key: str = "", allowed: str = "127.0.0.1") -> ControlPortReply:
     told: queue.SimpleQueue[ControlPortReply] = queue.SimpleQueue()
-    lookups = ControlPortLookup(told.put, api_key)
+    lookups = ControlPortLookup(told.put, api_key, (parse_allowed(allowed),))
     lookups.ask(LookUpControlPort(name="n", host="127.0.0.1", port=port))
     found = told.get(timeout=20)
     lookups.close()
@@ -65,10 +68,28 @@ def ask(port: int, api_key: str = "") -> ControlPortReply:
 @pytest.mark.parametrize("what", ANSWERS)
 def test_only_a_port_is_an_answer(web: Web, what: str) -> None:
     web.answer = ANSWERS[what]
-    found = ask(web.server_port, api_key="k")
+    found = ask(web.server_port, api_key="k", allowed=f"127.0.0.1:{web.server_port}")
     assert found.control_port == (7000 if what == "a control endpoint" else 0)
     assert bool(found.reason) == (what != "a control endpoint")
     assert web.seen == [("/v1/handoff", "Bearer k")], "and no redirect is followed"
+
+
+@pytest.mark.parametrize("allowed", ["127.0.0.1", "127.0.0.1:1", "127.0.0.0/8"])
+def test_the_key_is_not_sent_to_what_is_not_named_by_its_port(web: Web, allowed: str) -> None:
+    web.answer = (401, b"")
+    web.query = (200, b'{"0": {"engine_id": "i", "worker_addr": {"0": {"0": "tcp://127.0.0.1:7000"}}}}')
+    found = ask(web.server_port, api_key="k", allowed=allowed)
+    assert (found.control_port, found.reason) == (7000, "")
+    assert web.seen == [("/v1/handoff", None), ("/query", None)]
+
+
+@pytest.mark.parametrize("worker_addr", [b"{}", b'{"0": {"0": "tcp://h:99999"}}', b'{"0": {"0": ""}}', b"[]"])
+def test_a_query_without_an_address(web: Web, worker_addr: bytes) -> None:
+    web.answer = (401, b"")
+    web.query = (200, b'{"0": {"engine_id": "i", "worker_addr": ' + worker_addr + b"}}")
+    found = ask(web.server_port)
+    assert found.control_port == 0
+    assert found.reason
 
 
 def test_a_port_without_a_server() -> None:

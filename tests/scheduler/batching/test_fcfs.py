@@ -10,7 +10,8 @@ from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.scheduler import Effect
-from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+from headrace.scheduler.simulation.scenario import Scenario, Shape
+from headrace.scheduler.simulation.simulator import simulate
 from headrace.scheduler.state.plan_table import BatchBuilder
 from tests.scheduler.schedules import recording
 

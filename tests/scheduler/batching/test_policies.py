@@ -333,7 +333,8 @@ DIGEST = """
 import hashlib
 from unittest.mock import patch
 from headrace.scheduler.simulation.server import SimulatedServer
-from headrace.scheduler.simulation.simulator import POLICIES, Scenario, simulate
+from headrace.scheduler.simulation.scenario import POLICIES, Scenario
+from headrace.scheduler.simulation.simulator import simulate
 digest, perform = hashlib.sha256(), SimulatedServer._perform
 def keep(server, effect):
     digest.update(repr(effect).encode())

@@ -130,10 +130,20 @@ def test_externally_posted_prompts_are_reserved_with_their_hash() -> None:
     assert (ask.wait, ask.prompt_hash) == (False, prompt_hash(pack(range(10))))
 
 
-def test_only_tickets_whose_prompt_was_posted_are_renewed() -> None:
+def test_a_ticket_that_a_router_posts_is_renewed_while_it_waits_for_pages() -> None:
+    bench = Bench(kv_pages=4)
+    bench.prefill_up()
+    fetch(bench, ticket="t")
+    fetch(bench, "b", ticket="u")
+    assert [ask.ticket for ask in bench.all(AskRenew)] == ["t", "u"]
+    bench.expecting(bench.one(PrepareReceive).request)
+    assert (bench.one(AskReserve).ticket, bench.one(AskReserve).wait) == ("t", True)
+
+
+def test_tickets_whose_prompt_this_server_posts_are_not_renewed() -> None:
     bench = Bench()
     bench.prefill_up()
-    fetch(bench)
+    fetch(bench, posting="local")
     bench.expecting(bench.one(PrepareReceive).request)
     assert bench.one(AskReserve).wait
     assert bench.all(AskRenew) == []

@@ -170,7 +170,7 @@ def test_a_failed_ticket_fails_with_its_own_error() -> None:
     assert bench.do(stale) == []
     assert bench.metric("dropped_messages_total", "unknown_ticket") == 1
     effects = bench.do(TicketFailed(session="p1", ticket="t", generation=expect.generation, error=error))
-    assert only(effects, RequestFailed).error == error
+    assert only(effects, RequestFailed).error == replace(error, at_prefill=True)
     assert none(effects, AskCancel), "it has ended there"
     bench.forgotten(expect.request)
     bench.assert_empty()

@@ -131,7 +131,7 @@ def test_a_lost_write_ends_the_session_and_sends_the_peer_nothing_else() -> None
     bench.compute(1)
     send = bench.one(SendChunk)
     effects = bench.do(PeerLost(stage=0, session="s", reason="NIXL: reset"))
-    assert effects == [EndPeer(session="s", reason="stage 0: NIXL: reset")]
+    assert effects == [EndPeer(session="s", reason="stage 0: NIXL: reset", backend_failed=True)]
     effects = bench.do(PeerGone(session="s", reason="stage 0: NIXL: reset"))
     assert only(effects, DropPeer).session == "s"
     assert only(effects, RequestFailed).error.code == "peer_gone"

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.core.messages.frontend import Progress, RequestFailed
 from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, Forward, SendChunk
-from headrace.core.messages.peers import PeerCancelled, PeerGone, TellCancelled, TellFailed
+from headrace.core.messages.peers import PeerCancelled, PeerGone, PeerRenewed, TellCancelled, TellFailed
 from headrace.core.types.request import SendTo
 from tests.scheduler.bench import Bench, none, only
 
@@ -42,6 +42,45 @@ def test_no_peer_in_time() -> None:
     bench.wait(0.2)
     assert (bench.error().code, bench.error().status) == ("no_peer", 504)
     bench.assert_empty()
+
+
+def test_a_prompt_waits_for_a_peer_that_names_its_ticket() -> None:
+    bench = Bench()
+    bench.join()
+    send_to(bench, "a", ticket="t")
+    send_to(bench, "b", ticket="u")
+    for _ in range(10):
+        bench.wait(20)
+        bench.do(PeerRenewed(session="s", tickets=("t",)))
+    assert (bench.ended("a"), bench.error("b").code) == (0, "no_peer")
+    bench.wait(29.9)
+    assert bench.ended("a") == 0
+    bench.wait(0.2)
+    assert bench.error("a").code == "no_peer"
+    bench.assert_empty()
+
+
+def test_a_prompt_whose_ticket_is_renewed_waits_up_to_a_limit() -> None:
+    bench = Bench(hold_limit_s=50.0)
+    bench.join()
+    send_to(bench)
+    for _ in range(4):
+        bench.wait(12)
+        bench.do(PeerRenewed(session="s", tickets=("t",)))
+    bench.wait(2.1)
+    assert "limit of 50 s" in bench.error().message
+    bench.assert_empty()
+
+
+def test_a_ticket_that_is_reserved_is_not_renewed() -> None:
+    bench = Bench()
+    bench.join()
+    send_to(bench)
+    bench.reserve()
+    bench.do(PeerRenewed(session="s", tickets=("t",)))
+    assert bench.metric("dropped_messages_total", "unknown_lease") == 1
+    bench.wait(31)
+    assert bench.ended() == 0, "the peer has reserved: it waits to be computed"
 
 
 def test_a_late_reservation_fails_at_once_with_the_reason_and_revives_nothing() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from headrace.core.messages.orders import Forward, ReplicaOrder
 from headrace.scheduler.batching.lockstep import LockstepPlanner
+from headrace.scheduler.simulation.scenario import Scenario, Shape
 from headrace.scheduler.simulation.server import SimulatedServer
-from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import simulate
 from headrace.scheduler.state.events import Effect
 from tests.scheduler.schedules import recording
 

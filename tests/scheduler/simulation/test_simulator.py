@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from headrace.core.config.scheduler import Policy
+from headrace.scheduler.simulation.scenario import POLICIES, Scenario, Shape
 from headrace.scheduler.simulation.server import SimulationReport
-from headrace.scheduler.simulation.simulator import POLICIES, Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import simulate
 
 BATCH = 60
 
@@ -35,6 +36,17 @@ def test_prefill_and_decode(batch: int) -> None:
     assert expected | {"prefill:handoff", "prefill:stop", "prefill:cancelled", "prefill:no_peer"} <= set(outcomes)
 
 
+def test_prompts_move_between_prefill_servers_whatever_happens_to_these() -> None:
+    """Servers are lost, crash, refuse, and damage nothing: moved requests generate what they would have anywhere."""
+    moves = 0
+    for seed in range(70_000, 70_000 + BATCH // 2):
+        scenario = Scenario(seed, "pair", requests=9, prefills=3, lost_peer=0.9, crash=0.3, stall=0.01, cancel=0.1)
+        report = simulate(scenario)
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        moves += report.moves
+    assert moves > BATCH // 4
+
+
 def test_peers_that_fall_silent() -> None:
     outcomes = run("pair", 10_000, stall=0.1, cancel=0.1, crash=0.0)
     assert outcomes["prefill:peer_gone"] > 0
@@ -45,7 +57,7 @@ def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
     outcomes = run(shape, 50_000, has_nan_token=True, cancel=0.1)
     if shape == "pair":
         assert outcomes["prefill:nonfinite_values"] > BATCH, "in prompts"
-        assert outcomes["decode:nonfinite_values"] > BATCH // 2, "in generated tokens"
+        assert outcomes["decode:nonfinite_values"] > BATCH // 3, "in generated tokens"
     else:
         assert outcomes["colocated:nonfinite_values"] > BATCH
     assert outcomes[f"{'decode' if shape == 'pair' else shape}:length"] > BATCH // 2, "other requests go on"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from headrace.scheduler.simulation.scenario import Scenario, Shape
 from headrace.scheduler.simulation.server import SimulationReport
-from headrace.scheduler.simulation.simulator import Scenario, Shape, simulate
+from headrace.scheduler.simulation.simulator import simulate
 
 BATCH = 30
 

@@ -266,6 +266,38 @@ async def test_an_allowed_bootstrap_port_is_asked_where_the_control_endpoint_is(
         assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize("rule", ["p2", "p2:8997", "p2:8998"])
+@in_loop
+async def test_the_api_key_goes_to_no_server_that_only_a_request_names_by_its_port(
+    tokenizer: Tokenizer, rule: str
+) -> None:
+    """Another program may listen at another port of a host that is allowed."""
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    prefills.wants_key = "k"
+    allowed = (rule, "p2")
+    async with decode(link, tokenizer, prefills, prefill_api_key="k", prefill=(), allow_prefill=allowed) as (_, http):
+        room = {**ROOM, "bootstrap_host": "p2", "bootstrap_port": 8998}
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", **room}))
+        assert (await link.wait_for(AddPrefill)).endpoint == "tcp://p2:5002"
+        welcoming(link, "http://p2:8998")
+        assert (await asking).status_code == 200
+    if rule == "p2:8998":
+        assert prefills.keys == [("/v1/handoff", "Bearer k")]
+    else:
+        assert prefills.keys == [("/v1/handoff", None), ("/query", None)]
+
+
+@in_loop
+async def test_what_a_named_server_answers_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.upstream.prefill_pool.CONNECT_TIMEOUT_S", 0.05)
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    prefills.flood = True
+    async with decode(link, tokenizer, prefills, prefill=(), allow_prefill=("p2",)) as (_, http):
+        room = {**ROOM, "bootstrap_host": "p2", "bootstrap_port": 8998}
+        response = await http.post("/v1/completions", json={"prompt": "x", **room})
+        assert "more than 1048576 bytes" in json_of(response)["error"]["message"]
+
+
 @in_loop
 async def test_an_allowed_server_that_does_not_answer_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

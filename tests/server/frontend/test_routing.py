@@ -10,15 +10,16 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AddPrefill, Submit
+from headrace.core.messages.frontend import AddPrefill, AnySchedulerReply, Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored
+from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
 from headrace.scheduler.routing.prompt_pages import page_names
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.kv_event_follower import KvEventSource
 from tests.server.event_server import EventServer
-from tests.server.fake_prefills import ANSWER, ONE, TWO, Prefills, fetched, until_ready, welcoming
-from tests.server.fakes import FakeLink, client, in_loop, json_of, running
+from tests.server.fake_prefills import ONE, TWO, Prefills, fetched, until_ready, welcoming
+from tests.server.fakes import FakeLink, client, in_loop, running
 from tests.server.frontend.test_prefill_servers import prefill_of
 
 PAGE = 4
@@ -127,19 +128,32 @@ async def test_prompts_that_are_not_answered_count_before_any_report_does(tokeni
         await asyncio.gather(*asked, return_exceptions=True)
 
 
+class OneFails(Reporting):
+    """The first server refuses every prompt."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host == "p1" and request.url.path == "/v1/prefill":
+            return httpx.Response(503, json={"error": {"message": "no", "code": "no"}})
+        return await super().handle_async_request(request)
+
+
 @in_loop
 async def test_a_server_that_fails_a_prompt_gets_none_for_a_while(tokenizer: Tokenizer) -> None:
     """It would otherwise look idle, and draw all prompts."""
-    prefills = Reporting()
-    async with two_servers(tokenizer, prefills) as (link, http):
-        prefills.answer = lambda _body: httpx.Response(503, json={"error": {"message": "no", "code": "no"}})
-        link.script = lambda link, submit: fetched(tokenizer)(link, submit)[:1]
-        refused = await http.post("/v1/completions", json={"prompt": [1] * 30, "max_tokens": 2})
-        assert (refused.status_code, json_of(refused)["error"]["code"]) == (503, "no")
-        (failed,) = (prefill_of(submit) for submit in link.of(Submit))
-        prefills.answer = lambda _body: httpx.Response(200, json=ANSWER)
-        link.script = fetched(tokenizer)
-        assert await chosen(link, http, [1] * 30) != failed, "though it was sent there"
+
+    def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
+        return fetched(tokenizer)(link, submit)[: 1 if prefill_of(submit) == ONE else None]
+
+    async with two_servers(tokenizer, OneFails(), clock=VirtualClock()) as (link, http):
+        link.script = script
+        text = 0
+        while ONE not in {prefill_of(submit) for submit in link.of(Submit)}:
+            text += 1
+            assert await chosen(link, http, [text] * 30) == TWO, "it moves there at once"
+        for other in range(16):
+            before = len(link.of(Submit))
+            assert await chosen(link, http, [100 + other] * 30) == TWO
+            assert len(link.of(Submit)) == before + 1, "the first one is not even asked"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ def ends() -> tuple[SocketLink, FrameSocket]:
     return SocketLink(FrameSocket(ours)), FrameSocket(theirs)
 
 
+def unexpected() -> None:
+    raise AssertionError("the connection has ended")
+
+
 async def received(scheduler: FrameSocket, count: int) -> list[AnyFrontendRequest]:
     codec: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)
     messages: list[AnyFrontendRequest] = []
@@ -41,7 +45,7 @@ async def test_messages_go_both_ways_in_order() -> None:
     taken: asyncio.Queue[AnySchedulerReply] = asyncio.Queue()
     for number in range(100):  # before the other end receives
         link.send(QueryStats(token=number))
-    link.open(taken.put_nowait)
+    link.open(taken.put_nowait, unexpected)
     link.send(Shutdown())
     assert await received(scheduler, 101) == [*(QueryStats(token=number) for number in range(100)), Shutdown()]
     scheduler.send(Codec[AnySchedulerReply](AnySchedulerReply).encode(Drained()))
@@ -54,7 +58,7 @@ async def test_messages_go_both_ways_in_order() -> None:
 @in_loop
 async def test_messages_that_a_busy_scheduler_does_not_read_are_sent_later() -> None:
     link, scheduler = ends()
-    link.open(lambda _message: None)
+    link.open(lambda _message: None, unexpected)
     count = 20_000  # far more than the kernel keeps
     for number in range(count):
         link.send(QueryStats(token=number))
@@ -76,7 +80,7 @@ async def test_messages_that_are_sent_while_others_arrive() -> None:
         taken.append(message.token)
         link.send(QueryStats(token=message.token))
 
-    link.open(take)
+    link.open(take, unexpected)
     for number in range(3000):
         scheduler.send(out.encode(StatsReply(token=number, stats=Stats())))
     back: list[AnyFrontendRequest] = []
@@ -95,7 +99,8 @@ def test_the_link_fails_when_the_scheduler_is_gone_or_sends_garbage(end: str, ca
     @in_loop
     async def run() -> None:
         link, scheduler = ends()
-        link.open(lambda _message: None)
+        losses: list[bool] = []
+        link.open(lambda _message: None, lambda: losses.append(link.failed))
         if end == "rubbish":
             scheduler.send(b"no message")
         else:
@@ -105,6 +110,7 @@ def test_the_link_fails_when_the_scheduler_is_gone_or_sends_garbage(end: str, ca
         link.send(Shutdown())  # is ignored
         link.close()
         scheduler.close()
+        assert losses == [True]
 
     with caplog.at_level(logging.ERROR):
         run()

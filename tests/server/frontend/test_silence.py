@@ -54,8 +54,9 @@ class Behind:
         )  # fmt: skip
         self._events.append(ready)
 
-    def open(self, take: Callable[[AnySchedulerReply], None]) -> None:
+    def open(self, take: Callable[[AnySchedulerReply], None], lost: Callable[[], None]) -> None:
         self._take = take
+        self._lost = lost
         asyncio.get_running_loop().call_soon(take, server_info(control_port=0))
         self._turn()
 
@@ -68,6 +69,11 @@ class Behind:
 
     def stop(self) -> None:
         self.stopped = True
+
+    def end(self) -> None:
+        self.stop()
+        self.failed = True
+        self._lost()
 
     def go_on(self) -> None:
         self.stopped = False
@@ -217,3 +223,14 @@ async def test_a_call_that_was_left_takes_nothing_back() -> None:
         first.finish()
         assert link.of(Abort) == []
     await calls.stop()
+
+
+@served
+async def test_open_requests_fail_at_once_when_the_scheduler_has_ended(
+    behind: Behind, clock: VirtualClock, service: Service, http: httpx.AsyncClient
+) -> None:
+    asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 40, "min_tokens": 40}))
+    await until(lambda: not behind.scheduler.idle)
+    behind.end()
+    answer = await asked
+    assert (answer.status_code, json_of(answer)["error"]["code"]) == (503, "scheduler_lost")

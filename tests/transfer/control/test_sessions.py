@@ -10,7 +10,16 @@ from headrace.core.stats import Counters
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.session_table import RESTARTED, SessionTable
 from headrace.transfer.protocol.matching import check_welcome
-from headrace.transfer.protocol.messages import ControlMessage, Failed, Goodbye, Ping, Pong, Refuse, Welcome
+from headrace.transfer.protocol.messages import (
+    MAX_RENEWALS,
+    ControlMessage,
+    Failed,
+    Goodbye,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+)
 from tests.transfer.control.session_table import CONFIG, GEOMETRY, OFFER, book, hello, joined, reserve
 
 
@@ -158,3 +167,20 @@ def test_closing_says_goodbye_to_everyone() -> None:
     outcome = made.close("the server ends")
     assert outcome.replies == [(b"a", Goodbye(reason="the server ends"))]
     assert outcome.events == [PeerGone(session=session, reason="the server ends")]
+
+
+def test_pings_name_each_of_many_tickets_in_turn() -> None:
+    link = ControlConnection("p", "control endpoint.local", hello, CONFIG, Counters())
+    link.tick(0.0)
+    welcome = book().receive(b"a", hello(), 0.0).replies[0][1]
+    assert isinstance(welcome, Welcome)
+    link.receive(welcome, 0.0)
+    link.renewals.update(dict.fromkeys(str(number) for number in range(2 * MAX_RENEWALS + 5)))
+    named: list[str] = []
+    for second in (1.0, 2.0, 3.0):
+        link.receive(Pong(number=1), second)
+        [ping] = link.tick(second).sends
+        assert isinstance(ping, Ping)
+        named += ping.renew
+    assert len(named) == 3 * MAX_RENEWALS
+    assert set(named) == set(link.renewals)

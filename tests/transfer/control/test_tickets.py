@@ -20,7 +20,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.request import TokenLogprob
 from headrace.transfer.protocol import messages, metadata
-from headrace.transfer.protocol.messages import Cancel, Cancelled, Failed, Finished, Ping, Pong, Refuse
+from headrace.transfer.protocol.messages import MAX_RENEWALS, Cancel, Cancelled, Failed, Finished, Ping, Pong, Refuse
 from tests.transfer.control.session_table import FIRST, joined, reserve
 
 
@@ -103,6 +103,15 @@ def test_pings_carry_renewals_of_those_who_have_a_session() -> None:
     stranger = made.receive(b"b", Ping(number=1, renew=("t",)), 0.0)
     assert stranger.events == []
     assert isinstance(stranger.replies[0][1], Refuse)
+
+
+def test_a_peer_that_renews_more_than_it_can_have_is_not_listened_to() -> None:
+    made, _ = joined(b"a")
+    tickets = tuple(f"t{number}" for number in range(MAX_RENEWALS))
+    renewed = [made.receive(b"a", Ping(number=1, renew=tickets), 0.0).events for _ in range(20)]
+    assert [bool(events) for events in renewed] == [True] * 8 + [False] * 12
+    assert made.receive(b"a", reserve("t"), 0.0).events, "its session stands"
+    assert made.receive(b"a", Ping(number=2, renew=tickets), 1.0).events, "as many as fit between heartbeats"
 
 
 def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:

@@ -16,8 +16,8 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, load_spec, resolve_source
+from headrace.engine.model.tokenizer_store import TokenizerRecord, convert, load_record
 from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.store import TokenizerRecord, convert, load_record
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.engine.models import transformers_tokenizer
 
@@ -182,9 +182,11 @@ def test_a_tokenizer_is_converted_once(folder: Path, tmp_path: Path, monkeypatch
     assert load_record(source, cache) == first
     (record,) = (tmp_path / "cache").rglob("*.msgpack")
     whole = record.read_bytes()
-    record.write_bytes(whole[:100])
-    with pytest.raises(FileNotFoundError):  # a damaged file would be replaced
-        load_record(source, cache)
+    place = whole.index(b'"model"')
+    for damaged in (whole[:100], b"", whole[:place] + b"(" + whole[place + 1 :], whole[:place] + b"@" + whole[place:]):
+        record.write_bytes(damaged)
+        with pytest.raises(FileNotFoundError):  # a damaged file would be replaced
+            load_record(source, cache)
     record.write_bytes(whole)
     assert load_record(source, cache) == first
     later = (folder / "tokenizer.json").stat().st_mtime_ns + 1

@@ -19,15 +19,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import xxhash
 
+from headrace.core.runtime.private_folder import private_folder
 from headrace.core.runtime.process import die_with_parent, module_command
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_source
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # version of TokenizerRecord; files of other versions are not read
+FORMAT = 2  # version of the files; those of other versions are not read
 UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
+NOT_WRITTEN = 3  # exit status of a conversion whose result cannot be written
+CHECKSUM_BYTES = 8  # xxh3 of a record, before it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -50,15 +54,31 @@ def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
     if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     with _folder(cache_dir) as folder:
-        path = folder / f"{_key(source)}.msgpack"
+        try:
+            return _record_in(folder, source)
+        except _NotWritten as error:
+            if not cache_dir:
+                raise ConfigError(f"the tokenizer cannot be converted: {error}") from error
+            log.warning("%s: the tokenizer is converted at every start (--cache-dir)", error)
+    return load_record(source, "")
+
+
+class _NotWritten(Exception):
+    """A record cannot be written to its folder; the message names the file and says why."""
+
+
+def _record_in(folder: Path, source: ModelSource) -> TokenizerRecord:
+    """The record of a folder, converted now if it is not there or damaged. Raises ConfigError for a tokenizer that
+    cannot be used, _NotWritten."""
+    path = folder / f"{_key(source)}.msgpack"
+    record = _read(path)
+    if record is None:
+        log.info("converting the tokenizer of %s to %s", source.path, path)
+        _convert_in_child(source, path)
         record = _read(path)
-        if record is None:
-            log.info("converting the tokenizer of %s to %s", source.path, path)
-            _convert_in_child(source, path)
-            record = _read(path)
-        if record is None:
-            raise ConfigError(f"{path} was written and cannot be read back; name another folder with --cache-dir")
-        return record
+    if record is None:
+        raise _NotWritten(f"{path} was written and cannot be read back")
+    return record
 
 
 @contextlib.contextmanager
@@ -72,8 +92,8 @@ def _folder(cache_dir: str) -> Iterator[Path]:
             yield folder
             return
         log.warning("%s cannot be written: the tokenizer is converted at every start (--cache-dir)", folder)
-    with tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
-        yield Path(temporary)
+    with private_folder() as temporary:
+        yield temporary
 
 
 def _key(source: ModelSource) -> str:
@@ -86,16 +106,23 @@ def _key(source: ModelSource) -> str:
 
 
 def _read(path: Path) -> TokenizerRecord | None:
+    """The record of a file; None where there is none, or a damaged one."""
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=TokenizerRecord)
-    except (FileNotFoundError, msgspec.DecodeError):
+        stored = path.read_bytes()
+        packed = stored[CHECKSUM_BYTES:]
+        if stored[:CHECKSUM_BYTES] != xxhash.xxh3_64_digest(packed):
+            return None
+        return msgspec.msgpack.decode(packed, type=TokenizerRecord)
+    except (OSError, msgspec.DecodeError):
         return None
 
 
 def _convert_in_child(source: ModelSource, path: Path) -> None:
-    """Run main() in a child process. Raises ConfigError with its error message."""
-    command = module_command("headrace.server.tokenizer.store", str(os.getpid()), str(source.path), str(path))
+    """Run main() in a child process. Raises ConfigError with its error message, _NotWritten."""
+    command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
     child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if child.returncode == NOT_WRITTEN:
+        raise _NotWritten(child.stderr.strip().splitlines()[-1])
     if child.returncode:
         said = child.stderr.strip()
         reason = said.splitlines()[-1] if child.returncode == UNUSABLE_MODEL else f"{said}\nstatus {child.returncode}"
@@ -138,11 +165,25 @@ def main(parent: str, model: str, path: str) -> int:
     except ConfigError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return UNUSABLE_MODEL
-    target = Path(path)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-        file.write(msgspec.msgpack.encode(record))
-    os.replace(file.name, target)
+    try:
+        _write(record, Path(path))
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+        return NOT_WRITTEN
     return 0
+
+
+def _write(record: TokenizerRecord, path: Path) -> None:
+    """Raises OSError, and leaves nothing behind then."""
+    packed = msgspec.msgpack.encode(record)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(xxhash.xxh3_64_digest(packed) + packed)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 if __name__ == "__main__":

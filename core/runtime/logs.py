@@ -1,0 +1,75 @@
+"""Set-up of a process's log: one line a message whatever its text is, and a bounded rate for each place that logs.
+
+Texts of peers, clients, files and other processes get into messages and into tracebacks. Here they are made harmless:
+control characters and terminal escapes are written as \\xNN, and lines of a traceback are indented, so that no text can
+look like another message.
+"""
+
+import logging
+from collections.abc import Container
+
+from headrace.core.runtime.log_throttle import printable
+from headrace.core.runtime.rate_limit import TokenBucket
+
+MAX_CHARS = 8192  # of a message
+PER_S = 10.0  # messages of one place in the program
+BURST = 100.0
+INDENT = "    "
+
+
+def configure_logging(level: str, name: str, unlimited: Container[str] = ()) -> None:
+    """Log to standard error from now on. level: least severe one. name: of the process, begins each message. unlimited:
+    loggers that bound their rate by themselves."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {name.replace('%', '%%')}: %(message)s"))
+    if level != "debug":
+        handler.addFilter(RateFilter(unlimited))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class LineFormatter(logging.Formatter):
+    """Writes a record as one line of printable characters, and its traceback in lines that are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without the traceback."""
+        return _line(super().formatMessage(record))
+
+    def formatException(self, ei: object) -> str:
+        """The traceback."""
+        return _indented(super().formatException(ei))  # type: ignore[arg-type]
+
+    def formatStack(self, stack_info: str) -> str:
+        """The stack of a record that asks for it."""
+        return _indented(stack_info)
+
+
+class RateFilter(logging.Filter):
+    """Lets each place in the program log BURST messages at once and PER_S a second. The next message of a place tells
+    how many were left out."""
+
+    def __init__(self, unlimited: Container[str] = ()) -> None:
+        super().__init__()
+        self._unlimited = unlimited
+        self._places: dict[tuple[str, int], tuple[TokenBucket, list[int]]] = {}  # bounded by the size of the program
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        if record.name in self._unlimited:
+            return True
+        place = (record.pathname, record.lineno)
+        bucket, left_out = self._places.setdefault(place, (TokenBucket(record.created, PER_S, BURST), [0]))
+        if bucket.exceeded(record.created):
+            left_out[0] += 1
+            return False
+        if left_out[0]:
+            record.msg, record.args = f"{record.getMessage()} ({left_out[0]} like it were left out)", None
+            left_out[0] = 0
+        return True
+
+
+def _indented(text: str) -> str:
+    return "\n".join(INDENT + _line(line) for line in text.split("\n"))
+
+
+def _line(text: str) -> str:
+    return printable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)")

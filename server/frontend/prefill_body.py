@@ -1,0 +1,58 @@
+"""What a decode server sends to POST /v1/prefill, and what of the response becomes part of its own."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.core.types.constraint import Constraint
+from headrace.core.types.request import Timing
+from headrace.server.frontend.generation_request import GenerationRequest, GenerationResult
+from headrace.server.upstream.prefill_call import PrefillResponse
+
+
+def prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
+    """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
+    sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
+    body = {
+        **sampling,
+        "rid": request.rid,
+        "ticket": ticket,
+        "prompt_token_ids": request.prompt,
+        "stop": request.stop,
+        "ignore_eos": request.ignore_eos,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "stream": request.progress,
+        **_constraint_fields(request.constraint),
+    }
+    limits = {
+        "deadline_s": request.deadline_s,
+        "slo_ttft_ms": None if request.slo_ttft_s is None else request.slo_ttft_s * 1000,
+    }
+    return body | {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:
+    """Adds the prefill server's times and prompt logprobs to the result."""
+    if response is None:
+        return result
+    seconds = {name: value / 1000 for name, value in response.timing_ms.items()}
+    timing = Timing(
+        bootstrap_s=seconds.get("bootstrap", 0.0),
+        queue_s=seconds.get("queue", 0.0),
+        forward_s=seconds.get("forward", 0.0),
+        transfer_s=seconds.get("transfer", 0.0),
+        decode_s=result.timing.decode_s,
+    )
+    entries = response.prompt_logprobs or ()
+    logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
+    return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs)
+
+
+def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
+    """The field of POST /v1/prefill that has the constraint."""
+    if constraint is None:
+        return {}
+    text = json.loads(constraint.text) if constraint.kind == "choice" else constraint.text
+    return {"structured_outputs": {constraint.kind: text}}

@@ -1,0 +1,84 @@
+"""Asks prefill servers by HTTP where their control endpoints are. What they send is bounded in size and in time."""
+
+import asyncio
+from typing import Annotated
+
+import httpx
+import msgspec
+
+from headrace.core.runtime.codec import NO_MESSAGE
+from headrace.core.types.discovery import parse_query
+from headrace.core.types.errors import unavailable
+
+TIMEOUT_S = 5.0  # for a whole response
+MAX_BYTES = 1 << 20
+PLAIN = {"Accept-Encoding": "identity"}
+
+
+class Discovery(msgspec.Struct, frozen=True):
+    """Fields of the response to GET /v1/handoff that a decode server uses."""
+
+    protocol: tuple[int, ...]
+    """Versions that the server speaks."""
+    instance: str
+    """Id of this run of the server."""
+    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    """TCP port of the control endpoint."""
+    bootstrap_port: int = 0
+    """HTTP port that answers GET /v1/handoff, too; 0 for none."""
+    structured_outputs: bool = False
+    """It masks the first token of requests with a constraint; servers of earlier versions do not."""
+
+
+class DiscoveryClient:
+    """GET /v1/handoff. Servers that are not to get the API key are asked without it; if they want one, by GET /query,
+    which needs none.
+
+    with_key, without_key: clients that send the key and that do not.
+    """
+
+    def __init__(self, with_key: httpx.AsyncClient, without_key: httpx.AsyncClient) -> None:
+        self._with_key = with_key
+        self._without_key = without_key
+
+    async def discover(self, url: str, *, key: bool) -> Discovery:
+        """Where the control endpoint of the server at this URL is. key: the server may be sent the API key. Raises
+        HeadraceError (503)."""
+        path = "/v1/handoff"
+        status, content = await self._get(url, path, key)
+        try:
+            if status == 401 and not key:
+                path = "/query"
+                found = parse_query(_required(path, *await self._get(url, path, key)))
+                return Discovery((), found.instance, found.port)
+            return msgspec.json.decode(_required(path, status, content), type=Discovery)
+        except (*NO_MESSAGE, ValueError) as error:
+            raise unavailable(f"GET {path} sent an unexpected response: {error}") from error
+
+    async def handoff(self, url: str, *, key: bool) -> bytes:
+        """The response to GET /v1/handoff. Raises HeadraceError (503)."""
+        path = "/v1/handoff"
+        return _required(path, *await self._get(url, path, key))
+
+    async def _get(self, url: str, path: str, key: bool) -> tuple[int, bytes]:
+        """Status and content. Raises HeadraceError (503) if there is no response, or one that is too large."""
+        http = self._with_key if key else self._without_key
+        content = bytearray()
+        try:
+            async with asyncio.timeout(TIMEOUT_S), http.stream("GET", f"{url}{path}", headers=PLAIN) as response:
+                if "content-encoding" in response.headers:  # 1 MiB of gzip may be a gigabyte
+                    raise ValueError("an encoding that was not asked for")
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > MAX_BYTES:
+                        raise ValueError(f"more than {MAX_BYTES} bytes")
+        except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
+            raise unavailable(f"GET {path} failed: {type(error).__name__} {error}".rstrip()) from error
+        return response.status_code, bytes(content)
+
+
+def _required(path: str, status: int, content: bytes) -> bytes:
+    """Raises HeadraceError (503) for another status than 200."""
+    if status != 200:
+        raise unavailable(f"GET {path} answered {status}")
+    return content

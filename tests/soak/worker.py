@@ -1,0 +1,161 @@
+"""A process of a soak: runs every n-th seed, and reports a batch once a second."""
+
+import gc
+import multiprocessing
+import signal
+import time
+from collections import Counter
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from types import FrameType
+
+import msgspec
+
+from tests.soak.cases import Case, case_of, run_case, signature
+from tests.soak.coverage import Recorder, Transition
+from tests.soak.shrink import command, regression_test, shrink
+from tests.soak.transitions import undeclared
+
+REPORT_S = 1.0
+COLLECT = 500  # schedules between two garbage collections
+LONGEST_CPU_S = 120.0
+"""CPU time of one schedule after which it counts as endless."""
+
+SHRUNK = 5
+"""Failures of different kinds that a process shrinks. Of the others only the seed is reported."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A schedule that broke a guarantee."""
+
+    seed: int
+    problems: tuple[str, ...]
+    command: str
+    """What runs it again, as simple as it could be made."""
+    test: str = ""
+    """Code of a regression test; empty if the schedule was not shrunk."""
+    runs: int = 0
+    """Schedules that shrinking took."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What a process has done since its last report."""
+
+    process: int
+    schedules: int
+    outcomes: Counter[str]
+    seen: Counter[Transition]
+    arrivals: Counter[tuple[str, str]]
+    failures: tuple[Failure, ...]
+    next_seed: int
+    """All seeds of this process below it were run."""
+    cpu_s: float
+    """CPU time of the process so far."""
+    over: bool = False
+    """It is the last one."""
+
+
+ENDLESS = "EndlessSchedule"
+
+
+class EndlessSchedule(Exception):
+    """A schedule has used LONGEST_CPU_S."""
+
+
+def work(process: int, seeds: range, recording: bool, reports: "Queue[Batch]", stop: Event) -> None:
+    """Run these seeds until they are through or stop is set."""
+    signal.signal(signal.SIGVTALRM, _endless)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    worker = _Worker(process, reports)
+    if recording:
+        with worker.recorder.installed():
+            worker.run(seeds, stop)
+    else:
+        worker.run(seeds, stop)
+
+
+def examine(case: Case, seed: int, problems: list[str], shrinks: bool) -> Failure:
+    """Make a failure of what a schedule has broken."""
+    if not shrinks:
+        return Failure(seed, tuple(problems[:3]), command(case))
+    simple = shrink(case, problems[0])
+    test = regression_test(simple.case, simple.problem)
+    return Failure(seed, (*problems[:3], f"simplest: {simple.problem}"), command(simple.case), test, simple.runs)
+
+
+class _Worker:
+    def __init__(self, process: int, reports: "Queue[Batch]") -> None:
+        self._recorder = self.recorder = Recorder()
+        self._process = process
+        self._reports = reports
+        self._kinds: set[str] = set()
+        self._undeclared: set[Transition] = set()
+        self._reset()
+
+    def run(self, seeds: range, stop: Event) -> None:
+        parent = multiprocessing.parent_process()
+        due = time.monotonic() + REPORT_S
+        seed = seeds.start
+        for index, seed in enumerate(seeds):
+            if stop.is_set():
+                break
+            self._one(seed)
+            if index % COLLECT == 0:  # _schedules starts again with each report
+                gc.collect()
+            if time.monotonic() >= due:
+                self._report(seed + seeds.step)
+                due = time.monotonic() + REPORT_S
+                if parent is not None and not parent.is_alive():
+                    break
+        else:
+            seed = seeds.stop
+        self._report(seed, over=True)
+
+    def _one(self, seed: int) -> None:
+        case = case_of(seed)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_CPU_S)
+        result = run_case(case)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        self._schedules += 1
+        self._outcomes.update(result.outcomes)
+        problems = result.problems
+        if problems:
+            kind = signature(problems[0])
+            shrinks = kind not in self._kinds and len(self._kinds) < SHRUNK and ENDLESS not in problems[0]
+            self._kinds.add(kind)
+            with self._recorder.paused():
+                self._failures.append(examine(case, seed, problems, shrinks))
+        elif wrong := undeclared(self._recorder.seen) - self._undeclared:
+            self._undeclared |= wrong
+            texts = tuple(f"undeclared transition: {' / '.join(each)}" for each in sorted(wrong))
+            self._failures.append(Failure(seed, texts, command(case)))
+
+    def _report(self, next_seed: int, over: bool = False) -> None:
+        recorder = self._recorder
+        self._reports.put(
+            Batch(
+                self._process,
+                self._schedules,
+                self._outcomes,
+                Counter(recorder.seen),
+                Counter(recorder.arrivals),
+                tuple(self._failures),
+                next_seed,
+                time.process_time(),
+                over,
+            )
+        )
+        recorder.seen.clear()
+        recorder.arrivals.clear()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._schedules = 0
+        self._outcomes: Counter[str] = Counter()
+        self._failures: list[Failure] = []
+
+
+def _endless(_signal: int, _frame: FrameType | None) -> None:
+    raise EndlessSchedule(f"one schedule has used {LONGEST_CPU_S:g} s of CPU time")
