@@ -17,7 +17,7 @@ NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
 Kind = type[msgspec.Struct]
 
 
-def without_other_fields(body: bytes, kind: Kind) -> bytes:
+def without_other_fields(body: bytes | bytearray, kind: Kind) -> bytes:
     """The body with the fields of its struct alone. Raises HeadraceError (400) for an unknown field, with the nearest
     known one, and for one that is not served and asks for something."""
     return bytes(_cleaned(msgspec.Raw(body), kind, ""))
