@@ -61,6 +61,17 @@ _CONSTRAINTS = (
     *_refused("not served", "guided_whitespace_pattern"),
     *_accepted("there is one library", "guided_decoding_backend"),
 )
+# SGLang's on OpenAI's routes. Routers that parse bodies send many of them with their defaults.
+_SGLANG = (
+    *_refused("the text ends before a stop string", "no_stop_trim"),
+    *_refused("hidden states are not sent to clients", "return_hidden_states"),
+    *_refused("adapters are not served", "lora_path"),
+    *_refused("code of clients is not run", "custom_logit_processor"),
+    *_refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
+    *_refused("not served", "stop_regex custom_params return_routed_experts"),
+    *_accepted("a label of the client's or of a router", "custom_labels"),
+    *_accepted("the id of a response is made here; X-Request-Id is in the logs", "rid"),
+)
 _FORMAT = (
     *_accepted("a label of the client's", "name description"),
     *_accepted("schemas are kept to, strict or not", "strict"),
@@ -87,7 +98,7 @@ _CHAT_TEMPLATE = (
     *_refused("the model's own chat template is used", "chat_template chat_template_kwargs"),
     *_refused("the model's own chat template decides", "add_generation_prompt", True),
     *_refused("the model's own chat template decides", "continue_final_message add_special_tokens"),
-    *_refused("reasoning is not parsed", "include_reasoning", True),
+    *_refused("reasoning is not parsed", "include_reasoning separate_reasoning stream_reasoning", True),
 )
 _TOOLS = (
     *_refused("tools are not served", "tools functions"),
@@ -96,7 +107,7 @@ _TOOLS = (
     *_refused("nothing is searched", "web_search_options"),
 )
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
-_OPENAI = (*_LABELS, *_MODEL_INPUT, *_SAMPLING, *_CONSTRAINTS, *_GENERATION)
+_OPENAI = (*_LABELS, *_MODEL_INPUT, *_SAMPLING, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
 OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.CompletionBody: _table(
@@ -176,6 +187,9 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
             "images_config max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch "
             "return_bytes",
         ),
+        # Routers limit what a prefill server generates by these, though SGLang has no such fields.
+        _refused("sampling_params has max_new_tokens and min_new_tokens", "max_tokens min_tokens", 1),
+        _refused("hidden states are not sent to clients", "return_hidden_states"),
         _refused("adapters are not served", "lora_path lora_id"),
         _refused("code of clients is not run", "custom_logit_processor"),
         _refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
