@@ -35,7 +35,7 @@ class PlanResult(NamedTuple):
     nonfinite: list[int]
     """Requests whose rows came out NaN or infinite."""
 
-    rejected: Sequence[GrammarRejection] = ()
+    rejected: tuple[GrammarRejection, ...] = ()
     """Requests whose grammar cannot go on; they have no sample."""
 
 
@@ -80,7 +80,7 @@ class RowSampler:
         with torch.inference_mode():
             samples, nonfinite, rejected = self._sample(rows, ends, hidden)
             nonfinite += self._nonfinite_chunks(rows, ends, hidden)
-            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite, rejected)
+            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite, tuple(rejected))
 
     def _sample(
         self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor

@@ -22,6 +22,7 @@ from headrace.core.runtime.process import (
     die_with_parent,
     freeze_loaded,
     keep_freed_memory,
+    leave_signals_to_parent,
     raise_descriptor_limit,
 )
 from headrace.core.types.errors import ConfigError
@@ -296,6 +297,7 @@ def main() -> int:
     """Run a stage as the child of the process whose id is the first argument. Returns the exit status: 2 for a wrong
     configuration, 3 where a server that it shares experts with has ended, 1 for another failure."""
     die_with_parent(int(sys.argv[1]))
+    leave_signals_to_parent()
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
     configure_logging(config.log_level, config.name)

@@ -221,7 +221,7 @@ class StubRunner:
             for row, end in zip(rows, ends, strict=True)
             if row.prompt_logprobs is not None
         ]
-        return PlanResult(samples, prompts, [], rejected)
+        return PlanResult(samples, prompts, [], tuple(rejected))
 
     def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
         targets = packed.unpack(row.tokens)[1:].tolist()

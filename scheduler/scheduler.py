@@ -290,8 +290,7 @@ class Scheduler:
             copies.order(now)
         self._tracing.observe(now)
         if state.draining and not self._drained and self.idle:
-            self._drained = True
-            state.out.add(Drained())
+            self._check_drained(now)
         for replica in state.replicas:
             if replica.cache_events is not None:
                 for event in replica.cache_events.take():
@@ -319,12 +318,22 @@ class Scheduler:
             self._completion.fail(request, error, now)
 
     def _drain(self, now: float) -> None:
-        """Refuse new requests. Those that only a lease keeps are not waited for."""
+        """Refuse new requests, and prompts for which peers have reserved pages. A held request is waited for as long as
+        its lease lasts: its client was answered, and sends a peer for it."""
         error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         self._state.draining = True
         self._stages.announce("draining")
         self._rendezvous.drop_reservations(error)
-        self._holding.drop_all(error, now)
+
+    def _check_drained(self, now: float) -> None:
+        """No request is left: the drain is over when no peer comes for a first token any more, either."""
+        state = self._state
+        until = state.tickets.first_tokens_until(now)
+        if until > now:
+            state.deadlines.set(Timer.DRAIN, 0, until)
+            return
+        self._drained = True
+        state.out.add(Drained())
 
     def _shutdown(self, now: float) -> None:
         state = self._state
@@ -336,8 +345,8 @@ class Scheduler:
         state.out.add(ShutdownStage(seq=state.out.next_seq()))
 
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
-        if timer is Timer.ORDER:
-            return  # plan() comes after every tick
+        if timer in (Timer.ORDER, Timer.DRAIN):
+            return  # plan() comes after every tick, and so does the end of a drain
         if isinstance(key, int) and timer is Timer.PLAN:
             self._stages.plan_timed_out(key, now)
             return

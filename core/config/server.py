@@ -137,6 +137,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: Annotated[
         float, Flag("drain-timeout", SERVER, "seconds that open requests may take to finish after SIGTERM", low=0)
     ] = 30.0
+    drain_grace_s: Annotated[
+        float,
+        Flag(
+            "drain-grace",
+            SERVER,
+            "seconds after SIGTERM in which a server that is not ready any more still accepts requests, for routers "
+            "and load balancers that have not noticed",
+            low=0,
+            high=3600,
+        ),
+    ] = 0.0
     served_model_name: Annotated[
         str, Flag("served-model-name", MODEL, "name of the model in the API (default: the value of --model)")
     ] = ""

@@ -63,6 +63,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def leave_signals_to_parent() -> None:
+    """Have SIGTERM do nothing, after die_with_parent() has SIGINT: a service manager may send it to all processes of a
+    server, and the parent drains it before it ends its children.
+
+    A handler, since child processes of this one would inherit that the signal is ignored.
+    """
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+
+
 def freeze_loaded() -> None:
     """Exclude all objects loaded so far from garbage collection.
 

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from headrace.core.runtime.private_folder import private_folder
-from headrace.core.runtime.process import die_with_parent, module_command
+from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent, module_command
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_source
 
@@ -120,7 +120,10 @@ def _read(path: Path) -> TokenizerRecord | None:
 def _convert_in_child(source: ModelSource, path: Path) -> None:
     """Run main() in a child process. Raises ConfigError with its error message, _NotWritten."""
     command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
-    child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    # A session of its own: Ctrl-C in a terminal is for the server.
+    child = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, start_new_session=True
+    )
     if child.returncode == NOT_WRITTEN:
         raise _NotWritten(child.stderr.strip().splitlines()[-1])
     if child.returncode:
@@ -160,6 +163,7 @@ def main(parent: str, model: str, path: str) -> int:
     """Convert one tokenizer; returns the exit status. The file is replaced atomically, since other servers may convert
     the same tokenizer at the same time."""
     die_with_parent(int(parent))
+    leave_signals_to_parent()
     try:
         record = convert(resolve_source(model))
     except ConfigError as error:

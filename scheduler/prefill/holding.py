@@ -2,7 +2,7 @@
 
 computed ─► Held, lease ──PeerReserved──► sent like any other ticket
                 │  ├── PeerRenewed ─► the lease begins anew, up to the limit
-                │  └── no renewal, the limit, PeerReleased, Abort, drain ─► FAILED; a later PeerReserved is told why
+                │  └── no renewal, the limit, PeerReleased, Abort ─► FAILED; a later PeerReserved is told why
                 └──── a peer had reserved already: no lease
 
 A held request has no metadata row until a peer reserves it: rows bound what is being handed over at a time, and idle
@@ -83,12 +83,6 @@ class HeldRequests:
             state.tickets.abandon(event.ticket, text, now + state.config.bootstrap_timeout_s)
         elif request is not None and request.outgoing is None:
             self._completion.fail(request, ErrorInfo(code=CANCELLED, message=text, status=499), now)
-
-    def drop_all(self, error: ErrorInfo, now: float) -> None:
-        """Fail every request that is held, or will be, and that no peer has reserved."""
-        held = [request for replica in self._state.replicas for request in replica.held]
-        for request in filter(_under_lease, held):
-            self._completion.fail(request, error, now)
 
     def _renew(self, request: Request, now: float) -> float:
         """Begin the lease anew; returns the seconds that it lasts."""

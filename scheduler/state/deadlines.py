@@ -10,7 +10,7 @@ Key = int | str
 
 class Timer(IntEnum):
     """What a deadline watches. The key beside it is an arrival number, a ticket for RESERVATION, or the index of a
-    replica for PLAN, COPY and ORDER."""
+    replica for PLAN, COPY and ORDER; DRAIN has only one."""
 
     BOOTSTRAP = 0  # a request whose ticket no peer has reserved
     RESERVATION = 1  # a reservation whose prompt has not come
@@ -21,6 +21,7 @@ class Timer(IntEnum):
     LEASE = 6  # a held ticket that no peer reserves or renews
     COPY = 7  # copies of pages under way without any of them done
     ORDER = 8  # the next forward pass is ordered
+    DRAIN = 9  # first tokens that peers may still ask for
 
 
 class Deadlines:

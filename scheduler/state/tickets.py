@@ -128,6 +128,12 @@ class TicketTable:
         ended = self._ended.get(ticket)
         return ended if ended is not None and ended.session is None else None
 
+    def first_tokens_until(self, now: float) -> float:
+        """Until when peers may ask for first tokens with which requests ended before any peer had reserved; now if
+        there are none."""
+        known = (each for each in self._ended.values() if each.session is None and each.error is None)
+        return max((each.until for each in known if each.first is not None), default=now)
+
     def abandon(self, ticket: str, reason: str, until: float) -> None:
         """A peer will not reserve the ticket. Remembered for a prompt that comes before that time."""
         self._abandoned.pop(ticket, None)

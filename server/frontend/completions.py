@@ -100,7 +100,7 @@ class Completions:
 
     def _refusal(self, request: GenerationRequest) -> ErrorInfo | None:
         own_source = request.kv_source is not None
-        problem = self._readiness.engine_not_ready() if own_source else self._readiness.not_ready()
+        problem = self._readiness.engine_not_ready() if own_source else self._readiness.refusal()
         if problem is not None:
             return problem
         if self._client.open_calls >= self._max_open:

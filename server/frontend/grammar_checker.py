@@ -80,8 +80,9 @@ class GrammarChecker:
         child = self._child
         if child is None or child.returncode is not None:
             command = module_command("headrace.engine.grammar.checker", str(os.getpid()))
+            # A session of its own: Ctrl-C in a terminal is for the server.
             child = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_REPLY_BYTES
+                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_REPLY_BYTES, start_new_session=True
             )
             self._child = child
             try:

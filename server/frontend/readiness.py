@@ -5,6 +5,8 @@ from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER, PrefillPool
 
+_DRAINING = unavailable("the server is draining", code=DRAINING).info
+
 
 class Readiness:
     """What /health and /ready answer, and what refuses requests that could not be served.
@@ -16,17 +18,26 @@ class Readiness:
         self._client = client
         self._model = model
         self._prefills = prefills
+        self._leaving = False
         self._draining = False
 
+    def start_leaving(self) -> None:
+        """Be not ready from now on, and serve all the same: routers may not know yet."""
+        self._leaving = True
+
     def start_draining(self) -> None:
-        """Be not ready from now on."""
-        self._draining = True
+        """Be not ready from now on, and refuse requests."""
+        self._leaving = self._draining = True
 
     def unhealthy(self) -> str | None:
         """Why the server counts as dead, or None."""
         return self._client.problem()
 
     def not_ready(self) -> ErrorInfo | None:
+        """Why requests should be sent elsewhere (503), or None: they would be refused, or soon will be."""
+        return self.refusal() or (_DRAINING if self._leaving else None)
+
+    def refusal(self) -> ErrorInfo | None:
         """Why a request would be refused now (503), or None."""
         if (problem := self.engine_not_ready()) is not None:
             return problem
@@ -42,7 +53,7 @@ class Readiness:
         if excuse := self._client.excuse():
             return unavailable(excuse, code="scheduler_silent").info
         if self._draining:
-            return unavailable("the server is draining", code=DRAINING).info
+            return _DRAINING
         if engine is None or not self._model.loaded:
             return unavailable("the server is loading", code=NOT_READY).info
         if not engine.ready:

@@ -173,6 +173,7 @@ class SchedulerClient:
         self._probing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._drained = False
+        self._ended: ErrorInfo | None = None  # what all calls fail with, after end_all()
         self.engine: EngineState | None = None  # as last reported; None before the first report
         self.server_info: ServerInfo | None = None
         self.stats = Stats()
@@ -206,6 +207,8 @@ class SchedulerClient:
             raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
         if problem := self.problem():
             raise unavailable(problem, code="scheduler_silent")
+        if self._ended is not None:
+            raise HeadraceError(self._ended)
         self._calls[call.rid] = call
 
     def unregister(self, call: Call) -> None:
@@ -232,10 +235,15 @@ class SchedulerClient:
         """Number of calls whose context was not left."""
         return len(self._calls)
 
-    def abort_all(self, error: ErrorInfo) -> None:
-        """Abort every open request with this error."""
-        for call in self._calls.values():
-            call.abort(error)
+    @property
+    def held_calls(self) -> int:
+        """Number of requests that the scheduler holds beyond their calls."""
+        return len(self._held)
+
+    def end_all(self, error: ErrorInfo) -> None:
+        """Fail every open call with this error, and all that would be opened."""
+        self._ended = error
+        self.fail_all(error)
 
     def fail_all(self, error: ErrorInfo) -> None:
         """Fail every open call without waiting for the scheduler, which gets their Aborts when it runs again."""

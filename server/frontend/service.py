@@ -30,7 +30,8 @@ from headrace.transfer.sockets.curve_keys import ServerKeys
 
 log = logging.getLogger(__name__)
 
-ABORT_TIMEOUT_S = 2.0  # for requests that a drain has aborted to answer their clients
+ABORT_TIMEOUT_S = 2.0  # for requests that this server has ended to answer their clients
+STOPPING = ErrorInfo(code=DRAINING, message="the server is stopping", status=503, retry_after_s=1.0)
 
 
 class Service:
@@ -99,19 +100,35 @@ class Service:
         await self._client.stop()
         await self.model.close()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the open ones; those that are left at the deadline fail with 503, at the
-        peer, too."""
+    async def drain(
+        self, timeout_s: float, grace_s: float = 0.0, on_grace_over: Callable[[], None] = lambda: None
+    ) -> None:
+        """Be not ready; after grace_s refuse new requests and wait for the open ones, for timeout_s at most. Those that
+        are left then fail with 503, at the peer, too.
+
+        Without a grace nothing that comes is served, and with one all of it is; on_grace_over is called between the
+        two."""
+        if grace_s and self.readiness.refusal() is None:
+            self.readiness.start_leaving()
+            await asyncio.sleep(grace_s)
+            on_grace_over()
         self.readiness.start_draining()
         self._client.post(Drain())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._client.wait_drained()
         except TimeoutError:
-            log.warning("%d requests are still open after %.0f s; ending them", self._client.open_calls, timeout_s)
-            self._client.abort_all(ErrorInfo(code=DRAINING, message="the server is stopping", status=503))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._client.wait_idle(), ABORT_TIMEOUT_S)
+            requests, held = self._client.open_calls, self._client.held_calls
+            log.warning("%d requests and %d held prompts are left after %.0f s; ending them", requests, held, timeout_s)
+            await self.end_requests()
+
+    async def end_requests(self) -> None:
+        """Fail all requests that are open, and those that come, with 503; wait until the clients were answered. Peers
+        are told."""
+        self.readiness.start_draining()
+        self._client.end_all(STOPPING)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._client.wait_idle(), ABORT_TIMEOUT_S)
 
     def shut_down(self) -> None:
         """End the scheduler and its stages; unfinished requests fail, peers are told."""

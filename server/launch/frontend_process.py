@@ -20,6 +20,8 @@ from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnectio
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
+LAST_ANSWERS_S = 0.5  # for requests that have just ended, or were not begun, to be answered
+
 
 class FrontEnd:
     """HTTP servers on one port or two (--bootstrap-port), and the connection to the scheduler."""
@@ -43,7 +45,8 @@ class FrontEnd:
             on_stage_down=on_stage_down,
         )
         self._errors = LoopErrors()
-        server, connections = config.server, HttpConnections(max_http_connections())
+        server = config.server
+        self._connections = connections = HttpConnections(max_http_connections())
         self.service.metrics.include(connections.statistics, self._errors.statistics)
         self._listeners = [listeners.main]
         self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port, connections))]
@@ -61,6 +64,20 @@ class FrontEnd:
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
         self.close()
         await asyncio.gather(*serving)
+
+    async def drain(self) -> None:
+        """Be not ready, and end when all open requests have: see Service.drain()."""
+        server = self._config.server
+        self._connections.leave()
+        await self.service.drain(server.drain_timeout_s, server.drain_grace_s, self._connections.close_idle)
+
+    async def end(self, serving: "asyncio.Future[None]") -> None:
+        """Make serve() return, which is awaited elsewhere. What is not answered at once is not answered any more:
+        bodies that have not come, clients that do not read."""
+        self.close()
+        await asyncio.wait((serving,), timeout=LAST_ANSWERS_S)
+        self._connections.cut()
+        await serving
 
     def close(self) -> None:
         """Make serve() return."""
@@ -111,7 +128,7 @@ def _uvicorn_config(config: Config, app: FastAPI, port: int, connections: HttpCo
         port=port,
         log_config=None,
         access_log=config.server.log_level == "debug",
-        timeout_graceful_shutdown=2,  # open requests have been drained before
+        timeout_graceful_shutdown=2,  # open requests have been drained, or cut, before
         lifespan="off",
         backlog=ACCEPTED_AT_ONCE,
         http=partial(HttpProtocol, connections),  # type: ignore[arg-type]

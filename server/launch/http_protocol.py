@@ -25,9 +25,10 @@ CHUNKING = 8  # bytes of chunk framing allowed per byte of a body
 BACKLOG = 2048  # connections that wait in the kernel
 ACCEPTED_AT_ONCE = 32  # of them, in one turn of the event loop: what one turn accepts is not bounded by the limit yet
 TOO_MANY = b"Too many connections are open, each with a request."
+STOPPED = b"The server is stopping."
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
-    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(TOO_MANY), TOO_MANY)
+    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s"
 )
 
 
@@ -37,6 +38,8 @@ class HttpConnections:
     answered."""
 
     def __init__(self, limit: int) -> None:
+        self.leaving = False
+        """Every connection is closed when its request is answered: the client's next one goes to another server."""
         self._limit = limit
         self._idle: dict[HttpProtocol, None] = {}  # longest idle first
         self._busy: set[HttpProtocol] = set()
@@ -83,6 +86,22 @@ class HttpConnections:
         """The connection is closed. Does nothing if it was removed before."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
+
+    def leave(self) -> None:
+        """Close each connection with its next answer, and say so there."""
+        self.leaving = True
+        for connection in self._busy:
+            connection.close_when_answered()
+
+    def close_idle(self) -> None:
+        """Close the idle connections: whatever would come on them is refused."""
+        for connection in self._idle:
+            connection.transport.close()
+
+    def cut(self) -> None:
+        """End all requests that are open."""
+        for connection in list(self._busy):
+            connection.cut()
 
     def statistics(self) -> tuple[Sample, ...]:
         """Open connections, and those that were closed."""
@@ -131,8 +150,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def refuse(self) -> None:
         """Close a new connection, saying why."""
-        self.transport.write(REFUSAL)
+        self.transport.write(REFUSAL % (len(TOO_MANY), TOO_MANY))
         self.transport.close()
+
+    def close_when_answered(self) -> None:
+        """Make the last request that has come the last one of the connection."""
+        self.cycle.keep_alive = False
+
+    def cut(self) -> None:
+        """Close the connection though its request is not answered, saying why where no answer was begun."""
+        if self.cycle.response_started:
+            self.transport.abort()
+        else:
+            self.transport.write(REFUSAL % (len(STOPPED), STOPPED))
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then respond with 400 if the request is over the limit."""
@@ -154,6 +185,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A request has begun: the connection is not idle."""
         super().on_headers_complete()
+        if self._open.leaving:
+            self.close_when_answered()
         self._open.busy(self)
 
     def on_body(self, body: bytes) -> Any:

@@ -21,7 +21,12 @@ from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.logs import configure_logging
-from headrace.core.runtime.process import die_with_parent, freeze_loaded, raise_descriptor_limit
+from headrace.core.runtime.process import (
+    die_with_parent,
+    freeze_loaded,
+    leave_signals_to_parent,
+    raise_descriptor_limit,
+)
 from headrace.core.runtime.process_activity import read_activity
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
@@ -228,6 +233,7 @@ def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> t
 def main() -> int:
     """Entry point of the child process. Returns the exit status."""
     die_with_parent(int(sys.argv[1]))
+    leave_signals_to_parent()
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
     configure_logging(config.log_level, "scheduler")

@@ -6,14 +6,19 @@
     │ supervisor     │◄────►│ control endpoint │◄────►│ KV pool │   │ KV pool │
     └────────────────┘      └──────────────────┘      └─────────┘   └─────────┘
 
-Shutdown, on SIGTERM or Ctrl-C: /ready fails at once; open requests finish, or fail at the deadline (--drain-timeout);
-the HTTP server closes; scheduler and stages are told to exit, and killed if they do not. A second signal skips
-the wait.
+Shutdown, on SIGTERM or Ctrl-C:
+
+    first signal    /ready fails; requests are accepted for another --drain-grace
+        │
+        ▼           requests are refused; open ones go on for --drain-timeout at most
+    drained, or time is up, or a second signal
+        │
+        ▼           what is open fails with 503, streams with an error event, at peers, too
+    the HTTP server closes; scheduler and stages are told to exit, and killed if they do not
 """
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 import time
@@ -37,7 +42,9 @@ from headrace.server.frontend import request_log
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
+from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
+from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
 
@@ -58,19 +65,25 @@ def serve(config: Config) -> int:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
     remove_abandoned()
+    stop = StopSignals()
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     try:
         with (
             closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
             private_folder() as folder,
         ):
-            return asyncio.run(_serve(config, listeners, folder))
+            return asyncio.run(_until_stopped(config, listeners, folder, stop))
     finally:
+        sweep()  # pools in shared memory of stages that had to be killed
         release_output()
 
 
-async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
-    stop = StopSignals()
+async def _until_stopped(config: Config, listeners: HttpListeners, folder: Path, stop: StopSignals) -> int:
+    with stop.attached():
+        return await _serve(config, listeners, folder, stop)
+
+
+async def _serve(config: Config, listeners: HttpListeners, folder: Path, stop: StopSignals) -> int:
     stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
     external = config.group.start == "external"
@@ -105,6 +118,7 @@ async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
     service = front.service
     supervisor.watch(service.stage_lost)
     http = asyncio.ensure_future(front.serve())
+    served = stopped = False
     try:
         await service.start()
         freeze_loaded()
@@ -112,33 +126,22 @@ async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
         over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *status))
         await _first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
+            served = True
             front.announce(time.monotonic() - started)
             await over
-        if stop.first.is_set():
-            say("draining")
-            await _first_of(service.drain(config.server.drain_timeout_s), stop.second.wait(), supervisor.fatal)
+        stopped = stop.first.is_set()
+        if stopped:
+            say("draining; a second signal ends open requests at once")
+            await _first_of(front.drain(), stop.second.wait(), supervisor.fatal)
     finally:
-        front.close()
-        await asyncio.wait([http])
+        await service.end_requests()
+        await front.end(http)
         service.shut_down()
-        await supervisor.end()
+        await supervisor.end(stop.second)
         await service.stop()
-    if supervisor.fatal.done():
-        return supervisor.fatal.result()
-    return 0 if stop.first.is_set() else 1
-
-
-class StopSignals:
-    """SIGTERM and SIGINT: the first drains the server, the second ends it at once."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    if stopped and not (served and supervisor.fatal.done()):
+        return stop.status  # a scheduler that has not started may have ended by the same signal
+    return supervisor.fatal.result() if supervisor.fatal.done() else 1
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:

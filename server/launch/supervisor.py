@@ -36,6 +36,7 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0  # between starts that fail
 STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
 END_TIMEOUT_S = 5.0
+HURRIED_TIMEOUT_S = 0.5  # the same once the server is to end at once
 CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
@@ -115,15 +116,20 @@ class Child:
                 self._process.kill()
             await self._process.wait()
 
-    async def end(self) -> None:
-        """Wait for the exit; kill it after END_TIMEOUT_S."""
+    async def end(self, hurry: asyncio.Event) -> None:
+        """Wait for the exit; kill it after END_TIMEOUT_S, or HURRIED_TIMEOUT_S after hurry was set."""
         if self._process is None or self._process.returncode is not None:
             return
-        try:
-            await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("%s did not exit within %.0f s; killing it", self._module, END_TIMEOUT_S)
+        exited = asyncio.ensure_future(self._process.wait())
+        hurried = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait((exited, hurried), timeout=END_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if hurried.done():
+            await asyncio.wait((exited,), timeout=HURRIED_TIMEOUT_S)
+        hurried.cancel()
+        if not exited.done():
+            log.warning("%s does not exit; killing it", self._module)
             await self.kill()
+        await exited
 
 
 class Supervisor:
@@ -181,22 +187,25 @@ class Supervisor:
             watches.append(self._watch_stages(self._make_stages, on_stage_lost))
         self._tasks = [asyncio.create_task(self._survived(watch)) for watch in watches]
 
-    async def end(self) -> None:
-        """Wait until the children, which were told to shut down, have exited; kill them if that takes too long.
+    async def end(self, hurry: asyncio.Event | None = None) -> None:
+        """Wait until the children, which were told to shut down, have exited; kill them if that takes too long, which
+        is sooner when hurry is set.
 
-        Without a scheduler the stages were not told, and are killed at once.
+        Without a scheduler the stages were not told, and are killed at once; so are stages that are starting, which do
+        not listen yet.
         """
         self._ending = True
+        hurry = hurry or asyncio.Event()
         async with self._starting:  # a process that is being started could otherwise be missed
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.fatal.done():
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
-        elif self._member is not None and not self._group.ready.is_set():  # it may wait for another server
-            await asyncio.gather(self._scheduler.end(), self._group.kill())
+        elif not self._group.ready.is_set():
+            await asyncio.gather(self._scheduler.end(hurry), self._group.kill())
         else:
-            await asyncio.gather(self._scheduler.end(), *(stage.end() for stage in self._group.stages))
+            await asyncio.gather(self._scheduler.end(hurry), *(stage.end(hurry) for stage in self._group.stages))
 
     def stages_ready(self) -> None:
         """The scheduler reports that all stages of the group are ready."""

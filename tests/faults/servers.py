@@ -79,15 +79,19 @@ class Supervised(Server):
         with suppress(psutil.NoSuchProcess):
             found = [psutil.Process(self.process.pid), *self.children()]
             self._past.update((process.pid, process) for process in found)
-            self._pools.update(*(_pools(process.pid) for process in found))
+            self._pools.update(*(pools_of(process.pid) for process in found))
             return found
         return []
 
     def abandoned(self) -> list[str]:
         """Pools of its own that are in shared memory, and that no process has mapped any more."""
         there = [name for name in sorted(self._pools) if (SHARED_MEMORY / name).exists()]
-        mapped = set().union(*(_pools(pid) for pid in psutil.pids())) if there else set()
+        mapped = set().union(*(pools_of(pid) for pid in psutil.pids())) if there else set()
         return [name for name in there if name not in mapped]
+
+    def add_flags(self, *flags: str) -> None:
+        """For its later lives."""
+        self._flags = (*self._flags, *flags)
 
     def revive(self) -> bool:
         """Start it again if it has ended. Returns whether it had."""
@@ -149,7 +153,7 @@ class Manager:
                 server.revive()
 
 
-def _pools(process: int) -> set[str]:
+def pools_of(process: int) -> set[str]:
     """Names of the KV pools in shared memory that a process has mapped."""
     with suppress(OSError):
         maps = Path(f"/proc/{process}/maps").read_text(errors="replace")

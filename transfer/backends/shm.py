@@ -49,6 +49,8 @@ def host_token() -> str:
 def sweep() -> None:
     """Remove pools that were left behind by processes that ended without cleanup: files of our naming scheme whose
     owner's lock is free. (A new pool is locked before it gets its name.)"""
+    if not locks.available() or not FOLDER.is_dir():
+        return
     for path in FOLDER.iterdir():
         if _NAME.fullmatch(path.name) is None:
             continue

@@ -278,18 +278,36 @@ def test_a_peer_that_leaves_fails_only_what_it_has_reserved() -> None:
     assert bench.ended("b") == 0
 
 
-def test_a_drain_waits_for_nothing_that_only_a_lease_keeps() -> None:
+def test_a_drain_waits_for_held_prompts_while_their_leases_last() -> None:
+    """Their clients were answered: a router is about to send a peer for them."""
     bench = held()
     hold(bench, "b", "u")
     bench.compute(43)
+    assert none(bench.do(Drain()), RequestFailed)
     bench.reserve("u")
-    effects = bench.do(Drain())
-    assert only(effects, RequestFailed).error.code == "draining"
-    assert none(effects, Drained)
     bench.ack(bench.one(SendChunk))
     assert bench.finished("b").reason == "handoff"
+    assert not bench.all(Drained)
+    bench.wait(31)
+    assert bench.error("a").code == "lease_expired"
     assert len(bench.all(Drained)) == 1
-    assert only(bench.reserve(), TellFailed).error.code == "draining"
+    assert only(bench.reserve("v"), TellFailed).error.code == "draining"
+
+
+def test_a_drain_waits_for_peers_that_come_for_a_first_token() -> None:
+    bench = Bench()
+    bench.join()
+    for rid, ticket in (("a", "t"), ("b", "u"), ("c", "v")):
+        hold(bench, rid, ticket, max_tokens=1)
+    bench.compute(7, 7, 7)
+    assert bench.scheduler.idle
+    assert none(bench.do(Drain()), Drained)
+    assert only(bench.reserve("t"), TellFinished).first is not None
+    assert not bench.all(Drained)
+    assert only(bench.reserve("u"), TellFinished).first is not None
+    assert not bench.all(Drained)
+    bench.wait(31)
+    assert len(bench.all(Drained)) == 1
 
 
 def test_held_pages_are_limited_to_their_share() -> None:

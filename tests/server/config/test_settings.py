@@ -51,6 +51,7 @@ FLAGS = """\
 --dp N [1..] = 1
 --dp-external TEXT =
 --dp-sync {cpu,device} = cpu
+--drain-grace SECONDS [0..3600] = 0.0
 --drain-timeout SECONDS [0..] = 30.0
 --dtype {auto,float32,bfloat16,float16} = auto
 --eviction {lru,turns} = turns

@@ -6,15 +6,26 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.messages.frontend import Abort, Drain, EngineState, QueryStats, Shutdown, StageLost, Submit, Tokens
+from headrace.core.messages.frontend import (
+    Abort,
+    AddPrefill,
+    Drain,
+    EngineState,
+    QueryStats,
+    Shutdown,
+    StageLost,
+    Submit,
+    Tokens,
+)
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import ErrorInfo, HeadraceError
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.request import FetchFrom, SamplingParams
 from headrace.server.frontend.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.scheduler_client import LOST_S, SILENT_S
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_prefills import ONE, Prefills, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, make_config, running, saying
 
 
@@ -111,6 +122,52 @@ async def test_drain_aborts_what_is_open_at_the_deadline(tokenizer: Tokenizer) -
         assert (response.status_code, json_of(response)["error"]["code"]) == (503, "draining")
         (abort,) = link.of(Abort)
         assert abort.error.status == 503
+
+
+@in_loop
+async def test_a_draining_server_accepts_requests_for_the_length_of_the_grace(tokenizer: Tokenizer) -> None:
+    link, over = FakeLink(saying(tokenizer, "hello")), asyncio.Event()
+    async with running(link, tokenizer) as service, client(service) as http:
+        draining = asyncio.create_task(service.drain(30, 0.2, over.set))
+        while service.readiness.not_ready() is None:
+            await asyncio.sleep(0)
+        assert await status(service, "/ready") == (503, "draining")
+        assert await status(service, "/ping") == (503, "draining")
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert link.of(Drain) == []
+        await over.wait()
+        await link.wait_for(Drain)
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+        await draining
+
+
+@in_loop
+async def test_a_server_that_is_not_ready_has_no_grace(tokenizer: Tokenizer) -> None:
+    link = FakeLink()
+    link.state = EngineState(ready=False, reason="loading weights")
+    async with running(link, tokenizer) as service:
+        await asyncio.wait_for(service.drain(30, 3600), 20)
+
+
+@in_loop
+async def test_requests_end_at_once_and_none_begins_afterwards(tokenizer: Tokenizer) -> None:
+    """Not even those that a decode server would compute itself where no prefill server does."""
+    link, prefills = FakeLink(), Prefills()
+    flags = {"role": "decode", "prefill": (ONE,), "fallback": "local", "prefill_transport": prefills}
+    async with running(link, tokenizer, **flags) as service, client(service) as http:
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        while not service.prefills.servers()[0].up:
+            await asyncio.sleep(0)
+        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+        submit = await link.wait_for(Submit)
+        await service.end_requests()
+        response = await asked
+        assert (response.status_code, json_of(response)["error"]["code"]) == (503, "draining")
+        assert response.headers["retry-after"] == "1"
+        (abort,) = link.of(Abort)
+        assert (abort.rid, abort.error.code) == (submit.rid, "draining")
+        assert [type(submit.route) for submit in link.of(Submit)] == [FetchFrom]
 
 
 @in_loop
