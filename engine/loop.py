@@ -147,5 +147,6 @@ class StageLoop:
             samples=tuple(result.samples),
             prompt_logprobs=tuple(result.prompt_logprobs),
             nonfinite=tuple(result.nonfinite),
+            rejected=result.rejected,
         )
         self._outbox.post(ComputedPlan(run, done))

@@ -1,7 +1,7 @@
 """Samples tokens and computes prompt logprobs for the rows of a plan, from the hidden states after the last layer."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +11,12 @@ from torch import Tensor
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types import packed
+from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.request import TokenLogprob
 from headrace.engine.decoder import Decoder
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
 
@@ -31,16 +35,20 @@ class PlanResult(NamedTuple):
     nonfinite: list[int]
     """Requests whose rows came out NaN or infinite."""
 
+    rejected: tuple[GrammarRejection, ...] = ()
+    """Requests whose grammar cannot go on; they have no sample."""
+
 
 class RowSampler:
     """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples."""
 
-    def __init__(self, decoder: Decoder, shard: int, shards: int) -> None:
-        """decoder: has the output head. shard: this one's number, of so many."""
+    def __init__(self, decoder: Decoder, shard: int, shards: int, compiler: Callable[[], GrammarCompiler]) -> None:
+        """decoder: has the output head. shard: this one's number, of so many. compiler: of constraints."""
         self._decoder = decoder
         self._samples = shard == 0
         self._gathers = shards > 1
         self._sampler = Sampler(random.SystemRandom())
+        self._grammars = GrammarStates(compiler)
         self._last: dict[int, int] = {}  # request → its last sampled token
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
@@ -51,9 +59,15 @@ class RowSampler:
         """The token sampled last for a request."""
         return self._last.get(request)
 
+    def begin(self, rows: Sequence[PlanRow]) -> None:
+        """Before the forward pass of rows: their constraints are compiled beside it."""
+        if self._samples:
+            self._grammars.begin(rows)
+
     def release(self, request: int) -> None:
         """Drop what is kept for a request; unknown requests are ignored."""
         self._last.pop(request, None)
+        self._grammars.release(request)
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """Results of rows, in their order. hidden: states [tokens, hidden size] after the last layer. Empty on shards
@@ -64,34 +78,43 @@ class RowSampler:
         """
         ends = np.cumsum([row.count for row in rows]).tolist()
         with torch.inference_mode():
-            samples, nonfinite = self._sample(rows, ends, hidden)
+            samples, nonfinite, rejected = self._sample(rows, ends, hidden)
             nonfinite += self._nonfinite_chunks(rows, ends, hidden)
-            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite)
+            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite, tuple(rejected))
 
-    def _sample(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[list[SampledToken], list[int]]:
-        """Samples, and the requests of rows whose logits are not finite."""
-        asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
+    def _sample(
+        self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor
+    ) -> tuple[list[SampledToken], list[int], list[GrammarRejection]]:
+        """Samples, the requests of rows whose logits are not finite, and those whose grammar cannot go on."""
+        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
         if not asked:
-            return [], []
-        wanted = [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
-        tokens, logprobs = self._draw(hidden[[end - 1 for _, end, _ in asked]], wanted)
+            return [], [], []
+        of = [row for row, _ in asked]
+        tokens, logprobs, rejected = self._draw(hidden[[end - 1 for _, end in asked]], of)
         if not self._samples:
-            return [], []
-        samples, nonfinite = _split_samples([row.request for row, _, _ in asked], tokens, logprobs)
+            return [], [], []
+        samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs)
+        samples, rejections = accept_tokens(samples, rejected, self._grammars)
         self._last.update((sampled.request, sampled.token) for sampled in samples)
-        self._last.update(dict.fromkeys(nonfinite, PLACEHOLDER))
-        return samples, nonfinite
+        self._last.update(dict.fromkeys((*nonfinite, *rejected), PLACEHOLDER))
+        return samples, nonfinite, rejections
 
-    def _draw(self, hidden: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[TokenLogprob | None]]:
-        """A token per row, NO_TOKEN if its logits are not finite, and the logprobs it asks for; none on shards other
-        than the first. hidden: states of the rows [rows, hidden size]."""
-        if self._gathers and not needs_logits(rows):
-            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows)
+    def _draw(
+        self, hidden: Tensor, rows: Sequence[PlanRow]
+    ) -> tuple[list[int], list[TokenLogprob | None], dict[int, str]]:
+        """A token per row, NO_TOKEN if its logits are not finite, the logprobs it asks for, and the requests whose
+        grammar gives no mask; none on shards other than the first. hidden: states of the rows [rows, hidden size]."""
+        wanted = [SampleRow(row.sample, row.start + row.count, row.generated) for row in rows if row.sample is not None]
+        if self._gathers and not needs_logits(wanted):
+            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows), {}
         logits = self._decoder.logits(hidden)
         if not self._samples:
-            return [], []
-        tokens = self._sampler.sample(logits, rows)
-        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in rows])
+            return [], [], {}
+        rejected: dict[int, str] = {}
+        if any(row.params.grammar for row in wanted):
+            wanted, rejected = mask_logits(logits, rows, self._grammars)
+        tokens = self._sampler.sample(logits, wanted)
+        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in wanted]), rejected
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
         """Requests of rows that are not sampled and whose hidden states are not finite.

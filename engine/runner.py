@@ -1,6 +1,7 @@
 """Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from headrace.engine.device import (
     resolve_computation,
 )
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
+from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
@@ -225,7 +227,9 @@ class ModelRunner:
             if spec.mla is not None
             else choose_attention(self.pool, native_units=native, kernels=kernels)
         )
-        self._sampler = RowSampler(self._decoder, tp.rank, tp.size)
+        self._sampler = RowSampler(
+            self._decoder, tp.rank, tp.size, partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size)
+        )
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan."""
@@ -271,6 +275,8 @@ class ModelRunner:
             self._decoder.begin(tokens or (count,), padded or count, cut)
             if not rows:
                 return self._decoder.take_part()
+            if self._last:
+                self._sampler.begin(rows)
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
             positions = place(np.concatenate(ranges), self.hidden_spec.device)

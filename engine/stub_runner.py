@@ -15,6 +15,7 @@ All arithmetic is on integers modulo 2^64. Every dtype of hidden states represen
 import random
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.runtime.progress import Progress
 from headrace.core.types import packed
+from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.collectives.alone import ALONE
@@ -33,6 +35,8 @@ from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.device import available_memory, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange.base import Exchange
@@ -41,8 +45,9 @@ from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.row_sampler import PlanResult
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
+from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
-from headrace.engine.sampling.sampler import Sampler, SampleRow
+from headrace.engine.sampling.sampler import Sampler
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
 from headrace.engine.stub_faults import fault_in, have_fault
 
@@ -89,8 +94,7 @@ class StubRunner:
         self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
         self.progress = Progress()
-        self._first = layers.start == 0
-        self._last = layers.stop == spec.layers
+        self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
         self._positions = length
@@ -107,6 +111,7 @@ class StubRunner:
         self._weights = self._numbers(range(length), 2) | 1  # int64 [positions], odd
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
+        self._grammars = GrammarStates(partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size))
         self._sampled: dict[int, int] = {}  # request → its last sampled token
         self._overslept_s = 0.0  # by the last sleep
         self._clock = clock or StubTime()
@@ -131,6 +136,7 @@ class StubRunner:
     def release(self, request: int) -> None:
         """See Runner."""
         self._sampled.pop(request, None)
+        self._grammars.release(request)
 
     def join(self, agreement: Agreement) -> None:
         """See Runner. Without experts that are shared it takes the time of the replica that has most tokens, which this
@@ -155,6 +161,8 @@ class StubRunner:
         page outside the pool."""
         started, count = time.perf_counter(), sum(row.count for row in rows)
         have_fault(fault_in(rows, self._model.fault_token, self._first, self._last))
+        if self._last and not self._tp.rank:
+            self._grammars.begin(rows)
         result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
         incoming = None if hidden is None else _words(hidden[:, :16])
         if self._experts is None:
@@ -197,21 +205,23 @@ class StubRunner:
         if self._tp.rank:
             return PlanResult([], [], [])
         ends = np.cumsum([row.count for row in rows]).tolist()
-        asked = [(row, end, row.sample) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
-        samples = []
+        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
+        samples: list[SampledToken] = []
+        rejected: list[GrammarRejection] = []
         if asked:
-            logits = self._logits(hidden[[end - 1 for _, end, _ in asked]])
-            wanted = [SampleRow(params, row.start + row.count, row.generated) for row, _, params in asked]
+            logits = self._logits(hidden[[end - 1 for _, end in asked]])
+            wanted, failed = mask_logits(logits, [row for row, _ in asked], self._grammars)
             tokens = self._sampler.sample(logits, wanted)
-            for (row, _, params), token, scores in zip(asked, tokens, logits, strict=True):
+            for (row, _), each, token, scores in zip(asked, wanted, tokens, logits, strict=True):
                 self._sampled[row.request] = token
-                samples.append(SampledToken(row.request, token, _logprob(scores, token, params.logprobs)))
+                samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs)))
+            samples, rejected = accept_tokens(samples, failed, self._grammars)
         prompts = [
             self._prompt(row, hidden[end - row.count : end])
             for row, end in zip(rows, ends, strict=True)
             if row.prompt_logprobs is not None
         ]
-        return PlanResult(samples, prompts, [])
+        return PlanResult(samples, prompts, [], tuple(rejected))
 
     def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
         targets = packed.unpack(row.tokens)[1:].tolist()

@@ -105,5 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     pass_tokens: int = 0
     """Copy of SchedulerConfig.chunk_tokens: token budget of one forward pass of a replica."""
+    cache_dir: str = ""
+    """Copy of ServerConfig.cache_dir, where tokenizers are kept for constraints."""
     cpuinfo: str = "/proc/cpuinfo"
     """File with the flags of this machine's CPU, in the format of /proc/cpuinfo; set by HEADRACE_CPUINFO."""

@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.core.stats import Stats
 from headrace.core.trace import SchedulerTrace
+from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.request import (
@@ -54,6 +55,9 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
 
     progress: bool = False
     """Send Progress messages."""
+
+    constraint: Constraint | None = None
+    """What the generated text has to match; it compiles, as the front end has made sure."""
 
     moved: bool = False
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses

@@ -17,6 +17,7 @@ What stages report back: core/messages/stage_events.py. Lists of token and page 
 import msgspec
 
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
@@ -47,6 +48,9 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """For prompt_logprobs: the prompt token after the row's last position; None when the row ends the prompt."""
     generated: int = 0
     """Tokens sampled for the request before this row (for SamplingParams.min_tokens)."""
+    grammar: GrammarStart | None = None
+    """Set in the first row under this number of a request with a constraint: tokens sampled for it from now on match
+    it."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
@@ -98,6 +99,9 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     nonfinite: tuple[int, ...] = ()
     """Requests whose rows came out NaN or infinite, at any stage; from the last stage only. They have no sample, and
     the KV of their rows must not be used."""
+    rejected: tuple[GrammarRejection, ...] = ()
+    """Requests whose grammar does not allow their tokens, or gives no mask; from the last stage only. They have no
+    sample."""
 
 
 class ChunkAcked(StageEvent, frozen=True, kw_only=True):

@@ -86,6 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     """Alternatives reported beside each prompt token; None: no logprobs at all."""
 
+    grammar: str = ""
+    """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
+
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural-log probability of a token, and of the most likely ones at its position, best first."""

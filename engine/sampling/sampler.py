@@ -64,10 +64,14 @@ class Sampler:
 
 
 def needs_logits(rows: Sequence[SampleRow]) -> bool:
-    """Whether any row needs more than its largest logit: it is drawn, has logprobs, or its stop tokens may not come
-    yet."""
+    """Whether any row needs more than its largest logit: it is drawn, has logprobs or a constraint, or its stop tokens
+    may not come yet."""
     return any(
-        row.params.temperature >= GREEDY_BELOW or row.params.logprobs is not None or _stops_early(row) for row in rows
+        row.params.temperature >= GREEDY_BELOW
+        or row.params.logprobs is not None
+        or row.params.grammar
+        or _stops_early(row)
+        for row in rows
     )
 
 

@@ -173,6 +173,7 @@ class Planner:
             feeds=sampled and request.decodes_here and end + 1 < request.token_limit,
             prompt_logprobs=logprobs,
             generated=max(0, end - request.prompt_tokens),
+            grammar=request.grammar_start(),
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         batch.add(row, request, end)

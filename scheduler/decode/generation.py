@@ -2,8 +2,8 @@
 
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken
-from headrace.core.types.errors import NONFINITE, STAGE_FAILED, ErrorInfo
-from headrace.core.types.request import SendTo
+from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
+from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import HANDED_OVER, KvHandoff
 from headrace.scheduler.requests.record import Phase, Request
@@ -26,12 +26,15 @@ class TokenGeneration:
             if request is not None:
                 request.prompt_logprobs.update(enumerate(logprobs.entries, logprobs.start))
         samples = {sampled.request: sampled for sampled in event.samples}
+        rejected = {rejection.request: rejection.message for rejection in event.rejected}
         for row in plan.rows:
             self._state.of(row.request).plans.leave(row)
             if row.request.ended:
                 self._completion.release_if_safe(row.request)
             elif row.serial in event.nonfinite:
                 self._fail_nonfinite(row, now)
+            elif row.serial in rejected:
+                self._fail_rejected(row.request, rejected[row.serial], now)
             else:
                 self._row_done(plan, row, samples.get(row.serial), now)
         for request, chunk in plan.sends:
@@ -87,6 +90,14 @@ class TokenGeneration:
         request.lease.nonfinite = True
         text = f"the model's results for the first {row.end} tokens of this request are NaN or infinite"
         self._completion.fail(request, ErrorInfo(code=NONFINITE, message=text, status=500, field="prompt"), now)
+
+    def _fail_rejected(self, request: Request, message: str, now: float) -> None:
+        """The grammar of a request does not allow its tokens: the first one, of a prefill server that has not masked
+        it, or one that was sampled here, which is an error of this server."""
+        foreign = isinstance(request.route, FetchFrom) and request.generated <= 1
+        status = 502 if foreign else 500
+        error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=status, at_prefill=foreign)
+        self._completion.fail(request, error, now)
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:
         state, request = self._state, row.request

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.messages.frontend import Submit
+from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
@@ -143,6 +144,9 @@ class Request:
     awaiting_stages: set[int] = field(default_factory=set)
     """Stages that have not answered CancelSend or CancelReceive."""
 
+    grammar_on_stages: bool = False
+    """Stages have its constraint, under its serial."""
+
     known_to_stages: bool = False
     """Stages hold something under its serial, and need a ReleaseRequest."""
 
@@ -259,6 +263,14 @@ class Request:
         """Token ids [start, end), packed."""
         return bytes(self.tokens[start * ITEM_BYTES : end * ITEM_BYTES])
 
+    def grammar_start(self) -> GrammarStart | None:
+        """What stages have to know of its constraint before its next row; None if it has none, or they know."""
+        constraint = self.submit.constraint
+        if constraint is None or self.grammar_on_stages:
+            return None
+        self.grammar_on_stages = True
+        return GrammarStart(constraint, self.packed(self.prompt_tokens, self.length))
+
     def token_at(self, position: int) -> int:
         """The token id at a known position."""
         return unpack(self.packed(position, position + 1))[0]
@@ -267,7 +279,9 @@ class Request:
         """Add a generated token; return why the request ends with it, None if it does not."""
         self.tokens += pack((token,))
         sampling = self.submit.sampling
-        if token in sampling.stop_token_ids and self.generated >= sampling.min_tokens:
+        early = self.generated < sampling.min_tokens
+        # The sampler takes a stop token before min_tokens only where a grammar has come to its end.
+        if token in sampling.stop_token_ids and (not early or sampling.grammar):
             return "stop"
         return "length" if self.length >= self.token_limit else None
 

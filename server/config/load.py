@@ -96,5 +96,7 @@ def copy_shared(config: Config) -> Config:
         max_model_len=config.model.max_model_len,
         kv_events=config.kv_events.port != 0,
     )
-    engine = msgspec.structs.replace(config.engine, pass_tokens=scheduler.chunk_tokens)
+    engine = msgspec.structs.replace(
+        config.engine, pass_tokens=scheduler.chunk_tokens, cache_dir=config.server.cache_dir
+    )
     return msgspec.structs.replace(config, scheduler=scheduler, engine=engine)

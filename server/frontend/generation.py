@@ -16,7 +16,7 @@ import msgspec
 from headrace.core.messages.frontend import Held, Progress, RequestFinished, Reserved, Submit, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
-from headrace.core.types.errors import NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -203,6 +203,17 @@ class GenerationRunner:
             ids |= dict.fromkeys(await self._model.tokens.stop_ids(request.stop))
         return msgspec.structs.replace(request.sampling, stop_token_ids=tuple(ids))
 
+    async def _check_first(self, call: Call, request: GenerationRequest, tokens: tuple[int, ...]) -> None:
+        """Raises HeadraceError (502) for a first token of a prefill server that has not masked it. The request has
+        ended here then, and may move to another prefill server."""
+        if request.constraint is None or not tokens:
+            return
+        if problem := await self._model.grammars.problem(request.constraint, tokens[0]):
+            message = f"the prefill server has not kept to the constraint of this request: {problem}"
+            error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502)
+            await call.end(error)
+            raise HeadraceError(msgspec.structs.replace(error, at_prefill=True))
+
     def _eos(self, request: GenerationRequest) -> tuple[int, ...]:
         return () if request.ignore_eos else self._model.tokenizer.eos_ids
 
@@ -229,6 +240,8 @@ class GenerationRunner:
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
+                    if not seen and call.fetches:
+                        await self._check_first(call, request, event.tokens)
                     delta = _delta(text, ends, event)
                     await emit(delta)
                     stopped = text.stopped
@@ -242,10 +255,14 @@ class GenerationRunner:
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
+    constraint = request.constraint
+    if constraint is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=constraint.key)
     return Submit(
         rid=request.rid,
         prompt=packed.pack(request.prompt),
         sampling=sampling,
+        constraint=constraint,
         route=route,
         priority=request.priority,
         replica=request.replica,

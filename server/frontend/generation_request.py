@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.messages.frontend import Progress
+from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.server.frontend.request_context import RequestContext
@@ -41,6 +42,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids."""
     sampling: SamplingParams
     """As the client gave it: tokens of stop strings and EOS are not among its stop_token_ids yet."""
+    constraint: Constraint | None = None
+    """What the text has to match; it was found to compile."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
     ignore_eos: bool = False

@@ -1,9 +1,11 @@
 """What a decode server sends to POST /v1/prefill, and what of the response becomes part of its own."""
 
+import json
 from typing import Any
 
 import msgspec
 
+from headrace.core.types.constraint import Constraint
 from headrace.core.types.request import Timing
 from headrace.server.frontend.generation_request import GenerationRequest, GenerationResult
 from headrace.server.upstream.prefill_call import PrefillResponse
@@ -22,6 +24,7 @@ def prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "stream": request.progress,
+        **_constraint_fields(request.constraint),
     }
     limits = {
         "deadline_s": request.deadline_s,
@@ -45,3 +48,11 @@ def with_prefill_response(result: GenerationResult, response: PrefillResponse | 
     entries = response.prompt_logprobs or ()
     logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
     return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs)
+
+
+def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
+    """The field of POST /v1/prefill that has the constraint."""
+    if constraint is None:
+        return {}
+    text = json.loads(constraint.text) if constraint.kind == "choice" else constraint.text
+    return {"structured_outputs": {constraint.kind: text}}

@@ -50,7 +50,7 @@ class PrefillFailover:
         moved, outcome = False, "cancelled"
         try:
             while (result := await self._attempt(left, attempts, attempt)) is None:
-                if has_begun() or not attempts.may_move or not self._pool.has_other(attempts.servers):
+                if has_begun() or not attempts.may_move or not self._has_other(request, attempts):
                     self._log(logging.INFO, request, attempts.failures[-1], "failed at prefill server %s")
                     raise HeadraceError(attempts.error())
                 left = remaining(request, self._clock.now() - arrived, attempts.failures)
@@ -72,7 +72,8 @@ class PrefillFailover:
     ) -> GenerationResult | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers) as choice:
+        masks = request.constraint is not None
+        with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers, masks=masks) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:
@@ -82,6 +83,9 @@ class PrefillFailover:
         if failure.reason is not None:
             self._pool.avoid(choice, failure.error, failure.reason)
         return None
+
+    def _has_other(self, request: GenerationRequest, attempts: PrefillAttempts) -> bool:
+        return self._pool.has_other(attempts.servers, masks=request.constraint is not None)
 
     def _moved(self, request: GenerationRequest, failure: PrefillFailure) -> None:
         """Count and log that a request leaves a server."""

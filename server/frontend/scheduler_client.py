@@ -7,6 +7,7 @@ post() ────────────────────────�
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -38,6 +39,7 @@ from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Sil
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.request import FetchFrom
 from headrace.server.frontend.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,13 @@ class Call:
         if self._open:
             self._client.post(Abort(rid=self.rid, error=error))
 
+    async def end(self, error: ErrorInfo) -> None:
+        """Abort the request and wait until the scheduler knows nothing of it any more: its rid is free then."""
+        self.abort(error)
+        with contextlib.suppress(HeadraceError):
+            while not self.ended:
+                await self.next()
+
     def keep(self) -> None:
         """Do not abort the request on leaving the context: the scheduler holds its KV. It can still be cancelled."""
         self.kept = True
@@ -113,6 +122,11 @@ class Call:
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether the scheduler ends the request by itself after the last of these tokens."""
         return tokens[-1] in self._submit.sampling.stop_token_ids
+
+    @property
+    def fetches(self) -> bool:
+        """Its first token comes from a prefill server."""
+        return isinstance(self._submit.route, FetchFrom)
 
     def finish(self) -> None:
         """End the request as complete; next() returns RequestFinished."""

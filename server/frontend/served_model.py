@@ -4,6 +4,8 @@ import asyncio
 
 from headrace.core.config import Config
 from headrace.core.types.errors import NOT_READY, unavailable
+from headrace.engine.grammar.checker import CheckerConfig
+from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -19,6 +21,7 @@ class ServedModel:
         self._vocab_size = config.scheduler.vocab_size
         self._tokenizer = tokenizer
         self._async_tokenizer: AsyncTokenizer | None = None
+        self._grammars: GrammarChecker | None = None
         self.path: str = config.model.model
         """What --model names: a folder, a file or a hub id."""
         self.name: str = config.server.served_model_name or config.model.model
@@ -31,9 +34,12 @@ class ServedModel:
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir)
         self._async_tokenizer = AsyncTokenizer(self._tokenizer, self.max_model_len)
+        self._grammars = GrammarChecker(CheckerConfig(self.path, self._cache_dir, self.vocab_size))
 
-    def close(self) -> None:
-        """Stop the tokenizer's threads."""
+    async def close(self) -> None:
+        """Stop the tokenizer's threads, and the process that checks constraints."""
+        if self._grammars is not None:
+            await self._grammars.close()
         if self._async_tokenizer is not None:
             self._async_tokenizer.close()
 
@@ -58,6 +64,13 @@ class ServedModel:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer's fast calls. Raises HeadraceError (503) while it is being loaded."""
         return self.tokens.tokenizer
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """Checks constraints. Raises HeadraceError (503) while the tokenizer is being loaded."""
+        if self._grammars is None:
+            raise unavailable("the server is loading", code=NOT_READY)
+        return self._grammars
 
     @property
     def vocab_size(self) -> int:

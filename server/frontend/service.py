@@ -98,7 +98,7 @@ class Service:
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()
-        self.model.close()
+        await self.model.close()
 
     async def drain(
         self, timeout_s: float, grace_s: float = 0.0, on_grace_over: Callable[[], None] = lambda: None

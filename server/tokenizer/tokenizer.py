@@ -13,8 +13,8 @@ from headrace.core.types.errors import TOO_LONG, HeadraceError, invalid, shown
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
+from headrace.engine.model.tokenizer_store import load_record
 from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.store import load_record
 from headrace.server.tokenizer.token_length import TokenBound, length_bound
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only

@@ -26,6 +26,8 @@ class Discovery(msgspec.Struct, frozen=True):
     """TCP port of the control endpoint."""
     bootstrap_port: int = 0
     """HTTP port that answers GET /v1/handoff, too; 0 for none."""
+    structured_outputs: bool = False
+    """It masks the first token of requests with a constraint; servers of earlier versions do not."""
 
 
 class DiscoveryClient:

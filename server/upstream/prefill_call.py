@@ -14,6 +14,7 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import (
     CANCELLED,
+    GRAMMAR_REJECTED,
     NONFINITE,
     PREFILL_FAILED,
     PREFILL_LOST,
@@ -221,7 +222,7 @@ def response_error(status: int, content: bytes, headers: "httpx.Headers") -> Err
         error = msgspec.json.decode(content, type=_ErrorResponse).error
     except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
-    if status not in CLIENT_STATUSES and error.code != NONFINITE:
+    if status not in CLIENT_STATUSES and error.code not in (NONFINITE, GRAMMAR_REJECTED):
         message = f"the prefill server answered {status}: {error.message}"
         return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     retry_after = headers.get("Retry-After", "")

@@ -45,6 +45,7 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
+NO_STRUCTURED_OUTPUT = "no_structured_output"  # no prefill server knows constraints
 
 
 class PrefillServer:
@@ -64,6 +65,11 @@ class PrefillServer:
         self.failed = 0  # the last of them that failed
         self.changed = asyncio.Event()  # set when one of these changes
         self.wanted = asyncio.Event()  # set to have it discovered now and not after the pause
+
+    @property
+    def masks(self) -> bool:
+        """It knows constraints."""
+        return self.target is not None and self.target.structured_outputs
 
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
@@ -163,13 +169,18 @@ class PrefillPool:
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"
 
     @contextlib.contextmanager
-    def chosen(self, prompt: tuple[int, ...], salt: str, tried: Container[str] = ()) -> Iterator[Choice]:
+    def chosen(
+        self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), *, masks: bool = False
+    ) -> Iterator[Choice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. tried: URLs of servers that are not to get it. Raises HeadraceError (503) if none is reachable."""
+        is answered. tried: URLs of servers that are not to get it. masks: one that knows constraints. Raises
+        HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
         up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
+        if masks:
+            up = self._masking(up)
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
         else:
@@ -179,9 +190,20 @@ class PrefillPool:
         finally:
             self._router.done(sent)
 
-    def has_other(self, tried: Container[str]) -> bool:
-        """Whether a configured server is reachable that is not among these URLs."""
-        return any(server.up and server.url not in tried for server in self._servers.values())
+    def _masking(self, up: list[int]) -> list[int]:
+        """Those of these servers that know constraints. Raises HeadraceError (503) if there is none."""
+        servers = list(self._servers.values())
+        found = [number for number in up if servers[number].masks]
+        if not found:
+            names = ", ".join(servers[number].url for number in up)
+            text = f"the prefill server {names} is of a version without structured output; upgrade it, or start this "
+            raise unavailable(text + "server with --fallback local", code=NO_STRUCTURED_OUTPUT)
+        return found
+
+    def has_other(self, tried: Container[str], *, masks: bool = False) -> bool:
+        """Whether a configured server is reachable that is not among these URLs. masks: and knows constraints."""
+        left = [server for server in self._servers.values() if server.up and server.url not in tried]
+        return any(server.masks or not masks for server in left)
 
     def avoid(self, choice: Choice, error: ErrorInfo, reason: MoveReason) -> None:
         """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""

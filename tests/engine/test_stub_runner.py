@@ -149,7 +149,7 @@ def test_logprobs_are_those_of_a_certain_model() -> None:
     params = SamplingParams(temperature=1.0, logprobs=2)
     prompt = [1, 2, 3]
     whole = PlanRow(1, 0, 3, pack([0]), pack(prompt), sample=params, prompt_logprobs=0)
-    [sampled], [prompt_logprobs], _ = made.execute([whole])
+    [sampled], [prompt_logprobs], *_ = made.execute([whole])
     assert sampled.logprob is not None
     assert sampled.token == sampled.logprob.top_ids[0]
     assert sampled.logprob.logprob == pytest.approx(0, abs=1e-6)

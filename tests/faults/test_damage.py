@@ -11,7 +11,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.server.tokenizer.store import load_record
+from headrace.engine.model.tokenizer_store import load_record
 from tests.e2e.harness import serving
 from tests.e2e.models import NAME, stub
 from tests.engine.models import CONFIGS, make_runner, save_model

@@ -15,6 +15,7 @@ from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, in
 from headrace.server.api.request.body import parse_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
+from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import request_fields, sampling_params
@@ -79,6 +80,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 "model": model.name,
                 "fingerprint": info.stages.fingerprint if info.stages is not None else None,
                 "page_size": config.engine.page_size,
+                "structured_outputs": True,
                 "kv_events": _kv_events(config.kv_events),
                 "load": _load(join(await stats.snapshot())),
             }
@@ -117,6 +119,7 @@ async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) 
         rid=body.rid or f"pf-{secrets.token_hex(16)}",
         prompt=await encode_any(model, body),
         sampling=sampling,
+        constraint=await body_constraint(model, body),
         ticket=ticket,
         hold=body.handoff == "hold",
         progress=bool(body.stream),

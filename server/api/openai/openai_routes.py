@@ -8,16 +8,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_time
+from headrace.core.types.constraint import Constraint
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.openai.choice_forms import ChatForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.responses_format import ResponsesFormat, input_messages, refuse_unsupported_responses
 from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     choice_count,
-    refuse_unsupported,
+    refuse_fields,
     request_fields,
     sampling_params,
 )
@@ -79,19 +81,20 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
 async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
-    _check(model, body)
+    refuse_fields({"best_of": body.best_of not in (None, 1, body.n)})
+    constraint = await _check(model, body)
     prompts = completion_prompts(body.prompt)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
-    return CompletionRequest(_base_request("cmpl", body, sampling), tokens, choice_count(body))
+    return CompletionRequest(_base_request("cmpl", body, sampling, constraint), tokens, choice_count(body))
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    _check(model, body)
+    constraint = await _check(model, body)
     sampling = sampling_params(
         body,
         logprobs=chat_logprobs_wanted(body),
@@ -100,36 +103,41 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     )
     given = prompt_ids(body, 1)
     tokens = await encode(model, given[0], "prompt") if given else await encode_chat(model, body.messages)
-    return CompletionRequest(_base_request("chatcmpl", body, sampling), [tokens], choice_count(body))
+    return CompletionRequest(_base_request("chatcmpl", body, sampling, constraint), [tokens], choice_count(body))
 
 
 async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
     """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
     body.max_tokens = body.max_output_tokens
-    _check(model, body)
+    constraint = await _check(model, body)
     limit = model.max_model_len or COMPLETION_TOKENS
     sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)
     if given := prompt_ids(body, 1):
         tokens = await encode(model, given[0], "input")
     else:
         tokens = await encode_chat(model, input_messages(body), "input", instructions=body.instructions)
-    return CompletionRequest(_base_request("resp", body, sampling), [tokens])
+    return CompletionRequest(_base_request("resp", body, sampling, constraint), [tokens])
 
 
-def _check(model: ServedModel, body: OpenAIBody) -> None:
+async def _check(model: ServedModel, body: OpenAIBody) -> Constraint | None:
+    """What all bodies have in common; returns their constraint."""
     check_model(model, body.model)
-    refuse_unsupported(body)
+    constraint = await body_constraint(model, body)
     lift_limits(body, body)
+    return constraint
 
 
-def _base_request(prefix: str, body: OpenAIBody, sampling: SamplingParams) -> GenerationRequest:
+def _base_request(
+    prefix: str, body: OpenAIBody, sampling: SamplingParams, constraint: Constraint | None
+) -> GenerationRequest:
     """What all choices of one response have in common."""
     options = body.stream_options or StreamOptions()
     return GenerationRequest(
         rid=f"{prefix}-{secrets.token_hex(16)}",
         prompt=(),
         sampling=sampling,
+        constraint=constraint,
         progress=bool(body.stream and options.include_progress),
         **request_fields(body),
     )

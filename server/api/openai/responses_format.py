@@ -18,17 +18,8 @@ from headrace.server.frontend.generation_request import GenerationDelta, Generat
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:
-    """Raises HeadraceError (400) for fields of this route alone that would change the output and are not supported."""
-    refuse_fields(
-        {
-            "previous_response_id": body.previous_response_id is not None,
-            "conversation": body.conversation is not None,
-            "background": bool(body.background),
-            "n": body.n not in (None, 1),
-            "top_logprobs": bool(body.top_logprobs),
-            "text": body.text is not None and body.text.get("format", {"type": "text"}) != {"type": "text"},
-        }
-    )
+    """Raises HeadraceError (400) for more than one continuation, which this API has no form for."""
+    refuse_fields({"n": body.n not in (None, 1)})
 
 
 def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:

@@ -1,6 +1,5 @@
 """POST /tokenize and POST /detokenize, as in vLLM and SGLang."""
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -8,25 +7,9 @@ from headrace.core.config import ServerConfig
 from headrace.server.api.request.body import parse_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
-from headrace.server.api.request.schema import ChatMessage
+from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.upstream.handoff_params import TokenId
-
-
-class TokenizeBody(msgspec.Struct):
-    """Body of POST /tokenize: a text or a conversation."""
-
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    model: str | None = None
-
-
-class DetokenizeBody(msgspec.Struct):
-    """Body of POST /detokenize."""
-
-    tokens: list[TokenId]
-    model: str | None = None
 
 
 def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudget) -> APIRouter:

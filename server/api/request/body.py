@@ -1,7 +1,6 @@
 """Reading and decoding request bodies. Every error names the field."""
 
 import asyncio
-import difflib
 import re
 from typing import TypeVar
 
@@ -9,15 +8,15 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body_budget import BodyBudget, BodyShare
+from headrace.server.api.request.strict_fields import without_other_fields
 from headrace.server.api.request.structure import Limit, excess, limits, suspected
 
 B = TypeVar("B", bound=msgspec.Struct)
 SILENCE_S = 30.0  # of a client in the middle of its body
 SMALL = 1 << 16  # bytes of a body that is looked at in the event loop
-NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
-# How msgspec's complaints begin and end. Names of unknown fields are the client's: of any length and with any content.
+# How msgspec's complaints begin and end.
 _AT = " - at `$"
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
@@ -92,24 +91,25 @@ def _too_many(limit: Limit) -> HeadraceError:
 def parse_body(body: bytes | bytearray, kind: type[B]) -> B:
     """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(_UNKNOWN):
+                raise
+            return msgspec.json.decode(without_other_fields(body, kind), type=kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), kind) from error
+        raise _explained(str(error)) from error
     except NO_MESSAGE as error:
         message = f"the body is no valid JSON: {error}"
         raise HeadraceError(ErrorInfo(code="invalid_json", message=message, status=400)) from error
 
 
-def _explained(text: str, kind: type[msgspec.Struct]) -> HeadraceError:
-    """A msgspec complaint as one of ours: with the field as a path, and the nearest name for an unknown one."""
+def _explained(text: str) -> HeadraceError:
+    """A msgspec complaint as one of ours, with the field as a path."""
     complaint, at, end = text.rpartition(_AT)
     path = end.removeprefix(".").removesuffix("`")
     if not at or not text.endswith("`"):
         complaint, path = text, ""
-    if (unknown := _named(_UNKNOWN, complaint)) is not None:
-        name = shown(unknown)
-        hint = f"; did you mean {near}?" if (near := _nearest_field(unknown, kind)) else ""
-        return invalid(_joined(path, name), f"unknown field {name}{hint}", code="unknown_field")
     if (missing := _named(_MISSING, complaint)) is not None:
         field = _joined(path, missing)
         return invalid(field, f"{field} is required", code="missing_field")
@@ -121,11 +121,6 @@ def _explained(text: str, kind: type[msgspec.Struct]) -> HeadraceError:
 def _named(beginning: str, complaint: str) -> str | None:
     """The name that ends a complaint that begins so."""
     return complaint.removeprefix(beginning).rpartition("`")[0] if complaint.startswith(beginning) else None
-
-
-def _nearest_field(name: str, kind: type[msgspec.Struct]) -> str:
-    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
-    return next(iter(difflib.get_close_matches(name, fields, n=1) if len(name) <= NEAR_CHARS else ()), "")
 
 
 def _plain_types(match: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ from headrace.server.tokenizer.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
 MANY_IDS = 1 << 10
+ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
 Prompt = str | list[int]  # a text, or token ids
 
@@ -123,4 +124,14 @@ def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
                 )
         content = "".join(part.text or "" for part in content)
     named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content or "", **named}
+    return {"role": _role(message, place), "content": content or "", **named}
+
+
+def _role(message: ChatMessage, place: str) -> str:
+    """Raises HeadraceError (400) for a role that chat templates do not have."""
+    if message.role == "developer":  # OpenAI's newer name
+        return "system"
+    if message.role not in ROLES:
+        text = f"{place}.role is {shown(message.role)!r}; it has to be {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        raise invalid(f"{place}.role", text)
+    return message.role

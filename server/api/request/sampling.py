@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.core.types.request import SamplingParams
-from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
+from headrace.server.api.request.schema import ChatBody, OpenAIBody, SamplingBody
 
 MAX_LOGPROBS = 20  # alternatives per position that a metadata row can carry
 MAX_CHOICES = 16
@@ -111,32 +111,9 @@ def chat_logprobs_wanted(body: ChatBody) -> int | None:
     return top or 0
 
 
-def refuse_unsupported(body: OpenAIBody) -> None:
-    """Raises HeadraceError (400) for fields that would change the output and are not supported; values that change
-    nothing pass."""
-    refuse_fields(
-        {
-            "tools": bool(body.tools),
-            "functions": bool(body.functions),
-            "response_format": bool(body.response_format) and body.response_format != {"type": "text"},
-            "logit_bias": bool(body.logit_bias),
-            "frequency_penalty": bool(body.frequency_penalty),
-            "presence_penalty": bool(body.presence_penalty),
-            "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-        }
-    )
-    if isinstance(body, CompletionBody):
-        refuse_fields(
-            {
-                "echo": bool(body.echo),
-                "suffix": bool(body.suffix),
-                "best_of": body.best_of not in (None, 1, body.n),
-            }
-        )
-
-
 def refuse_fields(given: Mapping[str, bool]) -> None:
-    """Raises HeadraceError (400) for the first of these unsupported fields that is given."""
+    """Raises HeadraceError (400) for the first of these fields whose value is not served. Fields that are not served at
+    all are in other_fields.py."""
     for field, is_given in given.items():
         if is_given:
             raise invalid(field, f"{field} is not supported; leave it out", code="unsupported")

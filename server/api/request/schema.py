@@ -1,4 +1,7 @@
-"""Request bodies. Wrong types are refused while decoding; values are checked in sampling.py and prompts.py."""
+"""Request bodies: the fields that are served. Others are in other_fields.py.
+
+Wrong types are refused while decoding; values are checked in sampling.py and prompts.py.
+"""
 
 from typing import Any
 
@@ -7,19 +10,62 @@ import msgspec
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, forbid_unknown_fields=True):
     """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation."""
 
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the generated text has to match: exactly one of these."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """A regular expression that matches the whole text."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """In GBNF (llama.cpp's EBNF) or Lark."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """json_schema of a response_format."""
+
+    schema: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's field of structured outputs."""
+
+    type: str | None = None
+    """text, json_object or json_schema."""
+    json_schema: JsonSchemaFormat | None = None
+
+
+class TextFormat(JsonSchemaFormat, kw_only=True, forbid_unknown_fields=True):
+    """text.format of POST /v1/responses."""
+
+    type: str | None = None
+    """text, json_object or json_schema."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """text of POST /v1/responses."""
+
+    format: TextFormat | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -53,6 +99,13 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
     extra_key: str | None = None
     """SGLang's name for a second salt."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text has to match."""
+    guided_json: dict[str, Any] | bool | str | None = None
+    """Earlier name of structured_outputs.json; the next three are likewise."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     model: str | None = None
     stream: bool | None = None
 
@@ -73,7 +126,7 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """Request id; made up if it is not given."""
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -83,39 +136,32 @@ class StreamOptions(msgspec.Struct):
 
 
 class OpenAIBody(SamplingBody, kw_only=True):
-    """Fields of all OpenAI routes.
-
-    Those from frequency_penalty to functions are not supported (see refuse_unsupported). The last four name a KV
-    handoff (see HandoffFields).
-    """
+    """Fields of all OpenAI routes. The last four name a KV handoff (see HandoffFields)."""
 
     n: int | None = None
     """Continuations of each prompt."""
     stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    """SGLang's name of structured_outputs.json; the next two are regex and grammar there."""
+    regex: str | None = None
+    ebnf: str | None = None
     kv_transfer_params: TransferParams | None = None
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
 
 
-class CompletionBody(OpenAIBody, kw_only=True):
+class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
+    """No other number than n: all continuations are returned."""
 
 
-class ChatBody(OpenAIBody, kw_only=True):
+class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -125,29 +171,25 @@ class ChatBody(OpenAIBody, kw_only=True):
     """Takes the place of max_tokens."""
 
 
-class InputItem(ChatMessage, kw_only=True):
+class InputItem(ChatMessage, kw_only=True, forbid_unknown_fields=True):
     """One item of the input of POST /v1/responses; only messages are supported."""
 
     role: str = ""
     type: str = "message"
 
 
-class ResponsesBody(OpenAIBody, kw_only=True):
+class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: int | None = None
-    text: dict[str, Any] | None = None
-    top_logprobs: int | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
+    text: TextOptions | None = None
 
 
-class GenerateSampling(msgspec.Struct, kw_only=True):
-    """sampling_params of POST /generate. Those from frequency_penalty on are not supported."""
+class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """sampling_params of POST /generate."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -160,15 +202,13 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     json_schema: str | None = None
+    """What the text has to match; so do the next two, of which one may be given."""
     regex: str | None = None
     ebnf: str | None = None
 
 
-class GenerateBody(HandoffParams, kw_only=True):
+class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /generate. Exactly one of text and input_ids is given."""
 
     text: str | list[str] | None = None
@@ -187,3 +227,18 @@ class GenerateBody(HandoffParams, kw_only=True):
     data_parallel_rank: int | None = None
     model: str | None = None
     stream: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /tokenize: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None

@@ -62,10 +62,11 @@ def transfer_params(
     """The kv_transfer_params with which a decode peer fetches held KV: NIXL's names where they mean the same, and ours.
 
     They serve every prompt of the request: tickets and prompt_hashes have one entry for each generation request;
-    prompt_token_ids is one list, or a list of lists for several prompts. requested_host: under which the client has
-    reached this server.
+    prompt_token_ids is one list, or a list of lists for several prompts. grammar is the key of the constraint that the
+    first tokens keep to. requested_host: under which the client has reached this server.
     """
     info, stages = control.require_stages()
+    constraint = requests[0].constraint
     tickets = [request.ticket for request in requests]
     return {
         "do_remote_prefill": True,
@@ -84,4 +85,5 @@ def transfer_params(
         "lease_s": min(result.lease_s or 0.0 for result in results),
         "protocol": 1,
         "fingerprint": stages.fingerprint,
+        **({} if constraint is None else {"grammar": constraint.key}),
     }

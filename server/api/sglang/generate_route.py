@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
 from headrace.server.api.request.sampling import (
     choice_count,
     prefix_salt,
-    refuse_fields,
     request_fields,
     sampling_params,
 )
@@ -64,7 +64,7 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
     with _sglang_names():
         check_model(model, body.model)
         fields = _openai_fields(body)
-        _refuse_unsupported(body.sampling_params or GenerateSampling())
+        constraint = await generate_constraint(model, body.sampling_params or GenerateSampling())
         lift_limits(fields, body)
         prompts, is_batch = _prompts(body)
         sampling = sampling_params(
@@ -80,7 +80,11 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         if not rid.isprintable() or len(rid) > MAX_RID_CHARS:
             raise invalid("rid", f"rid has {len(rid)} characters; at most {MAX_RID_CHARS} printable ones are allowed")
         base = GenerationRequest(
-            rid=f"{rid}-{secrets.token_hex(4)}", prompt=(), sampling=sampling, **request_fields(fields)
+            rid=f"{rid}-{secrets.token_hex(4)}",
+            prompt=(),
+            sampling=sampling,
+            constraint=constraint,
+            **request_fields(fields),
         )
         count = choice_count(fields)
         salts = _salts(body, len(prompts))
@@ -116,21 +120,6 @@ def _sglang_names() -> Iterator[None]:
             raise
         message = error.info.message.replace(field, sglang_field, 1)
         raise HeadraceError(msgspec.structs.replace(error.info, field=sglang_field, message=message)) from error
-
-
-def _refuse_unsupported(given: GenerateSampling) -> None:
-    """Raises HeadraceError (400) for fields that would change the output and are not supported; values that change
-    nothing pass."""
-    refuse_fields(
-        {
-            "sampling_params.frequency_penalty": bool(given.frequency_penalty),
-            "sampling_params.presence_penalty": bool(given.presence_penalty),
-            "sampling_params.repetition_penalty": given.repetition_penalty not in (None, 1.0),
-            "sampling_params.json_schema": given.json_schema is not None,
-            "sampling_params.regex": given.regex is not None,
-            "sampling_params.ebnf": given.ebnf is not None,
-        }
-    )
 
 
 def _openai_fields(body: GenerateBody) -> OpenAIBody:

@@ -42,7 +42,7 @@ def test_only_rows_that_ask_get_logprobs(saved: Models) -> None:
         prompt.row(0, 5, sample=SamplingParams(temperature=0.0, logprobs=count))
         for prompt, count in zip(prompts, wanted, strict=True)
     ]
-    samples, reports, _ = runner.execute(rows)
+    samples, reports, *_ = runner.execute(rows)
     assert reports == []
     assert samples[0].logprob is None
     assert [len(sample.logprob.top_ids) for sample in samples if sample.logprob is not None] == [0, 2]

@@ -58,21 +58,19 @@ NAMES = FIELDS | st.from_regex(r"[A-Za-z_0-9 .-]{1,20}", fullmatch=True)
 @example({"messages": [{}]}, ChatBody)
 @example({"messages": [{"role": "user", "content": [{}]}]}, ChatBody)
 @example({"stream_options": {"include_usage": 1}, "messages": []}, ChatBody)
-def test_fields_are_named_as_they_always_were(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+def test_complaints_name_the_field(body: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Where msgspec says it is; of unknown fields tests/server/api/test_fields.py has more."""
     encoded = msgspec.json.encode(body)
     try:
         msgspec.json.decode(encoded, type=kind)
     except msgspec.ValidationError as error:
         path, what, name = by_regular_expressions(str(error))
+        if what == "unknown":
+            return
         whole = f"{path}.{name}" if path and name else path or name
         field, message = refused(encoded, kind)
         assert field == (whole or "body")
-        beginning = {
-            "unknown": f"unknown field {name}",
-            "missing": f"{whole} is required",
-            "other": f"{whole or 'body'}: ",
-        }
-        assert message.startswith(beginning[what])
+        assert message.startswith({"missing": f"{whole} is required", "other": f"{whole or 'body'}: "}[what])
 
 
 @pytest.mark.parametrize("unit", ["a", " - at `$", "`", "``", " - at `$.a`", "\\n", "\\u0000", "é", "a.b[0]"])

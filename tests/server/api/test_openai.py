@@ -45,7 +45,7 @@ async def test_every_sampling_field_reaches_the_scheduler(tokenizer: Tokenizer) 
     more = {"priority": 3, "deadline_s": 2.5, "cache_salt": "mine", "ignore_eos": True, "stop_token_ids": [7, 7]}
     link = FakeLink(saying(tokenizer, "hello"))
     async with running(link, tokenizer) as service, client(service) as http:
-        body = {"prompt": [1, 2], **fields, **more, "logprobs": 2, "prompt_logprobs": 0, "routers_send": "extras"}
+        body = {"prompt": [1, 2], **fields, **more, "logprobs": 2, "prompt_logprobs": 0}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     (submit,) = link.of(Submit)
     sampling = submit.sampling

@@ -160,6 +160,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "model": "tiny",
             "fingerprint": "fp",
             "page_size": 16,
+            "structured_outputs": True,
             "kv_events": None,
             "load": None,
         }

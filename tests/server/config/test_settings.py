@@ -12,7 +12,7 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
-    "engine": {"cpuinfo", "pass_tokens"},
+    "engine": {"cache_dir", "cpuinfo", "pass_tokens"},
     "scheduler": {
         "page_size",
         "kv_pages",

@@ -16,8 +16,8 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, load_spec, resolve_source
+from headrace.engine.model.tokenizer_store import TokenizerRecord, convert, load_record
 from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.store import TokenizerRecord, convert, load_record
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.engine.models import transformers_tokenizer
 

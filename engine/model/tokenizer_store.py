@@ -119,7 +119,7 @@ def _read(path: Path) -> TokenizerRecord | None:
 
 def _convert_in_child(source: ModelSource, path: Path) -> None:
     """Run main() in a child process. Raises ConfigError with its error message, _NotWritten."""
-    command = module_command("headrace.server.tokenizer.store", str(os.getpid()), str(source.path), str(path))
+    command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
     # A session of its own: Ctrl-C in a terminal is for the server.
     child = subprocess.run(
         command, capture_output=True, text=True, errors="replace", check=False, start_new_session=True

@@ -1,0 +1,174 @@
+"""The constraint of a body, in whichever of the APIs' fields it is given: structured output."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.server.api.request.schema import (
+    GenerateSampling,
+    OpenAIBody,
+    ResponseFormat,
+    ResponsesBody,
+    SamplingBody,
+    StructuredOutputs,
+    TextFormat,
+)
+from headrace.server.frontend.served_model import ServedModel
+
+MAX_CHOICES = 4096
+MAX_CONSTRAINT_BYTES = 1 << 16
+JSON_OBJECT = '{"type":"object"}'
+INVALID_CONSTRAINT = "invalid_constraint"
+Found = tuple[str, Constraint]  # the field that gives it
+
+
+async def body_constraint(model: ServedModel, body: SamplingBody) -> Constraint | None:
+    """What the text of a request has to match; None if the body does not say. Raises HeadraceError: 400 for more than
+    one, for one that cannot be compiled, and for values that contradict it."""
+    found = _shared(body)
+    if isinstance(body, OpenAIBody):
+        found += _response_format("response_format", body.response_format)
+        if body.json_schema is not None:
+            found.append(("json_schema", _schema("json_schema", body.json_schema)))
+        if body.regex is not None:
+            found.append(("regex", Constraint("regex", body.regex)))
+        if body.ebnf is not None:
+            found.append(("ebnf", Constraint("grammar", body.ebnf)))
+    if isinstance(body, ResponsesBody) and body.text is not None:
+        found += _text_format("text.format", body.text.format)
+    return await _checked(model, found, ignore_eos=bool(body.ignore_eos))
+
+
+async def generate_constraint(model: ServedModel, given: GenerateSampling) -> Constraint | None:
+    """The same of SGLang's sampling_params."""
+    found: list[Found] = []
+    if given.json_schema is not None:
+        found.append(("sampling_params.json_schema", Constraint("json", given.json_schema)))
+    if given.regex is not None:
+        found.append(("sampling_params.regex", Constraint("regex", given.regex)))
+    if given.ebnf is not None:
+        found.append(("sampling_params.ebnf", Constraint("grammar", given.ebnf)))
+    return await _checked(model, found, ignore_eos=bool(given.ignore_eos), ignore_field="sampling_params.ignore_eos")
+
+
+async def _checked(
+    model: ServedModel, found: list[Found], *, ignore_eos: bool, ignore_field: str = "ignore_eos"
+) -> Constraint | None:
+    if not found:
+        return None
+    if len(found) > 1:
+        names = [field for field, _ in found]
+        text = f"{', '.join(names[:-1])} and {names[-1]} are given together; send one constraint"
+        raise invalid(names[-1], text)
+    ((field, constraint),) = found
+    if ignore_eos:
+        raise invalid(ignore_field, f"{ignore_field} and {field} contradict each other; send one of them")
+    if (size := len(constraint.text.encode(errors="surrogatepass"))) > MAX_CONSTRAINT_BYTES:
+        raise _refused(field, f"it has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
+    try:
+        constraint.text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(field, f"it is no valid text: {error.reason}") from error
+    if problem := await model.grammars.problem(constraint):
+        raise _refused(field, problem)
+    return constraint
+
+
+def _refused(field: str, why: str) -> HeadraceError:
+    return invalid(field, f"{field} cannot be used: {why}", code=INVALID_CONSTRAINT)
+
+
+def _shared(body: SamplingBody) -> list[Found]:
+    """vLLM's fields: structured_outputs, and those of its earlier versions."""
+    found = _structured("structured_outputs", body.structured_outputs)
+    if body.guided_json is not None:
+        found.append(("guided_json", _schema("guided_json", body.guided_json)))
+    if body.guided_regex is not None:
+        found.append(("guided_regex", Constraint("regex", body.guided_regex)))
+    if body.guided_choice is not None:
+        found.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
+    if body.guided_grammar is not None:
+        found.append(("guided_grammar", Constraint("grammar", body.guided_grammar)))
+    return found
+
+
+def _structured(name: str, given: StructuredOutputs | None) -> list[Found]:
+    """Raises HeadraceError (400) for an object that has no constraint."""
+    if given is None:
+        return []
+    found: list[Found] = []
+    if given.json is not None:
+        found.append((f"{name}.json", _schema(f"{name}.json", given.json)))
+    if given.regex is not None:
+        found.append((f"{name}.regex", Constraint("regex", given.regex)))
+    if given.choice is not None:
+        found.append((f"{name}.choice", _choice(f"{name}.choice", given.choice)))
+    if given.grammar is not None:
+        found.append((f"{name}.grammar", Constraint("grammar", given.grammar)))
+    if given.json_object:
+        found.append((f"{name}.json_object", Constraint("json", JSON_OBJECT)))
+    if not found:
+        raise invalid(name, f"{name} has no constraint; send one of json, regex, choice, grammar and json_object")
+    return found
+
+
+def _response_format(name: str, given: ResponseFormat | None) -> list[Found]:
+    """OpenAI's field of chat completions, where the schema is in an object of its own."""
+    if given is None or given == ResponseFormat():
+        return []
+    if given.type == "json_schema" and given.json_schema is None:
+        raise invalid(f"{name}.json_schema", f"{name}.json_schema has to be an object with a schema")
+    if given.type != "json_schema" and given.json_schema is not None:
+        raise _unused(f"{name}.json_schema", name)
+    schema = None if given.json_schema is None else given.json_schema.schema
+    return _format(name, given.type, f"{name}.json_schema.schema", schema)
+
+
+def _text_format(name: str, given: TextFormat | None) -> list[Found]:
+    """OpenAI's field of responses."""
+    if given is None or given == TextFormat():
+        return []
+    if given.type != "json_schema" and given.schema is not None:
+        raise _unused(f"{name}.schema", name)
+    return _format(name, given.type, f"{name}.schema", given.schema)
+
+
+def _format(name: str, kind: str | None, field: str, schema: Any) -> list[Found]:
+    """field: that of the schema."""
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [(name, Constraint("json", JSON_OBJECT))]
+    if kind != "json_schema":
+        message = f"{name}.type is {shown(str(kind))!r}; supported are text, json_object and json_schema"
+        raise invalid(f"{name}.type", message, code="unsupported")
+    if schema is None:
+        raise invalid(field, f"{field} is required", code="missing_field")
+    return [(field, _schema(field, schema))]
+
+
+def _unused(field: str, name: str) -> HeadraceError:
+    return invalid(field, f"{field} is given, and {name}.type is not json_schema; send one of them")
+
+
+def _schema(field: str, given: Any) -> Constraint:
+    """A JSON schema, given as an object or as its text."""
+    if isinstance(given, str):
+        return Constraint("json", given)
+    if not isinstance(given, dict | bool):
+        raise invalid(field, f"{field} has to be a JSON schema: an object", code="invalid_type")
+    try:
+        return Constraint("json", msgspec.json.encode(given).decode())
+    except RecursionError as error:
+        raise _refused(field, "it is nested too deeply") from error
+
+
+def _choice(field: str, given: list[str]) -> Constraint:
+    if not 1 <= len(given) <= MAX_CHOICES:
+        raise invalid(field, f"{field} has {len(given)} texts; 1 to {MAX_CHOICES} are allowed")
+    if not all(given):
+        raise invalid(f"{field}[{given.index('')}]", f"{field} has an empty text")
+    return Constraint("choice", json.dumps(given))

@@ -1,0 +1,208 @@
+"""Fields of other servers' APIs that this one does not serve: refused, or accepted where they change no answer.
+
+The structs of schema.py are the fields that are served; with those here they are all that a body may have, and what
+docs/api.md is generated from. A refused field passes if its value asks for nothing (null, false, an empty one, a
+default), as clients send that fill in all fields.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.server.api.request import schema
+
+
+class OtherField(NamedTuple):
+    """A field that is known and not served."""
+
+    refused: bool
+    """False: it is accepted, and changes no answer."""
+    why: str
+    """For people: why it is refused, or why it may be accepted."""
+    neutral: tuple[object, ...] = ()
+    """Further values of a refused field that ask for nothing."""
+
+
+def _refused(why: str, names: str, *neutral: object) -> Iterator[tuple[str, OtherField]]:
+    return ((name, OtherField(True, why, neutral)) for name in names.split())
+
+
+def _accepted(why: str, names: str) -> Iterator[tuple[str, OtherField]]:
+    return ((name, OtherField(False, why)) for name in names.split())
+
+
+def _table(*rows: Iterable[tuple[str, OtherField]]) -> dict[str, OtherField]:
+    return {name: field for row in rows for name, field in row}
+
+
+_LABELS = tuple(
+    _accepted(
+        "a label of the client's",
+        "user metadata safety_identifier service_tier prompt_cache_key prompt_cache_options prompt_cache_retention "
+        "session_id vllm_xargs",
+    )
+)
+_MODEL_INPUT = tuple(
+    _refused(
+        "text models only",
+        "mm_payload mm_processor_kwargs media_io_kwargs return_mm_kwargs prompt_embeds documents audio modalities "
+        "image",
+        ["text"],
+    )
+)
+_SAMPLING = (
+    *_refused("not served", "frequency_penalty presence_penalty", 0),
+    *_refused("not served", "repetition_penalty", 1.0),
+    *_refused("not served", "logit_bias"),
+)
+_CONSTRAINTS = (
+    *_refused("send structured_outputs with json, regex, choice or grammar", "structural_tag"),
+    *_refused("not served", "guided_whitespace_pattern"),
+    *_accepted("there is one library", "guided_decoding_backend"),
+)
+# SGLang's on OpenAI's routes. Routers that parse bodies send many of them with their defaults.
+_SGLANG = (
+    *_refused("the text ends before a stop string", "no_stop_trim"),
+    *_refused("hidden states are not sent to clients", "return_hidden_states"),
+    *_refused("adapters are not served", "lora_path"),
+    *_refused("code of clients is not run", "custom_logit_processor"),
+    *_refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
+    *_refused("not served", "stop_regex custom_params return_routed_experts"),
+    *_accepted("a label of the client's or of a router", "custom_labels"),
+    *_accepted("the id of a response is made here; X-Request-Id is in the logs", "rid"),
+)
+_FORMAT = (
+    *_accepted("a label of the client's", "name description"),
+    *_accepted("schemas are kept to, strict or not", "strict"),
+)
+_GENERATION = (
+    *_refused("beam search is not served", "use_beam_search length_penalty", 1.0),
+    *_refused(
+        "not served", "bad_words allowed_token_ids logprob_token_ids repetition_detection watermarking moderation"
+    ),
+    *_refused("reasoning is not parsed", "thinking_token_budget reasoning_effort reasoning verbosity"),
+    *_refused("prompts are not cut; send what fits", "truncate_prompt_tokens truncation_side truncation", "disabled"),
+    *_refused("the text ends before a stop string", "include_stop_str_in_output"),
+    *_refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
+    *_refused("special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True),
+    *_refused("text is sent as it comes", "stream_interval", 1),
+    *_refused(
+        "ids are in the response of POST /v1/prefill and POST /generate",
+        "return_token_ids return_tokens_as_token_ids return_token_offsets return_prompt_text",
+    ),
+    *_refused("not served", "routed_experts_prompt_start ec_transfer_params"),
+    *_accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id"),
+)
+_CHAT_TEMPLATE = (
+    *_refused("the model's own chat template is used", "chat_template chat_template_kwargs"),
+    *_refused("the model's own chat template decides", "add_generation_prompt", True),
+    *_refused("the model's own chat template decides", "continue_final_message add_special_tokens"),
+    *_refused("reasoning is not parsed", "include_reasoning separate_reasoning stream_reasoning", True),
+)
+_TOOLS = (
+    *_refused("tools are not served", "tools functions"),
+    *_refused("tools are not served", "tool_choice function_call", "none", "auto"),
+    *_accepted("no tools are called", "parallel_tool_calls max_tool_calls"),
+    *_refused("nothing is searched", "web_search_options"),
+)
+_STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
+_OPENAI = (*_LABELS, *_MODEL_INPUT, *_SAMPLING, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
+
+OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
+    schema.CompletionBody: _table(
+        _OPENAI,
+        _refused("the tokenizer decides", "add_special_tokens", True),
+        _refused("prompt_logprobs has the logprobs of the prompt", "echo"),
+        _refused("text is continued at its end", "suffix"),
+        _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
+        _refused("tools are not served", "tools functions"),
+    ),
+    schema.ChatBody: _table(_OPENAI, _CHAT_TEMPLATE, _TOOLS, _STORE, _refused("POST /v1/completions has it", "echo")),
+    schema.ResponsesBody: _table(
+        _OPENAI,
+        _CHAT_TEMPLATE,
+        _TOOLS,
+        _STORE,
+        _refused("not served", "include prompt context_management access_programs previous_input_messages"),
+        _refused("not served", "enable_response_messages"),
+        _refused("responses are not stored", "previous_response_id conversation background"),
+        _refused("POST /v1/chat/completions has them", "logprobs top_logprobs", 0),
+    ),
+    schema.PrefillBody: _table(_SAMPLING, _CONSTRAINTS),
+    schema.DetokenizeBody: {},
+    schema.TokenizeBody: _table(
+        _CHAT_TEMPLATE,
+        _MODEL_INPUT,
+        _refused("tools are not served", "tools"),
+        _refused("ask POST /detokenize", "return_token_strs"),
+    ),
+    schema.StructuredOutputs: _table(
+        _refused("not served", "structural_tag whitespace_pattern"),
+        _refused("not served", "disable_any_whitespace disable_additional_properties"),
+        _accepted("there is one library", "disable_fallback"),
+    ),
+    schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
+    schema.JsonSchemaFormat: _table(_FORMAT),
+    schema.TextFormat: _table(_FORMAT),
+    schema.TextOptions: _table(_refused("reasoning is not parsed", "verbosity")),
+    schema.StreamOptions: _table(
+        _refused("usage comes at the end", "continuous_usage_stats"),
+        _accepted("nothing is padded", "include_obfuscation"),
+    ),
+    schema.ChatMessage: _table(
+        _refused("tools are not served", "tool_calls tool_call_id function_call"),
+        _refused("text models only", "audio"),
+        _accepted("comes back from responses of other servers", "refusal annotations reasoning reasoning_content"),
+    ),
+    schema.InputItem: _table(
+        _refused("tools are not served", "call_id arguments output"),
+        _accepted("comes back from responses", "id status annotations"),
+    ),
+    schema.Part: _table(
+        _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
+        _accepted("comes back from responses", "annotations logprobs"),
+    ),
+    schema.GenerateSampling: _table(
+        _SAMPLING,
+        _refused("not served", "stop_regex structural_tag custom_params"),
+        _refused("the text ends before a stop string", "no_stop_trim"),
+        _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
+        _refused(
+            "special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True
+        ),
+        _refused("text is sent as it comes", "stream_interval", 1),
+        _refused("beam search is not served", "beam_width", 1),
+    ),
+    schema.GenerateBody: _table(
+        _accepted(
+            "a label of the client's or of a router",
+            "session_id conversation_id routing_key custom_labels no_logs log_metrics bootstrap_pair_key "
+            "decode_tp_size external_trace_header received_time http_worker_ipc kv_router_hint disagg_prefill_dp_rank",
+        ),
+        _refused(
+            "text models only",
+            "input_embeds image_data video_data audio_data mm_hashes mm_content_hashes use_audio_in_video video_config "
+            "modalities positional_embed_overrides need_wait_for_mm_inputs num_items_assigned encoder_urls "
+            "images_config max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch "
+            "return_bytes",
+        ),
+        # Routers limit what a prefill server generates by these, though SGLang has no such fields.
+        _refused("sampling_params has max_new_tokens and min_new_tokens", "max_tokens min_tokens", 1),
+        _refused("hidden states are not sent to clients", "return_hidden_states"),
+        _refused("adapters are not served", "lora_path lora_id"),
+        _refused("code of clients is not run", "custom_logit_processor"),
+        _refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
+        _refused("send data_parallel_rank", "routed_dp_rank"),
+        _refused("responses are not stored", "background"),
+        _refused("reasoning is not parsed", "require_reasoning max_thinking_tokens"),
+        _refused(
+            "not served",
+            "token_ids_logprob return_sampling_mask return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64 "
+            "return_routed_experts routed_experts_start_len return_indexer_topk return_entropy "
+            "multi_item_delimiter_indices",
+            0,
+        ),
+        _accepted("ids are in the response anyway", "return_prompt_token_ids return_text_in_logprobs"),
+    ),
+}

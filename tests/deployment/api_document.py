@@ -1,0 +1,79 @@
+"""The tables of docs/api.md, made from the code: python -m tests.deployment.api_document writes them."""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from headrace.server.api.request import schema
+from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
+from tests.deployment.files import ROOT
+
+DOCUMENT = ROOT / "docs" / "api.md"
+BEGIN, END = "<!-- made from the code: begin -->\n", "<!-- made from the code: end -->\n"
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "POST /v1/completions": schema.CompletionBody,
+    "POST /v1/chat/completions": schema.ChatBody,
+    "POST /v1/responses": schema.ResponsesBody,
+    "POST /generate": schema.GenerateBody,
+    "POST /generate: `sampling_params`": schema.GenerateSampling,
+    "POST /v1/prefill": schema.PrefillBody,
+    "POST /tokenize": schema.TokenizeBody,
+    "POST /detokenize": schema.DetokenizeBody,
+    "`structured_outputs`": schema.StructuredOutputs,
+    "`response_format`": schema.ResponseFormat,
+    "`response_format.json_schema`": schema.JsonSchemaFormat,
+    "`text` of POST /v1/responses": schema.TextOptions,
+    "`text.format` of POST /v1/responses": schema.TextFormat,
+    "`stream_options`": schema.StreamOptions,
+    "items of `messages`": schema.ChatMessage,
+    "items of `input`": schema.InputItem,
+    "parts of `content`": schema.Part,
+}
+
+
+def tables() -> str:
+    """All tables, as Markdown."""
+    return "\n".join(line for title, kind in BODIES.items() for line in _section(title, kind))
+
+
+def written() -> str:
+    """The document with these tables."""
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+
+
+def _section(title: str, kind: type[msgspec.Struct]) -> Iterator[str]:
+    yield f"### {title}"
+    yield ""
+    required = [name for field in msgspec.structs.fields(kind) if field.required for name in [field.encode_name]]
+    served = [f"**`{name}`**" if name in required else f"`{name}`" for name in sorted(kind.__struct_fields__)]
+    yield f"Served: {', '.join(served)}."
+    yield ""
+    others = OTHER_FIELDS[kind]
+    for refused, heading in ((False, "accepted, changes no answer"), (True, "refused")):
+        rows = _by_reason({name: field for name, field in others.items() if field.refused is refused})
+        if rows:
+            yield f"| {heading} | why |"
+            yield "|---|---|"
+            yield from (
+                f"| {', '.join(f'`{name}`' for name in sorted(names))} | {why} |" for why, names in rows.items()
+            )
+            yield ""
+
+
+def _by_reason(fields: dict[str, OtherField]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for name, field in sorted(fields.items()):
+        rows.setdefault(field.why, []).append(name)
+    return rows
+
+
+def documented() -> set[str]:
+    """Every field that the document names."""
+    return set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written())

@@ -1,0 +1,44 @@
+"""Structured output through routers: both servers get the constraint, whatever the router does with the body."""
+
+import json
+import re
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.e2e.schemas import random_schema
+from tests.routers.fleet import Router, Site
+from tests.routers.test_texts import CHAT, COMPLETION, texts
+
+pytestmark = pytest.mark.routers
+
+SCHEMAS = 20
+
+
+def text_of(router: Router, path: str, body: dict[str, Any]) -> str:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "say"}]} if path == CHAT else {"prompt": "say"}
+    return texts(router.post(path, {"model": "tested", "max_tokens": 1500, **prompt, **body}))[0]
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+def test_fields_of_both_engines(router: Router, site: Site, path: str) -> None:
+    """SGLang's routers pass SGLang's fields on, and leave vLLM's out of chats."""
+    pattern = "[xy]{3}z"
+    bodies = ({"regex": pattern}, {"ebnf": 'root ::= [xy] [xy] [xy] "z"'})
+    if not router.name.startswith("sglang"):
+        bodies = ({"structured_outputs": {"regex": pattern}}, {"guided_regex": pattern})
+    for body in bodies:
+        text = text_of(router, path, body)
+        assert re.fullmatch(pattern, text), f"{body} through {router.name}: {text[:99]!r}"
+    site.quiet()
+
+
+def test_random_schemas(router: Router, site: Site) -> None:
+    for seed in range(SCHEMAS):
+        schema = random_schema(Random(seed))
+        form = {"type": "json_schema", "json_schema": {"name": "schema", "schema": schema}}
+        text = text_of(router, CHAT, {"response_format": form, "seed": seed})
+        jsonschema.validate(json.loads(text), schema)
+    site.quiet()
