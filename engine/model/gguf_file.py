@@ -22,6 +22,7 @@ from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+MAX_DIMENSIONS = 4  # of a tensor, as in ggml
 JOINED_ROWS = 64  # rows dequantised as one
 Q8_BLOCK = 32  # values of a block of kind Q8_0, after their scale in float16
 
@@ -60,7 +61,7 @@ class GgufFile:
             for name, info in self.tensors.items():
                 if info.offset + info.byte_count > len(self._data):
                     raise ValueError(f"it ends before tensor {name} does")
-        except (OSError, ValueError, struct.error) as error:
+        except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
     def read(
@@ -200,6 +201,8 @@ class _Header:
         metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(key_count)}
         table = [self._tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment must be a positive whole number, found {alignment!r:.40}")
         start = ceil_div(self._at, alignment) * alignment
         return metadata, {name: info._replace(offset=start + info.offset) for name, info in table}
 
@@ -231,14 +234,17 @@ class _Header:
         if item in _SCALARS:
             return self._scalars(_SCALARS[item], count)
         if item != _STRING:
-            return [self._value(item) for _ in range(count)]
+            raise ValueError(f"metadata arrays of items of type {item} are not supported")
         for _ in range(count):
             self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
         return count
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name = self._string()
-        sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        dimensions = self._scalar("<I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r:.80} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are supported")
+        sizes = [self._scalar("<Q") for _ in range(dimensions)]
         kind = GGMLQuantizationType(self._scalar("<I"))
         return name, TensorInfo(tuple(reversed(sizes)), kind, self._scalar("<Q"))
 

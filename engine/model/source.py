@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ConfigError when the file cannot be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object")

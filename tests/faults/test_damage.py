@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,41 @@ def test_damaged_gguf_headers_are_refused(tmp_path: Path) -> None:
         path.write_bytes(stored[:length])
         with pytest.raises(ConfigError):
             load_spec(resolve_source(str(path)))
+
+
+def gguf(values: bytes = b"", keys: int = 0, tensors: int = 0) -> bytes:
+    """A GGUF file of version 3 with these entries after its counts."""
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + values
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        (gguf(string(b"general.alignment") + struct.pack("<II", 4, 0), 1), "general.alignment"),
+        (gguf(string(b"general.alignment") + struct.pack("<I", 8) + string(b"x"), 1), "general.alignment"),
+        (gguf(string(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000, 1), "arrays"),
+        (gguf(string(b"t") + struct.pack("<IIQ", 0, 0, 0), tensors=1), "0 dimensions"),
+        (gguf(string(b"t") + struct.pack("<I", 1 << 31), tensors=1), "dimensions"),
+        (gguf(string(b"k") + struct.pack("<IIQ", 9, 4, (1 << 64) - 1), 1), "model.gguf"),
+        (gguf(struct.pack("<Q", (1 << 64) - 1), 1), "model.gguf"),
+    ],
+)
+def test_malformed_gguf_headers_are_refused(stored: bytes, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(stored)
+    with pytest.raises(ConfigError, match=named) as raised:
+        load_spec(resolve_source(str(path)))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_deeply_nested_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_spec(resolve_source(str(tmp_path)))
 
 
 def test_a_changed_weight_is_another_model(folder: Path, tmp_path: Path) -> None:
