@@ -51,8 +51,11 @@ fetched request
 held request
     - > bootstrap          : Submit
     - > waiting            : Submit
-    bootstrap > waiting    : Submit
-    bootstrap > failed     : Submit
+    bootstrap > waiting    : Abort, ChunkAcked, PeerCancelled, PeerGone, PeerReserved, SendCancelled, SendFailed, Submit
+    bootstrap > waiting    : deadline REQUEST, deadline TRANSFER, next
+    bootstrap > failed     : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed, Submit
+    bootstrap > failed     : deadline REQUEST
+    waiting > bootstrap    : PeerReserved, PlanDone
     waiting > running      : next
     waiting > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed, deadline REQUEST
     running > inflight     : PlanDone
