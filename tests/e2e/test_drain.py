@@ -22,8 +22,6 @@ PATIENT = ("--transfer-timeout", "60", "--drain-timeout", "60")
 LONG = 3000  # tokens of a text that does not end by itself
 ENDLESS = {"max_new_tokens": LONG, "ignore_eos": True}
 
-pytestmark = pytest.mark.full
-
 
 class Site:
     """The pair, and what is asked of it."""
@@ -102,8 +100,8 @@ def right(ends: list[Ended]) -> None:
 
 
 def test_a_pair_is_stopped(site: Site) -> None:
-    """The prefill server ends when its last chunk is acknowledged; the decode server's text is then cut short by a
-    second signal, which its client is told."""
+    """A rolling restart kills no request: the prefill server is not ready at once, and ends when its last chunk is
+    acknowledged. A second signal fails fast: the decode server's text is cut short, and its client is told."""
     prefill, decode = site.pair.servers
     stream = site.stream(prompt=site.prompt(20))
     site.pair.network.slow(SLOW)
@@ -118,7 +116,6 @@ def test_a_pair_is_stopped(site: Site) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
     assert prefill.total("headrace_unacked_bytes") > 0
-    print(prefill.total("headrace_unacked_bytes"), prefill.total("headrace_bytes_sent_total"))
     right(site.asked.results())
     site.gone(prefill, 0, children)
     children = decode.children()
@@ -130,6 +127,7 @@ def test_a_pair_is_stopped(site: Site) -> None:
     site.gone(decode, 128 + signal.SIGINT, children)
 
 
+@pytest.mark.full
 def test_both_sides_are_told_when_the_drain_takes_too_long(site: Site) -> None:
     prefill, decode = site.ready("--drain-timeout", "1")
     site.pair.network.slow(STOPPED)
@@ -143,6 +141,7 @@ def test_both_sides_are_told_when_the_drain_takes_too_long(site: Site) -> None:
     assert "3 requests and 0 held prompts are left after 1 s" in prefill.log
 
 
+@pytest.mark.full
 def test_a_second_signal_to_a_prefill_server(site: Site) -> None:
     """Its own clients and those of the decode server are told."""
     prefill, decode = site.ready()
@@ -162,6 +161,7 @@ def test_a_second_signal_to_a_prefill_server(site: Site) -> None:
     settled(decode)
 
 
+@pytest.mark.full
 def test_a_drained_decode_server_ends_its_texts_and_gives_back_what_is_held_for_it(site: Site) -> None:
     prefill, decode = site.ready()
     site.pair.network.slow(SLOW)
@@ -182,6 +182,7 @@ def test_a_drained_decode_server_ends_its_texts_and_gives_back_what_is_held_for_
     settled(prefill)
 
 
+@pytest.mark.full
 def test_a_second_signal_to_a_decode_server(site: Site) -> None:
     """Streams of every kind end with an error event, and the prefill server is told what is not wanted any more."""
     prefill, decode = site.ready()

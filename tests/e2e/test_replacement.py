@@ -34,6 +34,7 @@ def test_a_prefill_server_is_taken_away_and_the_decode_server_is_told_twice() ->
 
 @pytest.mark.full
 def test_all_are_replaced() -> None:
+    """Prefill and decode servers go and come under load: the ratio of the two is not fixed, and no request fails."""
     with fleet() as servers, closing(Balancer([decode.url for decode in servers.decodes])) as balancer:
         with closing(Clients(balancer, servers.texts)) as clients:
             for server in servers.servers:

@@ -1,0 +1,28 @@
+"""What a decode server sends to prefill servers of other releases, which refuse fields that they do not know."""
+
+import msgspec
+
+from headrace.core.types.request import SamplingParams
+from headrace.server.api.request.schema import PrefillBody
+from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.prefill_body import prefill_body
+
+FIRST_RELEASE = {"rid", "ticket", "prompt_token_ids", "stop", "ignore_eos", "priority", "cache_salt", "stream"}
+
+
+def test_a_request_without_parameters_needs_no_field_that_was_added_later() -> None:
+    body = prefill_body(GenerationRequest(rid="r", prompt=(1, 2), sampling=SamplingParams()), "t")
+    assert body.keys() <= FIRST_RELEASE
+
+
+def test_every_field_is_one_that_this_release_knows() -> None:
+    sampling = SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=2, min_tokens=1, stop_token_ids=(5,),
+        logprobs=1, prompt_logprobs=1,
+    )  # fmt: skip
+    request = GenerationRequest(
+        rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s"
+    )
+    body = prefill_body(request, "t")
+    assert msgspec.convert(body, PrefillBody).rid == "r"
+    assert body.keys() > FIRST_RELEASE
