@@ -300,7 +300,7 @@ def main() -> int:
     leave_signals_to_parent()
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=StageConfig)
-    configure_logging(config.log_level, config.name)
+    configure_logging(config.log_level, config.name, config.log_format)
     try:
         return run(config)
     except LinkBroken as error:

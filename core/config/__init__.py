@@ -4,7 +4,7 @@ from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
 from headrace.core.config.model import Compile, Dtype, EngineConfig, ExpertExchange, MlaForm, ModelConfig, Quantize
 from headrace.core.config.scheduler import Policy, SchedulerConfig
-from headrace.core.config.server import Role, Routing, ServerConfig
+from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
 from headrace.core.config.transfer import KvEventsConfig, TransferConfig
 
@@ -18,6 +18,7 @@ __all__ = [
     "Flag",
     "GroupConfig",
     "KvEventsConfig",
+    "LogFormat",
     "MlaForm",
     "ModelConfig",
     "Policy",

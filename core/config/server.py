@@ -10,6 +10,7 @@ Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,3 +163,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     """Empty: nothing is kept."""
     log_level: Annotated[LogLevel, Flag("log-level", TELEMETRY, "least severe messages that are logged")] = "info"
+    log_format: Annotated[
+        LogFormat, Flag("log-format", TELEMETRY, "text, or json: one object a line, with the fields of requests")
+    ] = "text"

@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
 from headrace.core.config.model import EngineConfig, ModelConfig
-from headrace.core.config.server import Role
+from headrace.core.config.server import LogFormat, Role
 from headrace.core.config.transfer import TransferConfig
 from headrace.core.types.coordinate import Rules
 from headrace.core.types.external import ExternalMember, parse_member
@@ -70,6 +70,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     transfer: TransferConfig
     log_level: str = "info"
+    log_format: LogFormat = "text"
     layout: Layout = Layout()
     """The ranks of the group."""
     epoch: int = 0

@@ -5,8 +5,11 @@ control characters and terminal escapes are written as \\xNN, and lines of a tra
 look like another message.
 """
 
+import json
 import logging
 from collections.abc import Container
+from datetime import UTC, datetime
+from typing import Literal
 
 from headrace.core.runtime.log_throttle import printable
 from headrace.core.runtime.rate_limit import TokenBucket
@@ -17,18 +20,23 @@ BURST = 100.0
 INDENT = "    "
 
 
-def configure_logging(level: str, name: str, unlimited: Container[str] = ()) -> None:
-    """Log to standard error from now on. level: least severe one. name: of the process, begins each message. unlimited:
+def configure_logging(
+    level: str, name: str, form: Literal["text", "json"] = "text", unlimited: Container[str] = ()
+) -> None:
+    """Log to standard error from now on. level: least severe one. name: of the process, is in each message. unlimited:
     loggers that bound their rate by themselves."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {name.replace('%', '%%')}: %(message)s"))
+    handler.setFormatter(JsonFormatter(name) if form == "json" else LineFormatter(name))
     if level != "debug":
         handler.addFilter(RateFilter(unlimited))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 class LineFormatter(logging.Formatter):
     """Writes a record as one line of printable characters, and its traceback in lines that are indented."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process.replace('%', '%%')}: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without the traceback."""
@@ -41,6 +49,28 @@ class LineFormatter(logging.Formatter):
     def formatStack(self, stack_info: str) -> str:
         """The stack of a record that asks for it."""
         return _indented(stack_info)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as a line of JSON: time, level, process, logger, message, traceback, and its fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; ASCII alone, so that no terminal takes a part of it for a command."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": _cut(record.getMessage()),
+        }
+        if record.exc_info:
+            line["traceback"] = _cut(self.formatException(record.exc_info))
+        line |= getattr(record, "fields", {})
+        return json.dumps(line, default=str)
 
 
 class RateFilter(logging.Filter):
@@ -72,4 +102,8 @@ def _indented(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    return printable(text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)")
+    return printable(_cut(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"

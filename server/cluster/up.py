@@ -39,7 +39,7 @@ GROUP_END_S = 30.0  # for the other ranks, once one has ended
 def main(options: UpOptions, config: Config, serve_flags: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a server until a signal. serve_flags: those of `headrace serve`, from which config is. Returns the server's
     exit status. Raises ConfigError for a cluster that cannot be reached or has no room."""
-    configure_logging(config.server.log_level, "up")
+    configure_logging(config.server.log_level, "up", config.server.log_format)
     ranks = RayRanks(options, len(config.scheduler.layout.ranks))
     try:
         return asyncio.run(_Up(ranks, config, serve_flags, environ).run())

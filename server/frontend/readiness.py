@@ -64,6 +64,10 @@ class Readiness:
         """Wait until all stages have loaded. A decode server may then still lack a prefill server."""
         await self._client.wait_for(lambda: self._client.engine is not None and self._client.engine.ready)
 
+    async def wait_ready(self) -> None:
+        """Wait until /ready says that the server would serve."""
+        await self._client.wait_for(lambda: self.not_ready() is None)
+
     async def next_engine_news(self, previous: str) -> str:
         """One sentence on the state of the stages; waits until it differs from the previous one."""
         await self._client.wait_for(lambda: self._engine_news() not in ("", previous))

@@ -119,7 +119,8 @@ class RequestLog:
             fields["refusals_not_logged"] = self._unlogged
             self._unlogged = 0
         level = logging.WARNING if max(status, record.error_status) >= 500 else logging.INFO
-        log.log(level, "request %s", " ".join(f"{name}={_shown(value)}" for name, value in fields.items()))
+        text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        log.log(level, "request %s", text, extra={"fields": fields})
 
 
 def _shown(value: str | float) -> str:

@@ -20,6 +20,7 @@ from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.scheduler_link import SchedulerLink
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.frontend.statistics_log import StatisticsLog
 from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.tracer import Tracer
@@ -73,6 +74,7 @@ class Service:
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
         self.stats = StatsCollector(self._client, self.readiness, self.metrics)
+        self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
         local = config.server.fallback == "local"
         self.completions = Completions(
@@ -92,9 +94,12 @@ class Service:
         self.metrics.set_build(headrace_version(), self.config.server.role, self.model.name)
         if self.prefills is not None:
             self.prefills.start()
+        self._statistics_log = asyncio.create_task(StatisticsLog(self.stats.snapshot, self.clock).run())
 
     async def stop(self) -> None:
         """End every task. Requests that are still open fail."""
+        if self._statistics_log is not None:
+            self._statistics_log.cancel()
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()

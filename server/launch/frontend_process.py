@@ -1,6 +1,7 @@
 """The front end: the Service, and uvicorn with the HTTP application."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -91,8 +92,9 @@ class FrontEnd:
             printed = await self.service.readiness.next_engine_news(printed)
             say(printed)
 
-    def announce(self, seconds: float) -> None:
-        """Print the addresses of the server, once it is ready."""
+    async def announce(self, started: float) -> None:
+        """Print the addresses of the server, whose stages are loaded, and that it is ready; waits until /ready says so,
+        too. started: time.monotonic() then."""
         config = self._config
         info, stages = self.service.control.require_stages()
         lines = [
@@ -117,7 +119,12 @@ class FrontEnd:
             f"  kv     {stages.kv_pages:,} pages of {config.engine.page_size} tokens ({tokens:,} tokens){each}"
         )
         lines += [f"  from   {url}  (prefill)" for url in config.server.prefill]
-        lines.append(f"ready in {seconds:.1f} s; Ctrl-C drains")
+        if (why := self.service.readiness.not_ready()) is not None:
+            lines.append(f"not ready yet: {why.message}")
+            say("\n".join(lines))
+            lines = []
+            await self.service.readiness.wait_ready()
+        lines.append(f"ready in {time.monotonic() - started:.1f} s; Ctrl-C drains")
         say("\n".join(lines))
 
 

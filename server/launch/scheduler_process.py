@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import zmq
 
-from headrace.core.config import KvEventsConfig, Role, SchedulerConfig, StageConfig, TransferConfig
+from headrace.core.config import KvEventsConfig, LogFormat, Role, SchedulerConfig, StageConfig, TransferConfig
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
@@ -76,6 +76,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: KvEventsConfig = KvEventsConfig()
     allow_prefill: tuple[str, ...] = ()
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
 
 class Pauses:
@@ -236,7 +237,7 @@ def main() -> int:
     leave_signals_to_parent()
     raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SchedulerProcessConfig)
-    configure_logging(config.log_level, "scheduler")
+    configure_logging(config.log_level, "scheduler", config.log_format)
     try:
         run(config)
     except ConfigError as error:

@@ -57,7 +57,7 @@ def serve(config: Config) -> int:
 
     Raises ConfigError for an HTTP port that cannot be bound.
     """
-    configure_logging(config.server.log_level, "front end", unlimited={request_log.__name__})
+    configure_logging(config.server.log_level, "front end", config.server.log_format, unlimited={request_log.__name__})
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()
@@ -127,7 +127,7 @@ async def _serve(config: Config, listeners: HttpListeners, folder: Path, stop: S
         await _first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
             served = True
-            front.announce(time.monotonic() - started)
+            await _first_of(over, front.announce(started))
             await over
         stopped = stop.first.is_set()
         if stopped:
@@ -177,6 +177,7 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
         kv_events=config.kv_events,
         allow_prefill=config.server.allow_prefill,
         log_level=config.server.log_level,
+        log_format=config.server.log_format,
     )
     return Child("headrace.server.launch.scheduler_process", scheduler, threads=1, descriptors=(front.fileno(),))
 
@@ -231,6 +232,7 @@ def _template(config: Config) -> StageConfig:
         stage_timeout_s=config.scheduler.stage_timeout_s,
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,
+        log_format=config.server.log_format,
         role=config.server.role,
         member=config.group.member,
         rules=config.scheduler.rules,

@@ -48,7 +48,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     log.info("joining %s as rank %d of %d", endpoint, info.rank, info.world_size)
     try:
         config = client.join()
-        logging.getLogger().setLevel(config.log_level.upper())
+        configure_logging(config.log_level, f"rank {info.rank}", config.log_format)
         client.start_heartbeat()
         return run(_complete(config, cpuinfo, endpoint, info))
     except MembershipOver as error:

@@ -60,6 +60,7 @@ class PrefillServer:
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
         self.target: Discovery | None = None  # what the scheduler was told to connect to
+        self.was_up = False
         self.unfit = False  # down, and trying again does not help
         self.attempts = 0  # to discover it, that have begun
         self.failed = 0  # the last of them that failed
@@ -153,7 +154,9 @@ class PrefillPool:
         if server is None or server.target is None:
             return
         if (server.up, server.reason) != (state.up, state.reason):
-            log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
+            level = logging.WARNING if server.was_up else logging.INFO  # until then it is only not there yet
+            log.log(level, "prefill server %s is %s", state.name, "up" if state.up else f"down: {state.reason}")
+        server.was_up |= state.up
         server.up, server.reason, server.unfit = state.up, state.reason, state.unfit
         server.changed.set()
 

@@ -1,8 +1,12 @@
 """The log: no text of others makes a second line or reaches the terminal, and no place floods it."""
 
 import io
+import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Literal
 
 import pytest
 
@@ -14,10 +18,16 @@ FORGED = "p\n2026-01-01 00:00:00,000 ERROR scheduler: all is lost\x1b[2J\r\u2028
 @pytest.fixture
 def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     """A logger whose handler is set up as configure_logging() does it, and what it writes."""
+    with configured("text") as found:
+        yield found
+
+
+@contextmanager
+def configured(form: Literal["text", "json"]) -> Iterator[tuple[logging.Logger, io.StringIO]]:
     root, written = logging.getLogger(), io.StringIO()
     before, level = root.handlers[:], root.level
     root.handlers[:] = []
-    logs.configure_logging("info", "rank 1 (50%)")
+    logs.configure_logging("info", "rank 1 (50%)", form)
     [handler] = root.handlers
     assert isinstance(handler, logging.StreamHandler)
     handler.setStream(written)
@@ -44,6 +54,24 @@ def test_a_traceback_cannot_look_like_messages(log: tuple[logging.Logger, io.Str
     first, *others = written.getvalue().removesuffix("\n").split("\n")
     assert first.endswith("it failed")
     assert all(line.isprintable() and line.startswith(logs.INDENT) for line in others)
+
+
+def test_lines_of_json_have_the_fields_of_a_record_and_no_control_characters() -> None:
+    with configured("json") as (logger, written):
+        logger.warning("hello from %s", FORGED, extra={"fields": {"rid": FORGED, "prompt": 7}})
+        try:
+            raise ValueError(FORGED)
+        except ValueError:
+            logger.exception("it failed")
+    first, second = written.getvalue().splitlines()
+    assert (first + second).isascii()
+    assert (first + second).isprintable()
+    line = json.loads(first)
+    assert line["message"] == f"hello from {FORGED}"
+    assert (line["level"], line["process"], line["logger"]) == ("warning", "rank 1 (50%)", "anything")
+    assert (line["rid"], line["prompt"]) == (FORGED, 7)
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert "ValueError" in json.loads(second)["traceback"]
 
 
 def test_a_long_message_is_cut(log: tuple[logging.Logger, io.StringIO]) -> None:

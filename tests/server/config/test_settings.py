@@ -70,6 +70,7 @@ FLAGS = """\
 --kv-events-replay-port N [0..65535] = 0
 --kv-events-topic TEXT =
 --kv-pages N [0..] = 0
+--log-format {text,json} = text
 --log-level {debug,info,warning,error} = info
 --max-body-bytes BYTES [1024..] = 16777216
 --max-model-len N [0..] = 0
