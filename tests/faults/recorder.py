@@ -36,7 +36,9 @@ class Recorder:
         if report.when == "call" or not report.passed:
             self._elsewhere_ended(report)
             if "test_matrix" in report.nodeid and not report.passed:
-                fault, place, phase = report.nodeid.partition("[")[2].rstrip("]").split(": ")
+                fault, place, phase = (
+                    report.nodeid.partition("[")[2].rstrip("]").rsplit(": ", 2)
+                )  # a fault may have a colon
                 self.results[fault, place, phase] = "skipped" if report.skipped else "FAILED"
 
     def _elsewhere_ended(self, report: pytest.TestReport) -> None:

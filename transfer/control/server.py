@@ -13,6 +13,7 @@ from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerGon
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
+from headrace.core.types.errors import NOT_READY
 from headrace.transfer.control.session import UNKNOWN, Sender
 from headrace.transfer.control.session_table import Outcome, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer
@@ -115,8 +116,16 @@ class ControlServer:
             message = self._received.decode(body[0])
         except DecodeError as error:
             return self._sessions.malformed(route, f"no message of this protocol: {error}", now)
-        sender = Sender(*self._listener.sender(arrival)) if isinstance(message, Hello) else UNKNOWN
-        return self._sessions.receive(route, message, now, sender)
+        if not isinstance(message, Hello):
+            return self._sessions.receive(route, message, now, UNKNOWN)
+        sender = Sender(*self._listener.sender(arrival))
+        outcome = self._sessions.receive(route, message, now, sender)
+        for _, reply in outcome.replies:
+            if not isinstance(reply, Refuse) or reply.code == NOT_READY:
+                continue
+            if self._log_throttle.due(f"{reply.code} {sender.owner}", now):
+                log.warning("refused %s at %s: %s: %s", message.name, sender.host, reply.code, reply.message)
+        return outcome
 
     def _act(self, outcome: Outcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
         """Send the replies and close ended connections. A session whose connection takes no more is ended.
