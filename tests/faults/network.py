@@ -49,8 +49,10 @@ class Network:
 
     def close(self) -> None:
         assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
         self._relay.stdin.close()
         self._relay.wait(10)
+        self._relay.stdout.close()
 
 
 def missing() -> str:
