@@ -1,7 +1,7 @@
 """The front end: the Service, and uvicorn with the HTTP application."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import uvicorn
@@ -31,6 +31,7 @@ class FrontEnd:
         listeners: HttpListeners,
         *,
         scheduler_pid: int,
+        memory: Sequence[str],
         on_stages_ready: Callable[[], None],
         on_stage_down: Callable[[StageDown], None],
     ) -> None:
@@ -39,6 +40,7 @@ class FrontEnd:
             SocketLink(scheduler),
             config,
             inspect_scheduler=partial(read_activity, scheduler_pid),
+            memory=memory,
             on_stages_ready=on_stages_ready,
             on_stage_down=on_stage_down,
         )

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,9 @@ LOOPBACK = "127.0.0.1"
 MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
 
 
-def serve(config: Config) -> int:
-    """Run a server with a resolved configuration until a signal. Returns the exit status.
+def serve(config: Config, memory: Sequence[str]) -> int:
+    """Run a server with a resolved configuration until a signal. Returns the exit status. memory: how that of each rank
+    is divided, in words.
 
     Raises ConfigError for an HTTP port that cannot be bound.
     """
@@ -64,12 +65,12 @@ def serve(config: Config) -> int:
             closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
             private_folder() as folder,
         ):
-            return asyncio.run(_serve(config, listeners, folder))
+            return asyncio.run(_serve(config, memory, listeners, folder))
     finally:
         release_output()
 
 
-async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
+async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path) -> int:
     stop = StopSignals()
     stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
@@ -99,6 +100,7 @@ async def _serve(config: Config, listeners: HttpListeners, folder: Path) -> int:
         FrameSocket(ours),
         listeners,
         scheduler_pid=supervisor.scheduler_pid,
+        memory=memory,
         on_stages_ready=supervisor.stages_ready,
         on_stage_down=supervisor.stage_down,
     )

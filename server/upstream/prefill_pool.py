@@ -58,6 +58,7 @@ class PrefillServer:
         self.users = 0  # open requests that name it
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
+        self.changed_at: float | None = None  # when it was last reached or lost
         self.target: Discovery | None = None  # what the scheduler was told to connect to
         self.changed = asyncio.Event()  # set when up changes
 
@@ -144,12 +145,18 @@ class PrefillPool:
             return
         if (server.up, server.reason) != (state.up, state.reason):
             log.info("prefill server %s is %s %s", state.name, "up" if state.up else "down:", state.reason)
+        if server.up != state.up:
+            server.changed_at = self._clock.now()
         server.up, server.reason = state.up, state.reason
         server.changed.set()
 
     def servers(self) -> list[PrefillServer]:
         """The configured servers."""
         return list(self._servers.values())
+
+    def known(self) -> list[PrefillServer]:
+        """The configured servers, and those that requests have named."""
+        return [*self._servers.values(), *self._named.values()]
 
     def problem(self) -> str | None:
         """Why no prompt can be sent to a configured server now, or None."""
