@@ -72,7 +72,7 @@ class KvPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanSpan(msgspec.Struct, frozen=True, array_like=True):
-    """One plan on a stage, or several short ones with hardly a gap between them."""
+    """One plan on a stage, or several short ones, and the gaps between them."""
 
     begun_ms: int
     ended_ms: int

@@ -7,10 +7,9 @@ from headrace.core.status import PlanSpan
 
 WINDOW_S = 15.0
 WATCHED_S = 10.0  # after the last look, in which recording goes on
-GAP_S = 0.01  # between plans that are shown as one span, if that is short
-SHORT_S = 0.06
+SHORT_S = 0.06  # plans within so much time are one span
 MAX_RANKS = 16
-MAX_SPANS = 240  # of a rank
+MAX_SPANS = 2 * round(WINDOW_S / SHORT_S)  # of a rank: two in a row take longer than SHORT_S
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class PlanLog:
         last = spans[-1] if spans else None
         if last is not None:
             begun = max(begun, last.ended)
-            if begun - last.ended <= GAP_S and now - last.begun <= SHORT_S:
+            if now - last.begun <= SHORT_S:
                 last.busy_s += now - begun
                 last.ended = now
                 last.plans += 1

@@ -26,7 +26,7 @@ from headrace.server.version import headrace_version
 # Fields of the request log that end with the first token. On a prefill server KV is sent after it, too.
 PARTS = {
     "prefill": ("bootstrap_s", "queue_s", "forward_s"),
-    "decode": ("queue_s", "transfer_s", "forward_s"),
+    "decode": ("bootstrap_s", "queue_s", "forward_s", "transfer_s"),
     "colocated": ("queue_s", "forward_s"),
 }
 
@@ -123,6 +123,8 @@ class StatusCollector:
         self._settings = msgspec.Raw(msgspec.json.encode(list(_settings(config))))
         self._started = clock.now()
         self._restarts = 0
+        self._reached: set[str] = set()
+        """Prefill servers that have been up: others are still starting, perhaps."""
 
     def stages_ready(self) -> None:
         """All stages are up."""
@@ -138,7 +140,8 @@ class StatusCollector:
     def prefill(self, state: PrefillState) -> None:
         """A prefill server was reached or lost."""
         text = f"{state.name} is up" if state.up else f"{state.name} is down: {state.reason}"
-        level: Level = "info" if state.up else "error"
+        level: Level = "info" if state.up or state.name not in self._reached else "error"
+        self._reached |= {state.name} if state.up else set()
         self._events.note("prefill", f"{state.name} {state.up}", text, self._clock.now(), level=level)
 
     async def status(self) -> ServerStatus:
