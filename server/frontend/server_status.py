@@ -79,7 +79,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[str]
     """Names of all ranks."""
     restarts: int
-    """Times the stages have failed."""
+    """Times the stages were started again and came up."""
     scheduler: SchedulerStatus | None
     """None while it has not answered."""
     scheduler_age_s: float
@@ -123,17 +123,25 @@ class StatusCollector:
         self._settings = msgspec.Raw(msgspec.json.encode(list(_settings(config))))
         self._started = clock.now()
         self._restarts = 0
+        self._down = False  # the stages have failed, and are not up again
+        self._up_before = False
         self._reached: set[str] = set()
         """Prefill servers that have been up: others are still starting, perhaps."""
 
     def stages_ready(self) -> None:
-        """All stages are up."""
-        text = "all stages are up" if self._restarts else "all stages are up for the first time"
+        """All stages are up, or answer again."""
+        text = "all stages answer again"
+        if not self._up_before:
+            text = "all stages are up for the first time"
+        elif self._down:
+            self._restarts += 1
+            text = "all stages are up again"
+        self._up_before, self._down = True, False
         self._events.note("stages", "up", text, self._clock.now(), level="info")
 
     def stage_down(self, down: StageDown) -> None:
-        """A stage has failed."""
-        self._restarts += 1
+        """A stage has failed. Its group may be reported twice: that it has exited, and that it is silent."""
+        self._down = True
         name = self._config.scheduler.layout.name(down.stage)
         self._events.note("stages", down.message, f"{name} failed: {down.message}", self._clock.now(), level="error")
 

@@ -91,7 +91,8 @@ async def test_errors_are_counted_together_and_the_last_one_is_shown(tokenizer: 
 async def test_stages_that_fail_and_come_back(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     async with running(link, tokenizer) as service, client(service) as http:
-        link.say(StageDown(stage=0, message="exited with status -9", epoch=0))
+        for reason in ("exited with status -9", "has been silent for 1.3 s", "exited with status -9"):
+            link.say(StageDown(stage=0, message=reason, epoch=0))
         link.say(EngineState(ready=False, reason="stage 0 failed: exited with status -9"))
         while service.readiness.not_ready() is None:
             await asyncio.sleep(0)
@@ -99,11 +100,11 @@ async def test_stages_that_fail_and_come_back(tokenizer: Tokenizer) -> None:
         link.say(EngineState(ready=True))
         await service.readiness.wait_engine_ready()
         up = await status_of(http)
-    assert (down["ready"], down["restarts"]) == (False, 1)
+    assert (down["ready"], down["restarts"], up["restarts"]) == (False, 0, 1)
     assert down["reason"] == "stage 0 failed: exited with status -9"
     assert down["events"][0]["text"] == "stage 0 failed: exited with status -9"
     assert up["ready"] is True
-    assert (up["events"][0]["text"], up["events"][0]["level"]) == ("all stages are up", "info")
+    assert (up["events"][0]["text"], up["events"][0]["level"]) == ("all stages are up again", "info")
 
 
 @in_loop
