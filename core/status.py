@@ -1,4 +1,4 @@
-"""What the scheduler says of itself for GET /status: requests, queue bounds, KV pages, peers, recent plans of the stages.
+"""What the scheduler says of itself for GET /status: requests, queue bounds, KV pages, peers, recent plans of stages.
 
 All times are seconds, or milliseconds where a name ends in _ms, before the moment of the reply: the scheduler's clock
 leaves out pauses, and no other process shares it.

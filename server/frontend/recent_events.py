@@ -106,8 +106,7 @@ class FirstTokens(msgspec.Struct, frozen=True):
 
 
 def first_tokens(requests: Sequence[EndedRequest], parts: Sequence[str]) -> FirstTokens:
-    """Percentiles over the requests that have had a first token. parts: names of fields of the request log, which end in
-    _s."""
+    """Percentiles over the requests that have had a first token. parts: fields of the request log, which end in _s."""
     timed = [one.fields for one in requests if "ttft_s" in one.fields and all(part in one.fields for part in parts)]
     if not timed:
         return FirstTokens(0)

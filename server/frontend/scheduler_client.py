@@ -125,8 +125,9 @@ class SchedulerClient:
     """Sends messages to the scheduler in order and routes its replies to calls and callbacks. Used in one event loop.
 
     on_prefill: called when a prefill server is reached or lost. on_stages_ready, on_stage_down: when all stages are up,
-    and when the scheduler gives one up. on_trace: with the parts of a trace. on_status: with the answers to QueryStatus. inspect: what the scheduler's process
-    does, if that can be known. hang_s: longest silence of a scheduler that is stopped, busy, or without a core.
+    and when the scheduler gives one up. on_trace: with the parts of a trace. on_status: with answers to QueryStatus.
+    inspect: what the scheduler's process does, if that can be known. hang_s: longest silence of a scheduler that is
+    stopped, busy, or without a core.
     """
 
     def __init__(

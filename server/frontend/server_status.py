@@ -1,4 +1,4 @@
-"""What GET /status says of a server: the scheduler's status, and what the front end knows of peers, requests, errors."""
+"""What GET /status says: the scheduler's status, and what the front end knows of peers, requests and errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -125,8 +125,6 @@ class StatusCollector:
         self._restarts = 0
         self._down = False  # the stages have failed, and are not up again
         self._up_before = False
-        self._reached: set[str] = set()
-        """Prefill servers that have been up: others are still starting, perhaps."""
 
     def stages_ready(self) -> None:
         """All stages are up, or answer again."""
@@ -148,9 +146,13 @@ class StatusCollector:
     def prefill(self, state: PrefillState) -> None:
         """A prefill server was reached or lost."""
         text = f"{state.name} is up" if state.up else f"{state.name} is down: {state.reason}"
-        level: Level = "info" if state.up or state.name not in self._reached else "error"
-        self._reached |= {state.name} if state.up else set()
+        level: Level = "error" if not state.up and self._was_up(state.name) else "info"
         self._events.note("prefill", f"{state.name} {state.up}", text, self._clock.now(), level=level)
+
+    def _was_up(self, prefill: str) -> bool:
+        """Whether a prefill server has been reached before: another one may still be starting."""
+        known = self._prefills.known() if self._prefills is not None else ()
+        return any(server.url == prefill and server.changed_at is not None for server in known)
 
     async def status(self) -> ServerStatus:
         """The status as of now."""

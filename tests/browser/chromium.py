@@ -76,7 +76,7 @@ class Tab:
         """Wait until an expression is true."""
         deadline = time.monotonic() + within_s
         while not self.value(expression):
-            assert time.monotonic() < deadline, f"not within {within_s} s: {what}\n{self.value('document.body.innerText')}"
+            assert time.monotonic() < deadline, f"not within {within_s} s: {what}\n{self.text('body')}"
             time.sleep(0.1)
 
     def text(self, selector: str) -> str:
@@ -115,11 +115,11 @@ def chromium(program: str) -> Iterator[Tab]:
     from_browser, to_us = os.pipe()
 
     with tempfile.TemporaryDirectory() as profile:
+        pipes = [sys.executable, "-c", AT_3_AND_4, str(to_browser), str(to_us)]
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         quiet = ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"]
         browser = subprocess.Popen(
-            [sys.executable, "-c", AT_3_AND_4, str(to_browser), str(to_us), program, *flags, *quiet,
-             f"--user-data-dir={profile}", "about:blank"],
+            [*pipes, program, *flags, *quiet, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(to_browser, to_us),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from tests.server.fakes import FakeLink, client, in_loop, running
 
 LIMIT = 60 * 1000
 TEXT = (files("headrace.server") / PAGE).read_text(encoding="utf-8")
-HTML_SINKS = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function(", "srcdoc")
+HTML_SINKS = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function(")
 STORES = ("localStorage", "sessionStorage", "document.cookie", "indexedDB")
 
 
