@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -114,13 +115,15 @@ def chromium(program: str) -> Iterator[Tab]:
     to_browser, from_us = os.pipe()
     from_browser, to_us = os.pipe()
 
-    with tempfile.TemporaryDirectory() as profile:
+    # Processes of the browser may outlive the first one for a moment.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         pipes = [sys.executable, "-c", AT_3_AND_4, str(to_browser), str(to_us)]
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         quiet = ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"]
         browser = subprocess.Popen(
             [*pipes, program, *flags, *quiet, f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(to_browser, to_us),
+            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -129,7 +132,7 @@ def chromium(program: str) -> Iterator[Tab]:
         try:
             yield Tab(from_browser, from_us)
         finally:
-            browser.kill()
+            os.killpg(browser.pid, signal.SIGKILL)  # its processes write to the profile
             browser.wait()
             os.close(from_browser)
             os.close(from_us)
