@@ -37,7 +37,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel test-browser test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -75,6 +75,9 @@ full: venv ## Run the tests that take minutes each, too; CPU= as in test.
 
 faults: venv ## Strike a pair with every kind of fault at every place; write the results to docs/reliability.md.
 	$(BIN)/python -m tests.faults --write
+
+test-browser: venv ## Open the page of a server in a real Chromium, which has to be installed.
+	$(PYTEST) -m browser tests/browser
 
 test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .

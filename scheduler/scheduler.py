@@ -16,6 +16,7 @@ from headrace.core.messages.frontend import (
     Drained,
     EndTrace,
     QueryStats,
+    QueryStatus,
     RefuseTicket,
     ReleaseTicket,
     RemovePrefill,
@@ -23,6 +24,7 @@ from headrace.core.messages.frontend import (
     StageLost,
     StartTrace,
     StatsReply,
+    StatusReply,
     Submit,
 )
 from headrace.core.messages.kv_events import ReplicaKvEvent
@@ -87,6 +89,7 @@ from headrace.scheduler.state.deadlines import Key, Timer
 from headrace.scheduler.state.events import Effect, Event
 from headrace.scheduler.state.state import State
 from headrace.scheduler.telemetry.statistics import snapshot
+from headrace.scheduler.telemetry.status import status
 from headrace.scheduler.telemetry.tracing import Tracing
 
 __all__ = ["Effect", "Event", "Scheduler"]
@@ -137,7 +140,7 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
-        if not isinstance(event, QueryStats | StageHeartbeat):
+        if not isinstance(event, QueryStats | QueryStatus | StageHeartbeat):
             self._idle_check.changed()
         match event:
             case PeerEvent():
@@ -202,6 +205,8 @@ class Scheduler:
                 if self.idle and self._idle_check.due(sum(replica.cache.total for replica in self._state.replicas)):
                     self.check_integrity()
                 self._state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+            case QueryStatus():
+                self._state.out.add(StatusReply(token=event.token, status=status(self._state, event.requests, now)))
             case StartTrace():
                 self._tracing.start(event, now)
             case EndTrace():

@@ -11,6 +11,7 @@ from headrace.server.api.operations.debug_experts import expert_routes
 from headrace.server.api.operations.debug_trace import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
+from headrace.server.api.operations.status_page import status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
@@ -32,6 +33,7 @@ def create_app(service: Service) -> FastAPI:
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
         _operation_routes(service),
+        status_routes(service.status),
         debug_routes(service.tracer, model, server.role),
         expert_routes(service.stats),
         discovery_routes(model, control, config),
@@ -68,5 +70,5 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
         app.include_router(router)
     server = service.config.server
     app.add_middleware(ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys))
-    app.add_middleware(RequestMetrics, metrics=service.metrics, clock=service.clock)
+    app.add_middleware(RequestMetrics, metrics=service.metrics, clock=service.clock, recent=service.recent)
     return app

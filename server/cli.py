@@ -143,7 +143,8 @@ def _serve(given: argparse.Namespace) -> int:
     from headrace.server.config.resolve import resolve
     from headrace.server.launch.serve import serve
 
-    return serve(resolve(load(vars(given), os.environ)).config)
+    resolved = resolve(load(vars(given), os.environ))
+    return serve(resolved.config, resolved.memory_lines)
 
 
 def _up(arguments: list[str]) -> int:
@@ -170,11 +171,8 @@ def _check(given: argparse.Namespace) -> int:
     for rank, part in enumerate(resolved.parts):
         port = f", data port {first + rank}" if first and resolved.memory else ""
         print(f"# {layout.name(rank)}: {part}{port}")
-    for rank, memory in enumerate(resolved.memory):
-        where = f" of {layout.name(rank)}" if len(resolved.memory) > 1 else ""
-        print(f"# memory{where}: {memory.explanation}")
-    if not resolved.memory:
-        print("# memory: each external stage plans its own when it starts")
+    for line in resolved.memory_lines:
+        print(f"# {line}")
     return 0
 
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.stats import Stats
+from headrace.core.status import SchedulerStatus
 from headrace.core.trace import SchedulerTrace
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo
@@ -118,6 +119,14 @@ class QueryStats(FrontendRequest, frozen=True, kw_only=True):
     """Ask for a Stats snapshot; doubles as the liveness probe of the scheduler's loop."""
 
     token: int
+
+
+class QueryStatus(FrontendRequest, frozen=True, kw_only=True):
+    """Ask for a SchedulerStatus, answered by StatusReply. Plans are recorded for some seconds after each."""
+
+    token: int
+    requests: int
+    """Open requests to list, at most."""
 
 
 class StartTrace(FrontendRequest, frozen=True, kw_only=True):
@@ -279,6 +288,13 @@ class StatsReply(SchedulerReply, frozen=True, kw_only=True):
     """Rows per expert, of every rank that has experts."""
 
 
+class StatusReply(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to QueryStatus with the same token."""
+
+    token: int
+    status: SchedulerStatus
+
+
 class Traced(SchedulerReply, frozen=True, kw_only=True):
     """The scheduler's part of a recording."""
 
@@ -306,6 +322,7 @@ AnyFrontendRequest = (
     | RemovePrefill
     | Drain
     | QueryStats
+    | QueryStatus
     | StartTrace
     | EndTrace
     | StageLost
@@ -324,6 +341,7 @@ AnySchedulerReply = (
     | RequestFailed
     | Drained
     | StatsReply
+    | StatusReply
     | Traced
     | StageTraced
 )

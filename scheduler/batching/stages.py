@@ -75,6 +75,7 @@ class StageGroup:
             plan = replica.plans.get(event.seq)
             if plan is not None:  # else the last stage's message has overtaken it
                 replica.plans.reported(plan, event.stage, now)
+                metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
                 self._learn(replica, plan, event, now)
             return
         plan = replica.plans.pop(event.seq, now)
@@ -88,6 +89,7 @@ class StageGroup:
         else:
             state.deadlines.clear(Timer.PLAN, replica.index)
             replica.bubbles.end(now)
+        metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
         if not plan.rows:
             return  # it was idle in this pass
         metrics.rate.observe(plan.tokens, event.duration_s)

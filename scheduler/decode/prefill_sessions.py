@@ -48,6 +48,7 @@ class PrefillSessions:
         if server.session(event.replica) is not None:
             self._end_session(server, replica, "a new session began", now)
         server.hellos[event.replica] = event
+        server.joined = now
         if self._state.engine.ready:
             self._open_session(event)
         if len(server.hellos) == len(self._state.replicas):

@@ -55,7 +55,7 @@ class Rendezvous:
     def gone(self, event: PeerGone, now: float) -> None:
         """Fail everything on its way to the peer, and drop its reservations."""
         state = self._state
-        peer = state.peers.leave(event.session)
+        peer = state.peers.leave(event.session, event.reason, now)
         if peer is None:
             state.drop("unknown_session")
             return

@@ -25,6 +25,11 @@ class RequestTable:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._by_serial.values())
 
+    @property
+    def in_order(self) -> Iterator[Request]:
+        """All requests in the order of their arrival."""
+        return iter(self._by_arrival.values())
+
     def new_arrival(self) -> int:
         """The arrival number of the next request."""
         self._arrivals += 1

@@ -3,6 +3,7 @@
 from headrace.core.stats import Counters, Histograms
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.metrics import ERRORS
+from headrace.scheduler.state.plan_log import PlanLog
 from headrace.scheduler.state.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
@@ -38,6 +39,9 @@ class Measurements:
         self.trace: TraceLog | None = None
         """The recording that is under way."""
 
+        self.plans: PlanLog | None = None
+        """Recent plans, while GET /status is asked for them."""
+
     def phase_left(self, request: Request, left: Phase, since: float, now: float, peer: str) -> None:
         """A request has gone from a phase, which it entered at `since`, to the phase that it has now. peer: name of
         the server at the other end of its transfer, "" if there is none."""
@@ -50,6 +54,15 @@ class Measurements:
         if request.predicted_ttft_s is not None and (actual := now - request.arrived) > 0:
             error = (request.predicted_ttft_s - actual) / actual
             self.histograms.observe("ttft_prediction_error", error, bounds=ERRORS)
+
+    def computed(self, rank: int, duration_s: float, now: float, tokens: int, decode_rows: int) -> None:
+        """A rank has computed a plan."""
+        if self.plans is None:
+            return
+        if self.plans.watched(now):
+            self.plans.add(rank, duration_s, now, tokens, decode_rows)
+        else:
+            self.plans = None
 
     def served(self, request: Request, seconds: float) -> None:
         """Predicted seconds of a request's prefill are in a plan."""

@@ -1,6 +1,6 @@
 """The servers that KV goes to and comes from, and the requests at each."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -9,6 +9,8 @@ from headrace.core.types.request import FetchFrom
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingState, TransferKey
 
+MAX_CHANGES = 32
+
 
 @dataclass(slots=True, eq=False)
 class DecodePeer:
@@ -16,6 +18,9 @@ class DecodePeer:
 
     hello: PeerJoined
     """What it said of itself."""
+
+    joined: float
+    """Time at which its session began."""
 
     last_ack: dict[int, float]
     """By stage of ours, the time at which it joined or acknowledged a chunk of that stage, of any request."""
@@ -32,12 +37,25 @@ class DecodePeer:
         return f"key {self.hello.key}" if self.hello.key else self.hello.session
 
 
+@dataclass(slots=True, frozen=True)
+class SessionChange:
+    """A session of a decode peer has begun or ended."""
+
+    at: float
+    peer: str
+    up: bool
+    text: str
+    """How KV moves, or why it has ended."""
+
+
 class DecodePeerTable:
     """Decode peers by session."""
 
     def __init__(self) -> None:
         self._peers: dict[str, DecodePeer] = {}
         self._owners: Counter[str] = Counter()  # sessions of each
+        self.changes: deque[SessionChange] = deque(maxlen=MAX_CHANGES)
+        """The last sessions that have begun or ended, oldest first."""
 
     @property
     def owners(self) -> int:
@@ -62,16 +80,18 @@ class DecodePeerTable:
 
     def join(self, hello: PeerJoined, stages: Iterable[int], now: float) -> DecodePeer:
         """A peer was welcomed. stages: ours, which it acknowledges chunks of."""
-        peer = self._peers[hello.session] = DecodePeer(hello, dict.fromkeys(stages, now))
+        peer = self._peers[hello.session] = DecodePeer(hello, now, dict.fromkeys(stages, now))
+        self.changes.append(SessionChange(now, hello.name, True, f"KV moves by {hello.backend}"))
         self._owners[peer.owner] += 1
         return peer
 
-    def leave(self, session: str) -> DecodePeer | None:
+    def leave(self, session: str, reason: str, now: float) -> DecodePeer | None:
         """A session has ended; None when there was none."""
         peer = self._peers.pop(session, None)
         if peer is not None:
             self._owners[peer.owner] -= 1
             self._owners += Counter()  # without those that have none
+            self.changes.append(SessionChange(now, peer.hello.name, False, reason))
         return peer
 
     def attach(self, request: Request) -> None:
@@ -111,6 +131,9 @@ class PrefillServer:
 
     requests: dict[int, Request] = field(default_factory=dict)
     """Live requests that are fetched from it, by arrival number."""
+
+    joined: float = 0.0
+    """Time at which the newest of these sessions began."""
 
     def session(self, replica: int) -> str | None:
         """The open session of a replica of ours; None while it is down."""

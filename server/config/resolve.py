@@ -30,6 +30,15 @@ class Resolved(msgspec.Struct, frozen=True):
     parts: tuple[str, ...]
     """What each rank holds of the model, in words; empty for a single rank."""
 
+    @property
+    def memory_lines(self) -> tuple[str, ...]:
+        """How the memory of each rank is divided, in words."""
+        if not self.memory:
+            return ("memory: each external stage plans its own when it starts",)
+        names = [f" of {self.config.scheduler.layout.name(rank)}" for rank in range(len(self.memory))]
+        where = names if len(names) > 1 else [""]
+        return tuple(f"memory{of}: {plan.explanation}" for of, plan in zip(where, self.memory, strict=True))
+
 
 def resolve(config: Config) -> Resolved:
     """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""

@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.generation_request import GenerationResult
+from headrace.server.frontend.recent_events import RecentEvents
 from headrace.server.frontend.request_context import RequestContext
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,11 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes the request log. Refusals before a prompt was admitted are logged at a bounded rate, and counted."""
+    """Writes the request log. Refusals before a prompt was admitted are logged at a bounded rate, and counted. recent:
+    keeps the last ones of what is logged."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, recent: RecentEvents | None = None) -> None:
+        self._recent = recent
         self._refusals = TokenBucket(now, REFUSALS_PER_S, REFUSALS_AT_ONCE)
         self._unlogged = 0
 
@@ -118,9 +121,11 @@ class RequestLog:
         if self._unlogged and not record.has_prompt:
             fields["refusals_not_logged"] = self._unlogged
             self._unlogged = 0
-        level = logging.WARNING if max(status, record.error_status) >= 500 else logging.INFO
+        failed = max(status, record.error_status) >= 500
+        if self._recent is not None:
+            self._recent.ended(fields, record.has_prompt, failed, now)
         text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
-        log.log(level, "request %s", text, extra={"fields": fields})
+        log.log(logging.WARNING if failed else logging.INFO, "request %s", text, extra={"fields": fields})
 
 
 def _shown(value: str | float) -> str:

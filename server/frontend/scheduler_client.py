@@ -30,6 +30,7 @@ from headrace.core.messages.frontend import (
     StageDown,
     StageTraced,
     StatsReply,
+    StatusReply,
     Submit,
     Tokens,
     Traced,
@@ -138,8 +139,9 @@ class SchedulerClient:
     """Sends messages to the scheduler in order and routes its replies to calls and callbacks. Used in one event loop.
 
     on_prefill: called when a prefill server is reached or lost. on_stages_ready, on_stage_down: when all stages are up,
-    and when the scheduler gives one up. on_trace: with the parts of a trace. inspect: what the scheduler's process
-    does, if that can be known. hang_s: longest silence of a scheduler that is stopped, busy, or without a core.
+    and when the scheduler gives one up. on_trace: with the parts of a trace. on_status: with answers to QueryStatus.
+    inspect: what the scheduler's process does, if that can be known. hang_s: longest silence of a scheduler that is
+    stopped, busy, or without a core.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class SchedulerClient:
         on_stages_ready: Callable[[], None] = lambda: None,
         on_stage_down: Callable[[StageDown], None] = lambda _down: None,
         on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None,
+        on_status: Callable[[StatusReply], None] = lambda _reply: None,
         inspect: Callable[[], Activity | None] = lambda: None,
         hang_s: float = LOST_S,
     ) -> None:
@@ -160,6 +163,7 @@ class SchedulerClient:
         self._on_stages_ready = on_stages_ready
         self._on_stage_down = on_stage_down
         self._on_trace = on_trace
+        self._on_status = on_status
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: set[str] = set()  # rids of held requests
@@ -361,6 +365,8 @@ class SchedulerClient:
                 self._on_stage_down(message)
             case Traced() | StageTraced():
                 self._on_trace(message)
+            case StatusReply():
+                self._on_status(message)
             case PrefillState():
                 self._on_prefill(message)
                 self._notify()

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import httpx
 
 from headrace.core.config import Config, ServerConfig
-from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageDown, StageLost
+from headrace.core.messages.frontend import AnyFrontendRequest, Drain, PrefillState, Shutdown, StageDown, StageLost
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
 from headrace.core.types.allow_list import allowed_prefills
@@ -17,11 +17,14 @@ from headrace.server.frontend.completions import Completions
 from headrace.server.frontend.control_address import ControlAddress
 from headrace.server.frontend.generation import GenerationRunner
 from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.recent_events import RecentEvents
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.scheduler_link import SchedulerLink
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.frontend.server_status import StatusCollector
 from headrace.server.frontend.statistics_log import StatisticsLog
 from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.frontend.status_query import StatusQuery
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.tokenizer.tokenizer import Tokenizer
@@ -40,6 +43,7 @@ class Service:
 
     tokenizer: loaded from the model by start() if not given. prefill_transport: in place of the network, for tests.
     inspect_scheduler: what the scheduler's process does, if that can be known.
+    memory: how the memory of each rank is divided, in words.
     on_stages_ready, on_stage_down: called when all stages are up, and when the scheduler gives one up.
     """
 
@@ -52,6 +56,7 @@ class Service:
         clock: Clock | None = None,
         prefill_transport: httpx.AsyncBaseTransport | None = None,
         inspect_scheduler: Callable[[], Activity | None] = lambda: None,
+        memory: Sequence[str] = (),
         on_stages_ready: Callable[[], None] = lambda: None,
         on_stage_down: Callable[[StageDown], None] = lambda _down: None,
     ) -> None:
@@ -61,19 +66,34 @@ class Service:
         self.model = ServedModel(config, tokenizer)
         self.tracer = Tracer(link.send)
         self.prefills = _prefill_pool(config.server, link.send, prefill_transport, self.clock)
+        self._on_stages_ready = on_stages_ready
+        self._on_stage_down = on_stage_down
+        query = StatusQuery(link.send, self.clock)
         self._client = SchedulerClient(
             link,
             self.clock,
-            on_prefill=self.prefills.update if self.prefills is not None else lambda _state: None,
-            on_stages_ready=on_stages_ready,
-            on_stage_down=on_stage_down,
+            on_prefill=self._prefill_changed,
+            on_stages_ready=self._stages_ready,
+            on_stage_down=self._stage_down,
             on_trace=self.tracer.take,
+            on_status=query.take,
             inspect=inspect_scheduler,
             hang_s=config.scheduler.stage_timeout_s,
         )
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
         self.stats = StatsCollector(self._client, self.readiness, self.metrics)
+        self.recent = RecentEvents()
+        self.status = StatusCollector(
+            config,
+            self.readiness,
+            query,
+            self.recent,
+            self.prefills,
+            self.clock,
+            memory=memory,
+            instance=lambda: self._client.server_info.instance if self._client.server_info is not None else "",
+        )
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
         local = config.server.fallback == "local"
@@ -138,6 +158,19 @@ class Service:
     def shut_down(self) -> None:
         """End the scheduler and its stages; unfinished requests fail, peers are told."""
         self._client.post(Shutdown())
+
+    def _prefill_changed(self, state: PrefillState) -> None:
+        if self.prefills is not None:
+            self.prefills.update(state)
+        self.status.prefill(state)
+
+    def _stages_ready(self) -> None:
+        self.status.stages_ready()
+        self._on_stages_ready()
+
+    def _stage_down(self, down: StageDown) -> None:
+        self.status.stage_down(down)
+        self._on_stage_down(down)
 
     async def stage_lost(self, stage: int, message: str) -> None:
         """Report to the scheduler that the process of a stage has ended."""

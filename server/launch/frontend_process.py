@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import uvicorn
@@ -34,6 +34,7 @@ class FrontEnd:
         listeners: HttpListeners,
         *,
         scheduler_pid: int,
+        memory: Sequence[str],
         on_stages_ready: Callable[[], None],
         on_stage_down: Callable[[StageDown], None],
     ) -> None:
@@ -42,6 +43,7 @@ class FrontEnd:
             SocketLink(scheduler),
             config,
             inspect_scheduler=partial(read_activity, scheduler_pid),
+            memory=memory,
             on_stages_ready=on_stages_ready,
             on_stage_down=on_stage_down,
         )

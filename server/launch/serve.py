@@ -22,7 +22,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,9 @@ LOOPBACK = "127.0.0.1"
 MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
 
 
-def serve(config: Config) -> int:
-    """Run a server with a resolved configuration until a signal. Returns the exit status.
+def serve(config: Config, memory: Sequence[str]) -> int:
+    """Run a server with a resolved configuration until a signal. Returns the exit status. memory: how that of each rank
+    is divided, in words.
 
     Raises ConfigError for an HTTP port that cannot be bound.
     """
@@ -72,18 +73,22 @@ def serve(config: Config) -> int:
             closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
             private_folder() as folder,
         ):
-            return asyncio.run(_until_stopped(config, listeners, folder, stop))
+            return asyncio.run(_until_stopped(config, memory, listeners, folder, stop))
     finally:
         sweep()  # pools in shared memory of stages that had to be killed
         release_output()
 
 
-async def _until_stopped(config: Config, listeners: HttpListeners, folder: Path, stop: StopSignals) -> int:
+async def _until_stopped(
+    config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
+) -> int:
     with stop.attached():
-        return await _serve(config, listeners, folder, stop)
+        return await _serve(config, memory, listeners, folder, stop)
 
 
-async def _serve(config: Config, listeners: HttpListeners, folder: Path, stop: StopSignals) -> int:
+async def _serve(
+    config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
+) -> int:
     stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
     external = config.group.start == "external"
@@ -112,6 +117,7 @@ async def _serve(config: Config, listeners: HttpListeners, folder: Path, stop: S
         FrameSocket(ours),
         listeners,
         scheduler_pid=supervisor.scheduler_pid,
+        memory=memory,
         on_stages_ready=supervisor.stages_ready,
         on_stage_down=supervisor.stage_down,
     )

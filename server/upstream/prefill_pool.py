@@ -59,6 +59,7 @@ class PrefillServer:
         self.users = 0  # open requests that name it
         self.up = False  # the scheduler has a session with its control endpoint
         self.reason = "not reached yet"  # why it is down
+        self.changed_at: float | None = None  # when it was last reached or lost
         self.target: Discovery | None = None  # what the scheduler was told to connect to
         self.was_up = False
         self.unfit = False  # down, and trying again does not help
@@ -156,6 +157,8 @@ class PrefillPool:
         if (server.up, server.reason) != (state.up, state.reason):
             level = logging.WARNING if server.was_up else logging.INFO  # until then it is only not there yet
             log.log(level, "prefill server %s is %s", state.name, "up" if state.up else f"down: {state.reason}")
+        if server.up != state.up:
+            server.changed_at = self._clock.now()
         server.was_up |= state.up
         server.up, server.reason, server.unfit = state.up, state.reason, state.unfit
         server.changed.set()
@@ -163,6 +166,10 @@ class PrefillPool:
     def servers(self) -> list[PrefillServer]:
         """The configured servers."""
         return list(self._servers.values())
+
+    def known(self) -> list[PrefillServer]:
+        """The configured servers, and those that requests have named."""
+        return [*self._servers.values(), *self._named.values()]
 
     def problem(self) -> str | None:
         """Why no prompt can be sent to a configured server now, or None."""

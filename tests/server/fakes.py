@@ -22,17 +22,20 @@ from headrace.core.messages.frontend import (
     Drained,
     EngineState,
     QueryStats,
+    QueryStatus,
     RequestFailed,
     RequestFinished,
     Reserved,
     ServerInfo,
     StagePools,
     StatsReply,
+    StatusReply,
     Submit,
     Tokens,
 )
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
+from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
@@ -81,7 +84,7 @@ def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 class FakeLink:
     """A SchedulerLink to a scripted scheduler: it answers Submit with the messages that script returns, and Abort,
-    Drain and QueryStats as a scheduler does. info, state: sent at the start unless None."""
+    Drain, QueryStats and QueryStatus as a scheduler does. info, state: sent at the start unless None."""
 
     def __init__(self, script: Script | None = None, *, answers_probes: bool = True) -> None:
         self.script: Script = script or (lambda _link, _submit: ())
@@ -89,6 +92,7 @@ class FakeLink:
         self.info: ServerInfo | None = server_info(control_port=5555)
         self.state: EngineState | None = EngineState(ready=True)
         self.stats = Stats()
+        self.status = SchedulerStatus()
         self.experts: tuple[ExpertLoad, ...] = ()
         self.sent: list[AnyFrontendRequest] = []
         self.closed = False
@@ -111,6 +115,8 @@ class FakeLink:
         match message:
             case QueryStats() if self.answers_probes:
                 self.say(StatsReply(token=message.token, stats=self.stats, experts=self.experts))
+            case QueryStatus() if self.answers_probes:
+                self.say(StatusReply(token=message.token, status=self.status))
             case Submit():
                 self._open.add(message.rid)
                 for output in self.script(self, message):

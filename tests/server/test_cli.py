@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -121,8 +122,9 @@ def test_a_file_without_the_flags_of_a_cpu_is_a_mistake(
 def test_serve_runs_with_a_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Config] = []
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, memory: Sequence[str]) -> int:
         started.append(config)
+        assert "2048 pages" in memory[0]
         return 7
 
     launch = ModuleType("headrace.server.launch.serve")

@@ -9,11 +9,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
+from headrace.server.frontend.recent_events import RecentEvents
 from headrace.server.frontend.request_context import REQUEST_ID_HEADER, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.telemetry.prometheus import FrontMetrics
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/query")  # need no key
+OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/query")  # need no key
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 
@@ -51,11 +52,11 @@ class RequestMetrics:
     """Counts responses by route and status, logs requests with prompts, and says in X-Request-Id which id they have in
     the logs: the client's, or one that is made up."""
 
-    def __init__(self, app: ASGIApp, metrics: FrontMetrics, clock: Clock) -> None:
+    def __init__(self, app: ASGIApp, metrics: FrontMetrics, clock: Clock, recent: RecentEvents) -> None:
         self._app = app
         self._metrics = metrics
         self._clock = clock
-        self._log = RequestLog(clock.now())
+        self._log = RequestLog(clock.now(), recent)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and observe its response."""
