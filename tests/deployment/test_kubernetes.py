@@ -110,6 +110,7 @@ def test_pods_are_confined(objects: list[Object]) -> None:
     for pod in pods(objects):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False, "a service named headrace would set HEADRACE_PORT"
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in spec["containers"]:

@@ -39,6 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 
 {{- define "headrace.podSecurity" -}}
 automountServiceAccountToken: false
+enableServiceLinks: false  # variables such as HEADRACE_PORT, from the names of services
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
