@@ -39,7 +39,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel manifests test-charts test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel manifests test-charts test-containers test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -102,6 +102,9 @@ test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, som
 
 test-charts: $(CHARTS_STAMP) ## Render the Helm chart with Helm's library and check it against Kubernetes' schemas.
 	$(CHARTS)/bin/python -m pytest -m charts tests/deployment/test_chart.py
+
+test-containers: venv ## Run docker-compose.yml with podman-compose and the image headrace:0.1.0, which has to be there.
+	$(BIN)/python -m pytest -m containers tests/deployment/test_containers.py
 
 manifests: $(CHARTS_STAMP) ## Make deploy/kubernetes from the Helm chart.
 	$(CHARTS)/bin/python -m deploy.render

@@ -35,7 +35,8 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     requests = options.planned(chosen)
     target = find_target(chosen.url, headers, chosen.model, chosen.endpoint)
-    options.check_lengths(requests, target.max_model_len, generating=target.path == COMPLETIONS)
+    generating = target.path == COMPLETIONS
+    options.check_lengths(requests, target.max_model_len, generating=generating)
     measured = asyncio.run(_measure(chosen, target, headers, requests))
     report = Report(
         url=chosen.url,
@@ -44,7 +45,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         server=f"{target.name}, role {target.role}" if target.name else "",
         role=target.role,
         arrivals=options.arrivals_in_words(chosen),
-        lengths=options.lengths_in_words(chosen),
+        lengths=options.lengths_in_words(chosen, generating=generating),
         seed=chosen.seed,
         warmups=chosen.num_warmups,
         limits=chosen.limits,

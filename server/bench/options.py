@@ -231,19 +231,20 @@ def arrivals_in_words(options: Options) -> str:
     return f"{options.max_concurrency} clients, one request each" if options.max_concurrency else "all at once"
 
 
-def lengths_in_words(options: Options) -> str:
-    """What requests ask for."""
-    output = f"{options.output_len or OUTPUT_LEN} tokens out"
+def lengths_in_words(options: Options, *, generating: bool) -> str:
+    """What requests ask for. generating: outputs too, as of check_lengths()."""
+    output = f"{options.output_len or OUTPUT_LEN} tokens out" if generating else "the first token alone"
     if options.trace is not None:
         cut_to = f" cut to {options.max_input_len} tokens" if options.max_input_len else ""
-        return f"prompts of {options.trace.name}{cut_to}, {output if options.output_len else 'its lengths out'}"
+        own = generating and options.output_len is None
+        return f"prompts of {options.trace.name}{cut_to}, {'its lengths out' if own else output}"
     if options.prompts is not None:
         return f"prompts of {options.prompts.name}, {output}"
     shared = f" ({options.prefix_len} shared, {options.num_prefixes} prefixes)" if options.prefix_len else ""
     return f"{options.input_len} tokens in{shared}, {output}"
 
 
-def check_lengths(requests: Sequence[PlannedRequest], max_model_len: int, generating: bool) -> None:
+def check_lengths(requests: Sequence[PlannedRequest], max_model_len: int, *, generating: bool) -> None:
     """Raises ConfigError if the server cannot take the longest request. generating: it is asked for outputs too."""
     if not max_model_len:
         return

@@ -35,6 +35,7 @@ def test_flags_and_environment_make_configurations(objects: list[Object]) -> Non
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports["http"] == config.server.port
         assert config.server.api_keys == ("a-key",)
+        assert "shm" not in config.transfer.backends, "pods do not share /dev/shm"
 
 
 def test_decode_finds_the_prefill_servers_by_name(objects: list[Object]) -> None:

@@ -204,7 +204,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "interrupted" in err
 
 
-def test_a_prefill_server_is_asked_for_prompts_alone(tmp_path: Path) -> None:
+def test_a_prefill_server_is_asked_for_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def prefill(_number: int, _body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         usage = {"prompt_tokens": 8, "completion_tokens": 1, "cached_tokens": 5}
         writer.write(answer(200, {"first_token": {"id": 4}, "usage": usage}))
@@ -216,6 +216,7 @@ def test_a_prefill_server_is_asked_for_prompts_alone(tmp_path: Path) -> None:
     assert len(post["prompt_token_ids"]) == 8
     assert found["summary"]["cached_tokens"] == 10
     assert found["summary"]["tpot_ms"] is None
+    assert "8 tokens in, the first token alone" in capsys.readouterr().out
 
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:

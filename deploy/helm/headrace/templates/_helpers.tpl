@@ -167,6 +167,7 @@ imagePullSecrets:
     - --host=0.0.0.0
     - --port={{ .values.port }}
     - --drain-timeout={{ .root.Values.drainTimeout }}
+    - --transfer-backends={{ .root.Values.transferBackends }}
     {{- if eq .role "prefill" }}
     - --transfer-host=0.0.0.0
     - --control-port={{ .values.controlPort }}
