@@ -113,7 +113,7 @@ _CONCURRENCY_HELP = (
 )
 _TRACE_HELP = (
     "send at the timestamps of a trace, with its lengths and shared prefixes: JSON lines as of Mooncake, or CSV "
-    "(FILE.csv), as in headrace simulate. With --request-rate or --max-concurrency: its requests, with these arrivals"
+    "(FILE.csv), as in headrace simulate. With --request-rate: its requests, at that rate"
 )
 _SEED_HELP = (
     "of arrivals, lengths and tokens (default: random, so that a second run does not find its prompts in the server's "

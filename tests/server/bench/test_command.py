@@ -50,7 +50,9 @@ def test_the_table_json_and_what_was_sent(tmp_path: Path, capsys: pytest.Capture
     assert err == "", "progress is for terminals"
     assert "5 sent, 5 ok, 0 failed" in out
     assert "100.0 % (TTFT ≤ 10000 ms)" in out
-    table = out.splitlines()[-6:]
+    lines = out.splitlines()
+    header = next(at for at, line in enumerate(lines) if line.startswith("ms "))
+    table = lines[header : header + 6]
     assert table[0].split() == ["ms", "mean", "p50", "p99.9", "max"]
     assert [line.split("  ")[0] for line in table[1:]] == ["TTFT", "TPOT", "ITL", "E2E", "client lag"]
     assert len(server.posts) == 6, "one warm-up request"
@@ -162,7 +164,7 @@ def test_failures_are_counted_by_status(tmp_path: Path, capsys: pytest.CaptureFi
             await asyncio.Event().wait()
 
     with serving(EventServer(reply)) as server:
-        flags = ("--num-prompts", "6", "--max-concurrency", "1", "--timeout", "0.5", "--ttft-slo", "10000")
+        flags = ("--num-prompts", "6", "--max-concurrency", "1", "--timeout", "3", "--ttft-slo", "10000")
         found = bench(server, tmp_path, *flags)
     failed = {"429 queue_full": 1, "connection lost": 2, "stream error lost": 1, "timeout": 1}
     assert found["summary"]["failed"] == failed

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.server.bench.outcome import INTERRUPTED, OK, Outcome
+from headrace.server.bench.report import Report, as_text
 from headrace.server.bench.runner import Measured
 from headrace.server.bench.stream_reader import StreamReader
 from headrace.server.bench.summary import Limits, is_good, most_open, summarise
@@ -109,3 +110,40 @@ def test_streams_that_fail(events: bytes, status: str) -> None:
     reader = StreamReader(streamed=True)
     reader.feed(events, 1.0)
     assert reader.end(200, 2.0)[0] == status
+
+
+def report(*outcomes: Outcome) -> str:
+    measured = Measured(outcomes=outcomes, seconds=1.0, interrupted=False)
+    return as_text(
+        Report(
+            url="http://x",
+            endpoint="/v1/completions",
+            model="m",
+            server="",
+            role="",
+            arrivals="all at once",
+            lengths="8 tokens in",
+            seed=1,
+            warmups=0,
+            limits=NO_LIMITS,
+            interrupted=False,
+            summary=summarise(measured, NO_LIMITS, (50.0,)),
+            requests=outcomes,
+        )
+    )
+
+
+def test_a_late_client_is_named() -> None:
+    punctual = [outcome(0.0, 0.1, sent_s=0.001) for _ in range(3)]
+    assert "late" not in report(*punctual)
+    assert "The client sent 25 % of the requests more than 20 ms late" in report(
+        *punctual, outcome(0.0, 0.1, sent_s=0.05)
+    )
+
+
+def test_the_table_without_a_second_token_has_no_time_per_token() -> None:
+    lines = report(outcome(0.0, 0.1)).splitlines()
+    assert [line.split("  ")[0] for line in lines if line.split(" ")[0] in ("TTFT", "TPOT", "ITL", "E2E")] == [
+        "TTFT",
+        "E2E",
+    ]
