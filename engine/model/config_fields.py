@@ -63,7 +63,7 @@ class Fields:
             return default
         try:
             converted: T = msgspec.convert(value, kind.type)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON may have lone surrogates
             got = f"got {_shown(value)}" if key in self else "but is missing"
             raise ConfigError(f"{self._file}: {self._prefix + key!r} has to be {kind.words}, {got}") from error
         return converted
