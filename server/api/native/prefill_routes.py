@@ -12,7 +12,7 @@ from headrace.core.config import Config, KvEventsConfig, ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
-from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.constraint import body_constraint
@@ -44,7 +44,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
     async def prefill(http: Request) -> Response:
         raw = await read_body(http, config.max_body_bytes, budget)
         with notify_peers_on_refusal(completions, config, raw):
-            body = parse_body(raw, PrefillBody)
+            body = await decode_body(raw, PrefillBody)
             check_model(model, body.model)
             request = with_client_terms(await _request(model, config, body), http, config)
         if not body.stream:

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
-from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
@@ -18,7 +18,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
 
     @router.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        body = parse_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
+        body = await decode_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
         check_model(model, body.model)
         if body.messages is not None:
             tokens = await encode_chat(model, body.messages)
@@ -28,7 +28,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
 
     @router.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        body = parse_body(await read_body(http, config.max_body_bytes, budget), DetokenizeBody)
+        body = await decode_body(await read_body(http, config.max_body_bytes, budget), DetokenizeBody)
         check_model(model, body.model)
         check_ids(body.tokens, "tokens", model.vocab_size)
         return json_response({"prompt": await model.tokens.decode(body.tokens)})

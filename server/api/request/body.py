@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -90,13 +92,38 @@ def _too_many(limit: Limit) -> HeadraceError:
 
 def parse_body(body: bytes | bytearray, kind: type[B]) -> B:
     """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
+    with _explaining():
+        found = _decoded(body, kind)
+        return found or msgspec.json.decode(without_other_fields(body, kind), type=kind)
+
+
+async def decode_body(body: bytes | bytearray, kind: type[B]) -> B:
+    """parse_body() that never holds up the event loop for more than one pass over a large body."""
+    with _explaining():
+        found = _decoded(body, kind)
+        if found is None and len(body) <= SMALL:
+            return parse_body(body, kind)
+        if found is None:
+            known = await asyncio.to_thread(without_other_fields, body, kind)
+            found = msgspec.json.decode(known, type=kind)
+        return found
+
+
+def _decoded(body: bytes | bytearray, kind: type[B]) -> B | None:
+    """None if it has a field that the struct has not."""
     try:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            if not str(error).startswith(_UNKNOWN):
-                raise
-            return msgspec.json.decode(without_other_fields(body, kind), type=kind)
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not str(error).startswith(_UNKNOWN):
+            raise
+        return None
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Makes msgspec's complaints HeadraceErrors (400)."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from error
     except NO_MESSAGE as error:

@@ -1,5 +1,6 @@
 """Notifies the peer of a ticket when its request is refused before it is submitted."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,6 +24,8 @@ def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw:
     try:
         yield
     except HeadraceError as error:
+        if not any(name in raw for name in NAMES):  # decoding a large body again would hold up others
+            raise
         if config.role == "prefill":
             completions.refuse_tickets(_tickets(raw), error.info)
         elif config.role == "decode":
@@ -32,11 +35,15 @@ def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw:
         raise
 
 
+NAMES = (b"ticket", b"kv_transfer_params", b"bootstrap_")  # of the fields that may name tickets
+
+
 class _Ticket(msgspec.Struct):
     ticket: str | None = None
 
 
 NULL = msgspec.Raw(b"null")
+_PROMPTS = re.compile(rb"\s*\[\s*[^\s0-9-]")
 
 
 class _Prompts(msgspec.Struct):
@@ -64,9 +71,11 @@ def _tickets(raw: bytes | bytearray) -> list[str]:
 
 
 def _list(value: msgspec.Raw) -> list[Any]:
-    """The items of a list; empty for anything else. A text, which is one prompt, may be too long to decode it here."""
+    """The items of a list of prompts; empty for anything else: a text or token ids are one prompt, maybe a long one."""
+    if not _PROMPTS.match(value):
+        return []
     with suppress(*NO_MESSAGE):
-        return msgspec.json.decode(value, type=list[Any]) if memoryview(value)[:1].tobytes() == b"[" else []
+        return msgspec.json.decode(value, type=list[Any])
     return []
 
 

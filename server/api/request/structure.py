@@ -13,7 +13,7 @@ _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 
 
 class Limit(NamedTuple):
-    """A limit on the number of bytes of some kind outside of strings."""
+    """A limit on the number of bytes of some kind outside of strings, or of strings: a quote stands for each."""
 
     what: str
     """What these bytes stand for, in the plural."""
@@ -29,6 +29,7 @@ def limits(max_body_bytes: int) -> tuple[Limit, ...]:
         Limit("lists and objects", (b"[", b"{"), containers),
         Limit("fields", (b":",), 4 * containers),
         Limit("values", (b",",), max(1 << 16, max_body_bytes >> 4)),
+        Limit("texts", (b'"',), max(1 << 14, max_body_bytes >> 7)),  # a text takes as long as ten numbers
     )
 
 
@@ -56,11 +57,11 @@ def excess_of(parts: Iterable[bytes | bytearray], limits: tuple[Limit, ...]) -> 
 
 
 def outside_strings(body: bytes | bytearray, slice_bytes: int = SLICE) -> Iterator[bytes]:
-    """The body without its strings, in parts."""
+    """The body with a quote in the place of each string, in parts."""
     inside, half = False, b""
     for at in range(0, len(body), slice_bytes):
         part = _ESCAPE.sub(b"", half + body[at : at + slice_bytes])  # from here on every quote begins or ends a string
         half = b"\\" if part.endswith(b"\\") else b""
         pieces = part.split(b'"')
-        yield b"".join(pieces[inside::2])
+        yield b'"'.join(pieces[inside::2])
         inside ^= len(pieces) % 2 == 0

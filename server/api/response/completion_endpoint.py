@@ -14,7 +14,7 @@ from starlette.responses import Response
 from headrace.core.config import ServerConfig
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.request.body import parse_body, read_body
+from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
@@ -85,7 +85,7 @@ class CompletionEndpoint:
         config = self._config
         raw = await read_body(http, config.max_body_bytes, self._budget)
         with notify_peers_on_refusal(self._completions, config, raw):
-            body = parse_body(raw, kind)
+            body = await decode_body(raw, kind)
             completion = await check(body)
             base = with_client_terms(completion.base, http, config)
             completion = msgspec.structs.replace(completion, base=base)

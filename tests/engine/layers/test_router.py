@@ -13,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from headrace.engine.layers.router import choose
 from headrace.engine.model.arithmetic import linear
+from headrace.engine.model.config_fields import Fields
 from headrace.engine.model.moe_spec import MoeSpec, read_moe
 
 HIDDEN = 24
@@ -42,7 +43,7 @@ def made(name: str) -> tuple[nn.Module, MoeSpec]:
         router.weight.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(1))
         if name.startswith("v3"):
             router.e_score_correction_bias.normal_(0.0, 0.4, generator=torch.Generator().manual_seed(2))
-    moe = read_moe(config.to_dict(), config.model_type)
+    moe = read_moe(Fields("config.json", config.to_dict()), config.model_type)
     assert moe is not None
     return router, moe
 

@@ -137,7 +137,7 @@ CROWDS = {
     "messages": (b'{"messages":[%s]}', b'{"role":"user"}', "lists and objects"),
     "tools": (b'{"messages":[],"tools":[%s]}', b"{}", "lists and objects"),
     "ids": (b'{"prompt":[%s]}', b"1", "values"),
-    "texts": (b'{"prompt":[%s]}', b'""', "values"),
+    "texts": (b'{"prompt":[%s]}', b'""', "texts"),
     "rooms": (b'{"prompt":"x","bootstrap_room":[%s]}', b"1", "values"),
     "biases": (b'{"prompt":"x","logit_bias":{%s}}', b'"1":1', "fields"),
     "unknown": (b'{"prompt":"x","nobody":[%s]}', b"[]", "lists and objects"),
