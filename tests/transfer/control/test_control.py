@@ -31,7 +31,7 @@ from headrace.core.runtime import process
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.transfer.control.client import ControlClient
-from tests.transfer.control.harness import CONFIG, PEER, Both, Stranger
+from tests.transfer.control.harness import CONFIG, PATIENT, PEER, Both, Stranger
 from tests.transfer.control.session_table import FIRST, OFFER, hello
 from tests.transfer.harness import CLOCK, Loop, value
 
@@ -106,7 +106,7 @@ def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "MAX_SESSIONLESS", 8)
-    both = Both(context)
+    both = Both(context, config=PATIENT)
     session = both.up.session
     crowd = []
     for _ in range(40):
