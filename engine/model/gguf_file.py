@@ -6,7 +6,7 @@ blocks are dequantised by the gguf package. Format: https://github.com/ggml-org/
 
 import mmap
 import struct
-from math import gcd, prod
+from math import gcd, inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
+from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be arrays in GGUF
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 MAX_DIMENSIONS = 4  # of a tensor, as in ggml
@@ -49,11 +51,12 @@ class TensorInfo(NamedTuple):
 class GgufFile:
     """A memory-mapped GGUF file.
 
-    metadata: values by key; of an array of strings only the length. tensors: table entries by name.
+    name: of the file. metadata: values by key; of an array of strings only the length. tensors: table entries by name.
     """
 
     def __init__(self, path: Path) -> None:
         """Parse the header. Raises ConfigError when the file is no readable GGUF."""
+        self.name = path.name
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -109,34 +112,36 @@ class GgufFile:
 
 
 def spec_from_gguf(file: GgufFile) -> ModelSpec:
-    """ModelSpec of a GGUF file. Raises ConfigError for an architecture that the engine cannot run, or a missing key."""
-    architecture = file.metadata.get("general.architecture")
+    """ModelSpec of a GGUF file. Raises ConfigError for an architecture that the engine cannot run, and for a key that
+    is missing or has a value of the wrong type or range."""
+    architecture = Fields(file.name, file.metadata).get("general.architecture", NAME)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
-    keys = _Keys(file.metadata, str(architecture))
-    if keys.get("expert_count", 0):
+    keys = _keys_of(file, f"{architecture}.")
+    if keys.get("expert_count", COUNT, 0):
         raise ConfigError("GGUF models with experts are not supported; supported are dense models")
-    hidden, heads = keys["embedding_length"], keys["attention.head_count"]
-    head_dim = keys.get("attention.key_length", hidden // heads)
-    if keys.get("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(f"rope.dimension_count {keys['rope.dimension_count']} must equal the head size {head_dim}")
+    hidden, heads = keys.get("embedding_length", SIZE), keys.get("attention.head_count", SIZE)
+    head_dim = keys.get("attention.key_length", SIZE, hidden // heads)
+    if (rotated := keys.get("rope.dimension_count", COUNT, head_dim)) != head_dim:
+        raise ConfigError(f"rope.dimension_count {rotated} must equal the head size {head_dim}")
     if "token_embd.weight" not in file.tensors:
         raise ConfigError("tensor token_embd.weight is missing in the GGUF file")
+    epsilon = keys.get("attention.layer_norm_rms_epsilon", POSITIVE)
     return ModelSpec(
-        family=str(architecture),
+        family=architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=keys["feed_forward_length"],
-        layers=keys["block_count"],
+        intermediate_size=keys.get("feed_forward_length", SIZE),
+        layers=keys.get("block_count", LAYERS),
         heads=heads,
-        kv_heads=keys.get("attention.head_count_kv", heads),
+        kv_heads=keys.get("attention.head_count_kv", SIZE, heads),
         head_dim=head_dim,
-        norm_eps=float(f"{keys['attention.layer_norm_rms_epsilon']:.6g}"),  # stored as float32: 1e-05 reads 9.99…e-06
-        rope=_rope(file, keys),
-        max_positions=keys["context_length"],
-        sliding_window=keys.get("attention.sliding_window", None),
+        norm_eps=float(f"{epsilon:.6g}"),  # stored as float32: 1e-05 reads 9.99…e-06
+        rope=_rope(file, keys, head_dim),
+        max_positions=keys.get("context_length", SIZE),
+        sliding_window=keys.optional("attention.sliding_window", COUNT),
         tied="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -144,43 +149,35 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     )
 
 
-def _rope(file: GgufFile, keys: "_Keys") -> RopeSpec:
-    theta = float(keys.get("rope.freq_base", 10000.0))
+def _keys_of(file: GgufFile, prefix: str) -> Fields:
+    """Metadata of the keys below the architecture's name. Raises ConfigError for sizes with one value per layer."""
+    for key in PER_LAYER:
+        if isinstance(file.metadata.get(prefix + key), list):
+            raise ConfigError(f"{prefix}{key} differs from layer to layer, which is not supported")
+    below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return Fields(file.name, below, prefix)
+
+
+def _rope(file: GgufFile, keys: Fields, head_dim: int) -> RopeSpec:
+    theta = keys.get("rope.freq_base", ABOVE_ONE, 10000.0)
     if "rope_freqs.weight" in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
-        divisors = tuple(float(value) for value in file.read("rope_freqs.weight"))
+        divisors = tuple(float(value) for value in file.read("rope_freqs.weight").reshape(-1))
+        if len(divisors) * 2 != head_dim or not all(0 < value < inf for value in divisors):
+            raise ConfigError(f"{file.name}: tensor rope_freqs.weight must hold {head_dim // 2} numbers above 0")
         return RopeSpec(kind="divisors", theta=theta, divisors=divisors)
     kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
-    scaling = keys.get("rope.scaling.type", "none")
+    scaling = keys.get("rope.scaling.type", NAME, "none")
     if scaling not in kinds:
         raise ConfigError(f"GGUF rope.scaling.type {scaling!r} is not supported; supported are {', '.join(kinds)}")
+    positions = keys.get("context_length", SIZE)
     return RopeSpec(
         kind=kinds[scaling],
         theta=theta,
-        factor=float(keys.get("rope.scaling.factor", 1.0)),
-        original_positions=keys.get("rope.scaling.original_context_length", keys["context_length"]),
-        beta_fast=float(keys.get("rope.scaling.yarn_beta_fast", 32.0)),
-        beta_slow=float(keys.get("rope.scaling.yarn_beta_slow", 1.0)),
+        factor=keys.get("rope.scaling.factor", POSITIVE, 1.0),
+        original_positions=keys.get("rope.scaling.original_context_length", SIZE, positions),
+        beta_fast=keys.get("rope.scaling.yarn_beta_fast", POSITIVE, 32.0),
+        beta_slow=keys.get("rope.scaling.yarn_beta_slow", POSITIVE, 1.0),
     )
-
-
-class _Keys:
-    """Metadata values of keys below the architecture's name."""
-
-    def __init__(self, metadata: dict[str, Any], prefix: str) -> None:
-        self._metadata = metadata
-        self._prefix = prefix
-
-    def get(self, key: str, default: Any) -> Any:
-        """A value or the default. Raises ConfigError for a list of one value per layer."""
-        value = self._metadata.get(f"{self._prefix}.{key}", default)
-        if isinstance(value, list):
-            raise ConfigError(f"{self._prefix}.{key} differs from layer to layer, which is not supported")
-        return value
-
-    def __getitem__(self, key: str) -> Any:
-        if (value := self.get(key, None)) is None:
-            raise ConfigError(f"the GGUF file must say {self._prefix}.{key}")
-        return value
 
 
 class _Header:
@@ -246,6 +243,10 @@ class _Header:
             raise ValueError(f"tensor {name!r:.80} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are supported")
         sizes = [self._scalar("<Q") for _ in range(dimensions)]
         kind = GGMLQuantizationType(self._scalar("<I"))
+        if not all(sizes) or sizes[0] % GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(
+                f"tensor {name!r:.80} has rows of {sizes[0]} values, which are no whole {kind.name} blocks"
+            )
         return name, TensorInfo(tuple(reversed(sizes)), kind, self._scalar("<Q"))
 
 

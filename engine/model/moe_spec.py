@@ -5,13 +5,12 @@ chosen, and how the chosen ones are weighted. MoeSpec names those switches, so t
 depend on the family.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.config_fields import integer
+from headrace.engine.model.config_fields import COUNT, COUNTS, FLAG, LAYERS, NAME, POSITIVE, SIZE, Fields
 
 LayerKind = Literal["dense", "moe"]
 MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -91,77 +90,73 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.experts * (hidden + self.choice_bias)
 
 
-def read_moe(config: Mapping[str, Any], family: str) -> MoeSpec | None:
+def read_moe(config: Fields, family: str) -> MoeSpec | None:
     """MoeSpec of a parsed config.json (of transformers 4 or 5); None for a dense model.
 
-    family: model_type. Raises ConfigError for routing that the engine cannot do.
+    family: model_type. Raises ConfigError for routing that the engine cannot do, and for a value of the wrong type.
     """
-    layers = integer(config, "num_hidden_layers")
+    layers = config.get("num_hidden_layers", LAYERS)
     match family:
         case "qwen3_moe":
             return _qwen3(config, layers)
         case "mixtral":
             return MoeSpec(
-                experts=integer(config, "num_local_experts", 8),
-                top_k=integer(config, "num_experts_per_tok", 2),
-                intermediate_size=integer(config, "intermediate_size"),
+                experts=config.get("num_local_experts", SIZE, 8),
+                top_k=config.get("num_experts_per_tok", SIZE, 2),
+                intermediate_size=config.get("intermediate_size", SIZE),
                 layer_kinds=tuple(_kind(True) for _ in range(layers)),
                 normalized=True,
                 module="block_sparse_moe",
             )
-        case "deepseek_v2" | "deepseek_v3" if config.get("n_routed_experts") is not None:
+        case "deepseek_v2" | "deepseek_v3" if config.optional("n_routed_experts", SIZE):
             return _deepseek(config, family, layers)
     return None
 
 
-def _qwen3(config: Mapping[str, Any], layers: int) -> MoeSpec:
-    dense = config.get("mlp_only_layers") or ()
-    step = integer(config, "decoder_sparse_step", 1)
-    if step < 1:
-        raise ConfigError(f"config.json says decoder_sparse_step {step}; it must be at least 1")
-    key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # transformers 4, and 5
+def _qwen3(config: Fields, layers: int) -> MoeSpec:
+    dense = config.get("mlp_only_layers", COUNTS, [])
+    step = config.get("decoder_sparse_step", SIZE, 1)
+    key = "num_experts" if config.optional("num_experts", SIZE) else "num_local_experts"  # transformers 4, and 5
     return MoeSpec(
-        experts=integer(config, key),
-        top_k=integer(config, "num_experts_per_tok", 8),
-        intermediate_size=integer(config, "moe_intermediate_size"),
+        experts=config.get(key, SIZE),
+        top_k=config.get("num_experts_per_tok", SIZE, 8),
+        intermediate_size=config.get("moe_intermediate_size", SIZE),
         layer_kinds=tuple(_kind(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)),
-        normalized=bool(config.get("norm_topk_prob", False)),
+        normalized=config.get("norm_topk_prob", FLAG, False),
         rounded_weights=True,
     )
 
 
-def _deepseek(config: Mapping[str, Any], family: str, layers: int) -> MoeSpec:
+def _deepseek(config: Fields, family: str, layers: int) -> MoeSpec:
     methods = DEEPSEEK_METHODS[family]
-    method = config.get("topk_method") or methods[0]
+    method = config.get("topk_method", NAME, methods[0])
     if method not in methods:
         raise ConfigError(f"topk_method {method!r} is not supported; supported for {family} is {' or '.join(methods)}")
     scores = DEEPSEEK_SCORES[family]
-    if (found := config.get("scoring_func") or scores) != scores:
+    if (found := config.get("scoring_func", NAME, scores)) != scores:
         raise ConfigError(f"scoring_func {found!r} is not supported; supported for {family} is {scores!r}")
     newer = family == "deepseek_v3"
-    normalized = bool(config.get("norm_topk_prob", newer))
+    normalized = config.get("norm_topk_prob", FLAG, newer)
     if normalized and not newer:
         raise ConfigError("norm_topk_prob true is not supported for deepseek_v2: implementations of it disagree")
-    step = integer(config, "moe_layer_freq", 1)
-    if step < 1:
-        raise ConfigError(f"config.json says moe_layer_freq {step}; it must be at least 1")
-    first = integer(config, "first_k_dense_replace", 3 if newer else 0)
+    step = config.get("moe_layer_freq", SIZE, 1)
+    first = config.get("first_k_dense_replace", COUNT, 3 if newer else 0)
     grouped = method != "greedy"
-    width = integer(config, "moe_intermediate_size", 2048 if newer else 1407)
+    width = config.get("moe_intermediate_size", SIZE, 2048 if newer else 1407)
     return MoeSpec(
-        experts=integer(config, "n_routed_experts"),
-        top_k=integer(config, "num_experts_per_tok", 8 if newer else None),
+        experts=config.get("n_routed_experts", SIZE),
+        top_k=config.get("num_experts_per_tok", SIZE, 8 if newer else None),
         intermediate_size=width,
         layer_kinds=tuple(_kind(layer >= first and layer % step == 0) for layer in range(layers)),
-        shared_size=width * (config.get("n_shared_experts") or 0),
+        shared_size=width * config.get("n_shared_experts", COUNT, 0),
         scores=scores,
         float32_logits=True,
         choice_bias=newer,
-        groups=integer(config, "n_group", 8 if newer else 1) if grouped else 1,
-        top_groups=integer(config, "topk_group", 4 if newer else 1) if grouped else 1,
+        groups=config.get("n_group", SIZE, 8 if newer else 1) if grouped else 1,
+        top_groups=config.get("topk_group", SIZE, 4 if newer else 1) if grouped else 1,
         group_score="two best" if newer else "maximum",
         normalized=normalized,
-        scaling=float(config.get("routed_scaling_factor", 2.5 if newer else 1.0)),
+        scaling=config.get("routed_scaling_factor", POSITIVE, 2.5 if newer else 1.0),
     )
 
 

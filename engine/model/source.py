@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec, spec_from_config
+from headrace.engine.model.config_fields import TOKENS, Fields
 from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
 from headrace.engine.model.stub import END, is_stub, parse_stub
 
@@ -62,13 +63,14 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     if source.kind == "stub":
         return (END,)
     if source.kind == "gguf":
-        metadata = GgufFile(source.path).metadata
+        file = GgufFile(source.path)
+        metadata = Fields(file.name, file.metadata)
         for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
-            found.update(_ids(metadata.get(key)))
+            found.update(_ids(metadata, key))
         return tuple(sorted(found))
     for name in ("generation_config.json", "config.json"):
         if (source.path / name).is_file() and not found:
-            found.update(_ids(read_json(source.path / name).get("eos_token_id")))
+            found.update(_ids(Fields(name, read_json(source.path / name)), "eos_token_id"))
     return tuple(sorted(found))
 
 
@@ -106,7 +108,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _ids(value: object) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(str(value))]
+def _ids(fields: Fields, key: str) -> list[int]:
+    ids = fields.get(key, TOKENS, [])
+    return ids if isinstance(ids, list) else [ids]

@@ -24,7 +24,8 @@ import xxhash
 from headrace.core.runtime.private_folder import private_folder
 from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent, module_command
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.source import ModelSource, eos_token_ids, resolve_source
+from headrace.engine.model.config_fields import Fields, Kind
+from headrace.engine.model.source import ModelSource, eos_token_ids, read_json, resolve_source
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ FORMAT = 2  # version of the files; those of other versions are not read
 UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
 NOT_WRITTEN = 3  # exit status of a conversion whose result cannot be written
 CHECKSUM_BYTES = 8  # xxh3 of a record, before it
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE: Kind[str | list[dict[str, str]]] = Kind(
+    str | list[dict[str, str]], "a text or a list of objects with name and template"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -128,7 +133,10 @@ def _convert_in_child(source: ModelSource, path: Path) -> None:
         raise _NotWritten(child.stderr.strip().splitlines()[-1])
     if child.returncode:
         said = child.stderr.strip()
-        reason = said.splitlines()[-1] if child.returncode == UNUSABLE_MODEL else f"{said}\nstatus {child.returncode}"
+        reason = (said.splitlines() or ["no message"])[-1]
+        if child.returncode != UNUSABLE_MODEL:
+            log.debug("the conversion of a tokenizer ended with status %d: %s", child.returncode, said)
+            reason = f"{reason} (status {child.returncode})"
         raise ConfigError(f"no tokenizer could be loaded from {source.path}: {reason}")
 
 
@@ -136,14 +144,16 @@ def convert(source: ModelSource) -> TokenizerRecord:
     """Convert a model's tokenizer by transformers. Raises ConfigError for one that cannot be used."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds; only the child process does it
 
+    _check_files(source)
+    ids = eos_token_ids(source)
     try:
         if source.kind == "gguf":
             # AutoTokenizer would first parse the whole file in Python to learn which class to take.
             fast = PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
         else:
             fast = AutoTokenizer.from_pretrained(source.path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+    except Exception as error:  # malformed files raise all kinds of exceptions in transformers and tokenizers
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
     if not fast.is_fast:
         raise ConfigError("only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
     backend = fast.backend_tokenizer
@@ -153,10 +163,19 @@ def convert(source: ModelSource) -> TokenizerRecord:
     own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
     return TokenizerRecord(
         backend=backend.to_str(),
-        eos_ids=tuple(dict.fromkeys((*own, *eos_token_ids(source)))),
+        eos_ids=tuple(dict.fromkeys((*own, *ids))),
         chat_template=template.get("default") if isinstance(template, dict) else template,
         special_tokens=dict(fast.special_tokens_map),
     )
+
+
+def _check_files(source: ModelSource) -> None:
+    """Raises ConfigError for files whose mistakes transformers would pass on, or name badly."""
+    for name in ("tokenizer.json", TOKENIZER_CONFIG):
+        if source.kind == "hf" and (source.path / name).is_file():
+            fields = Fields(name, read_json(source.path / name))
+            if name == TOKENIZER_CONFIG:
+                fields.get("chat_template", TEMPLATE, "")
 
 
 def main(parent: str, model: str, path: str) -> int:

@@ -67,6 +67,7 @@ def test_follows_the_compose_specification() -> None:
 def test_flags_and_environment_make_a_configuration(compose: dict[str, Any], role: str) -> None:
     config = configuration(compose["services"][role])
     assert config.server.role == role
+    assert "shm" not in config.transfer.backends, "containers do not share /dev/shm"
     assert config.server.api_keys == ("a-key",)
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from headrace.server.bench import options as bench_options
 from headrace.server.cli import build_parser
 from tests.deployment.files import ROOT
 
@@ -43,9 +44,10 @@ def test_make_targets_and_benchmarks_exist(name: str) -> None:
 def flags() -> set[str]:
     """Every option of every sub-command of headrace."""
     (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return {
-        option for parser in commands.choices.values() for action in parser._actions for option in action.option_strings
-    }
+    bench_serve = argparse.ArgumentParser()
+    bench_options.add_flags(bench_serve)
+    parsers = [*commands.choices.values(), bench_serve]
+    return {option for parser in parsers for action in parser._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -19,6 +19,7 @@ LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)(?P<has
 FILES = ("requirements/server.txt", "requirements/dev.txt")
 PEERS = (
     "requirements/audit.txt",
+    "requirements/charts.txt",
     "requirements/cuda.txt",
     "requirements/nixl.txt",
     "requirements/openvino.txt",

@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
         open_checkpoint(source, load_spec(source))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigError, match="must hold a weight_map"):
+    with pytest.raises(ConfigError, match="'weight_map' has to be an object whose values are texts"):
         open_checkpoint(source, load_spec(source))
 
 

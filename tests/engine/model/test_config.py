@@ -90,11 +90,11 @@ def test_sliding_windows_limit_the_length() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"hidden_size": None}, "hidden_size as a whole number, found None"),
-        ({"vocab_size": "many"}, "vocab_size as a whole number, found 'many'"),
+        ({"hidden_size": None}, "'hidden_size' has to be a whole number from 1 to 2147483647, got null"),
+        ({"vocab_size": "many"}, "'vocab_size' has to be a whole number from 1 to 2147483647, got 'many'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"head_dim": 15}, "head_dim is 15"),
-        ({"num_hidden_layers": 0}, "layers 0"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' has to be a whole number from 1 to 10000, got 0"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:

@@ -95,8 +95,8 @@ def test_scores_are_scaled_by_yarn_only() -> None:
     ("change", "words"),
     [
         ({"rope_interleave": False}, "rope_interleave false is not supported"),
-        ({"kv_lora_rank": None}, "kv_lora_rank as a whole number"),
-        ({"kv_lora_rank": 0}, "kv_lora_rank 0; it must be at least 1"),
+        ({"kv_lora_rank": None}, "'kv_lora_rank' has to be a whole number from 1"),
+        ({"kv_lora_rank": 0}, "'kv_lora_rank' has to be a whole number from 1"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ],

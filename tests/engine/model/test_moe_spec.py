@@ -9,6 +9,7 @@ import torch
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.memory_plan import linear_count, weight_count
 from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.config_fields import Fields
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.moe_spec import MoeSpec, read_moe
 from headrace.engine.model.source import load_spec, resolve_source
@@ -39,7 +40,7 @@ def moe_of(config: dict[str, Any]) -> MoeSpec:
 
 
 def deepseek(family: str, **change: Any) -> MoeSpec:
-    moe = read_moe({**(V2 if family == "deepseek_v2" else V3), **change}, family)
+    moe = read_moe(Fields("config.json", {**(V2 if family == "deepseek_v2" else V3), **change}), family)
     assert moe is not None
     return moe
 
@@ -73,7 +74,7 @@ def test_which_layers_of_deepseek_have_experts() -> None:
     assert kinds(deepseek("deepseek_v2")) == "dmmmmm"
     assert kinds(deepseek("deepseek_v2", moe_layer_freq=2)) == "ddmdmd"
     assert kinds(deepseek("deepseek_v3", first_k_dense_replace=3, num_nextn_predict_layers=1)) == "dddmmm"
-    assert read_moe({**V2, "n_routed_experts": None}, "deepseek_v2") is None
+    assert read_moe(Fields("config.json", {**V2, "n_routed_experts": None}), "deepseek_v2") is None
 
 
 def test_families_differ_in_their_routers() -> None:
@@ -99,10 +100,10 @@ def test_attention_is_that_of_the_dense_family() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts": None}, "num_local_experts as a whole number, found None"),
+        ({"num_experts": None}, "'num_local_experts' has to be a whole number from 1 to 2147483647, but is missing"),
         ({"num_experts_per_tok": 9}, "9 experts per token cannot be chosen of 8"),
-        ({"moe_intermediate_size": 0}, "expert width 0; it must be at least 1"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0; it must be at least 1"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' has to be a whole number from 1"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' has to be a whole number from 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.server.launch import http_protocol
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.http_protocol import (
@@ -131,6 +132,32 @@ def test_requests_of_one_connection_are_counted_separately(port: int) -> None:
             while not came.endswith(b"\r\n\r\n%d" % len(body)):
                 came += connection.recv(1 << 16)
             assert came.startswith(b"HTTP/1.1 200")
+
+
+def test_a_websocket_upgrade_is_answered_as_any_request_and_logged_once(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    request = b"GET / HTTP/1.1\r\nhost: here\r\nconnection: upgrade\r\n" + upgrade + b"\r\n"
+    warnings = RepeatedWarningFilter()
+    logger = logging.getLogger("uvicorn.error")
+    logger.addFilter(warnings)  # as serve() does
+    try:
+        for _ in range(20):
+            with connect(port) as connection:
+                connection.sendall(request)
+                received = b""
+                while not received.endswith(b"\r\n\r\n0"):
+                    part = connection.recv(1 << 16)
+                    assert part, "it was closed"
+                    received += part
+                assert received.startswith(b"HTTP/1.1 200")
+        assert answer(port, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "others are served"
+    finally:
+        logger.removeFilter(warnings)
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Unsupported upgrade request." in lines
+    assert len(lines) == len(set(lines)) <= 2
 
 
 LIMIT = 8

@@ -1,0 +1,1 @@
+"""`headrace bench serve`: load on a running server, and what its clients see."""

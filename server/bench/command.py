@@ -1,0 +1,105 @@
+"""`headrace bench serve`: asks the server what it is, warms it up, sends the load, prints the table."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.types.errors import ConfigError
+from headrace.server.bench import options, plot
+from headrace.server.bench.http_client import HttpClient
+from headrace.server.bench.options import Options
+from headrace.server.bench.progress import Progress
+from headrace.server.bench.report import Report, as_json, as_text, first_failure
+from headrace.server.bench.runner import COMPLETIONS, Load, Measured, Runner
+from headrace.server.bench.summary import summarise
+from headrace.server.bench.target import Target, base_url, find_target
+from headrace.server.bench.workload import PlannedRequest, warmup
+from headrace.server.config.load import load
+from headrace.server.simulate.plot import check_installed
+
+NONE_OK = 1  # exit status when no request was answered
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run the command. Returns 0, 1 if no request was answered, or 130 after Ctrl-C, which prints what was measured
+    until then. Raises ConfigError for a wrong flag or file, and for a server that cannot be measured."""
+    chosen = options.parse(vars(given), base_url(given.url))
+    if chosen.plot is not None:
+        check_installed()
+    keys = load({}, environ).server.api_keys
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    requests = options.planned(chosen)
+    target = find_target(chosen.url, headers, chosen.model, chosen.endpoint)
+    generating = target.path == COMPLETIONS
+    options.check_lengths(requests, target.max_model_len, generating=generating)
+    measured = asyncio.run(_measure(chosen, target, headers, requests))
+    report = Report(
+        url=chosen.url,
+        endpoint=target.path,
+        model=target.model,
+        server=f"{target.name}, role {target.role}" if target.name else "",
+        role=target.role,
+        arrivals=options.arrivals_in_words(chosen),
+        lengths=options.lengths_in_words(chosen, generating=generating),
+        seed=chosen.seed,
+        warmups=chosen.num_warmups,
+        limits=chosen.limits,
+        interrupted=measured.interrupted,
+        summary=summarise(measured, chosen.limits, chosen.percentiles),
+        requests=measured.outcomes,
+    )
+    print(as_text(report))
+    if chosen.json is not None:
+        _write(chosen.json, as_json(report))
+    if chosen.plot is not None:
+        plot.draw(report, chosen.plot)
+    if measured.interrupted:
+        print("headrace: interrupted; the figures are of what was sent until then", file=sys.stderr)
+        return INTERRUPTED
+    return 0 if report.summary.ok else NONE_OK
+
+
+async def _measure(
+    chosen: Options, target: Target, headers: dict[str, str], requests: Sequence[PlannedRequest]
+) -> Measured:
+    """Warm the server up and send the load; Ctrl-C ends it, a second one ends the program."""
+    clock = SystemClock()
+    client = HttpClient(chosen.url, headers, clock)
+    what = Load(
+        model=target.model,
+        path=target.path,
+        seed=chosen.seed,
+        timeout_s=chosen.timeout_s,
+        temperature=chosen.temperature,
+        ignore_eos=not chosen.stop_at_eos,
+        open_loop=chosen.open_loop,
+        concurrency=chosen.max_concurrency,
+    )
+    progress = Progress(sys.stderr, len(requests), clock)
+    runner = Runner(client, what, clock, progress.update)
+    try:
+        if failed := await runner.warm_up(warmup(requests, chosen.num_warmups)):
+            raise ConfigError(f"the first request failed: {first_failure([failed])}")
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            loop.remove_signal_handler(signal.SIGINT)
+            stop.set()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        return await runner.run(requests, stop)
+    finally:
+        progress.close()
+        client.close()
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
