@@ -43,7 +43,7 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     """The data-parallel replica that is to compute it; None: the one with the least load."""
 
     tenant: str = ""
-    """Name of the API key that it came with; "": the cache salt stands for the tenant."""
+    """Name of the API key that it came with; "" for none: those are one tenant, and its parts go by cache salt."""
 
     slo_ttft_s: float | None = None
     """Seconds within which the client would like its first token; None: no objective."""

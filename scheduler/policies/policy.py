@@ -7,7 +7,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.policies.lazy_heap import LazyHeap
 from headrace.scheduler.policies.policy_keyed import KeyedPolicy, SloKey, SrptKey
-from headrace.scheduler.policies.tenants import Tenants
+from headrace.scheduler.policies.tenant_levels import TenantLevels
 from headrace.scheduler.requests.record import Request
 
 
@@ -115,7 +115,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case "fcfs":
             return Fcfs()
         case "srpt":
-            return KeyedPolicy(SrptKey(), Tenants(config.tenant_lag_s))
+            return KeyedPolicy(SrptKey(), TenantLevels(config.tenant_lag_s))
         case "slo":
-            return KeyedPolicy(SloKey(), Tenants(config.tenant_lag_s))
+            return KeyedPolicy(SloKey(), TenantLevels(config.tenant_lag_s))
     raise ConfigError(f"unknown policy {config.policy!r}; write one of: fcfs, slo, srpt")

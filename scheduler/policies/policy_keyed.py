@@ -4,9 +4,10 @@
 
 A key changes with the request's own progress alone, or with the time in a way that only makes it larger: such a key
 is renewed when it comes up. That a tenant is ahead is no part of the keys in the heaps, as it would change those of all
-its requests at once. Instead, requests of such a tenant that come up go to a heap of its own, and stay there:
+its requests at once. Instead, requests of such a tenant that come up go to a heap of its own, and stay there. Those
+without the name of a key have a heap together, and one for each cache salt that is ahead of other salts:
 
-    order = merge(common heap, own heaps of tenants), comparing (priority, ahead?, …) of their first entries
+    order = merge(common heap, own heaps of keys and salts), comparing (priority, ahead?, …) of their first entries
 """
 
 import heapq
@@ -14,12 +15,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.scheduler.policies.lazy_heap import Key, LazyHeap
-from headrace.scheduler.policies.tenants import Tenants
+from headrace.scheduler.policies.tenant_levels import TenantLevels
 from headrace.scheduler.requests.record import Request
 
 Heap = LazyHeap[int, Request]
-COMMON = ""  # name of the common heap; those of tenants begin with OWN
-OWN = "/"
+COMMON = ""  # name of the common heap
 
 
 class KeyOf(Protocol):
@@ -55,7 +55,7 @@ class KeyedPolicy:
 
     strict = False
 
-    def __init__(self, key_of: KeyOf, tenants: Tenants) -> None:
+    def __init__(self, key_of: KeyOf, tenants: TenantLevels) -> None:
         self._key_of = key_of
         self._tenants = tenants
         self._requests: dict[int, Request] = {}
@@ -69,9 +69,9 @@ class KeyedPolicy:
         """Add a request that waits."""
         self._requests[request.arrival] = request
         self._waiting.put(request.arrival, (request.arrival,), request)
-        self._tenants.join(request.tenant)
-        own = OWN + request.tenant
-        self._place[request.arrival] = own if own in self._heaps else COMMON
+        self._tenants.join(request)
+        own = [group for group in self._tenants.groups(request) if group in self._heaps]
+        self._place[request.arrival] = own[-1] if own else COMMON
         self.revise(request, work_s, now)
 
     def start(self, request: Request) -> None:
@@ -92,11 +92,11 @@ class KeyedPolicy:
         age = self._waiting if arrival in self._waiting else self._started
         age.remove(arrival)
         self._leave_heap(arrival)
-        self._tenants.leave(request.tenant)
+        self._tenants.leave(request)
 
     def charge(self, request: Request, work_s: float) -> None:
         """Count it as served to the tenant."""
-        self._tenants.charge(request.tenant, work_s)
+        self._tenants.charge(request, work_s)
 
     def by_age(self, started: bool) -> Iterator[Request]:
         """By arrival number."""
@@ -142,9 +142,9 @@ class KeyedPolicy:
             if key != old:
                 self._heaps[name].put(request.arrival, key, request)
                 continue
-            ahead = self._tenants.ahead(request.tenant)
-            if ahead and name == COMMON:
-                own = self._to_own_heap(request, key)
+            ahead, own = self._tenants.ahead(request)
+            if own and name not in (own, self._tenants.groups(request)[-1]):
+                self._to_own_heap(request, key, own)
                 if own not in sources:
                     sources[own] = self._heaps[own].ordered()
                     self._advance(sources, own, firsts, now)
@@ -155,11 +155,11 @@ class KeyedPolicy:
             return
         sources[name] = None
 
-    def _to_own_heap(self, request: Request, key: Key) -> str:
-        self._heaps[COMMON].remove(request.arrival)
-        own = self._place[request.arrival] = OWN + request.tenant
+    def _to_own_heap(self, request: Request, key: Key, own: str) -> None:
+        """The heap that it leaves stays, even if it is empty: it may be the one that is being read."""
+        self._heaps[self._place[request.arrival]].remove(request.arrival)
+        self._place[request.arrival] = own
         self._heaps.setdefault(own, LazyHeap()).put(request.arrival, key, request)
-        return own
 
     def _leave_heap(self, arrival: int) -> None:
         name = self._place.pop(arrival)

@@ -3,7 +3,7 @@
 As in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): every tenant has a counter of the service
 that it got; here in predicted seconds of the work that was computed, so that cached tokens are free. Unlike there the
 least served one does not go first: only those that are more than a limit ahead of it go last. And a tenant that returns
-is not lifted to the least served active one, but to some seconds below it:
+is not lifted to the least served active one, but to some seconds below it (here two limits):
 
     clock - 2 limits      clock - limit                clock: the most that the least served active tenant has had
           │  goes first: others │  comes in the order of    │
@@ -22,9 +22,14 @@ FORGOTTEN = 4096
 class Tenants:
     """Service counters of the tenants that have requests queued, and of those that have had meanwhile."""
 
-    def __init__(self, lag_s: float) -> None:
-        """lag_s: seconds of service by which a tenant may be ahead."""
+    def __init__(self, lag_s: float, return_s: float) -> None:
+        """Seconds of service.
+
+        lag_s: by which a tenant may be ahead.
+        return_s: by which one that returns is below the least served active one at most.
+        """
         self._lag = round(lag_s * 1e6)
+        self._return = round(return_s * 1e6)
         self._queued: dict[str, int] = {}  # requests, by tenant
         self._served: dict[str, int] = {}  # microseconds: whole numbers, whose sums do not depend on their order
         self._active: LazyHeap[str, str] = LazyHeap()
@@ -61,7 +66,7 @@ class Tenants:
 
     def _floor(self) -> int:
         """What a tenant that returns has at least."""
-        return max(0, self._clock - 2 * self._lag)
+        return max(0, self._clock - self._return)
 
     def _forget(self) -> None:
         away = sorted((served, tenant) for tenant, served in self._served.items() if tenant not in self._queued)

@@ -228,11 +228,6 @@ class Request:
         return self.generated > 0 or self.submit.sampling.prompt_logprobs is None
 
     @property
-    def tenant(self) -> str:
-        """Whose it is: the name of the API key, else the cache salt."""
-        return self.submit.tenant or self.submit.cache_salt
-
-    @property
     def objective(self) -> float | None:
         """Time by which its first token should be known; None: no time is better than another."""
         return None if self.submit.slo_ttft_s is None else self.arrived + self.submit.slo_ttft_s

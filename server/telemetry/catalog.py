@@ -76,7 +76,7 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
         "connections_closed_total",
         "counter",
         "Connections that this server has closed, by reason: shed (there were too many, and it was the oldest that was "
-        "idle or without a session), refused, ended, unread.",
+        "idle or without a session), refused, ended, no_session, unread.",
         ("socket", "reason"),
     ),
     MetricSpec(

@@ -3,6 +3,7 @@
     a message ──ZMQ_SRCFD──► descriptor ──► Connection ──close_one()──► shutdown(descriptor)
     a monitor ──ACCEPTED, DISCONNECTED──► which descriptors libzmq has open ──too many──► close_one(the oldest one
                                                                                           without a session)
+    the time since ACCEPTED ──too long without a session──► close_one()
 
 libzmq has no call that closes one connection of a socket. What is queued for it, and the memory that zero-copy frames
 refer to, is held for as long as the other end keeps the connection open, whether or not it reads. Shutting the
@@ -33,10 +34,12 @@ log = logging.getLogger(__name__)
 
 # Reasons of connections_closed_total
 ENDED = "ended"  # its session has ended; the only reason that is not logged
+NO_SESSION = "no_session"  # it has opened none for so long
 REFUSED = "refused"  # it goes on sending what is refused
 SHED = "shed"  # there are too many without a session, and it is the oldest
 UNREAD = "unread"  # it does not read what is sent to it
 WHY = {
+    NO_SESSION: "it has been open for long and has no session",
     REFUSED: "it goes on sending what is refused",
     SHED: "too many are open without a session, and it was the oldest",
     UNREAD: "it does not read what is sent to it",
@@ -67,7 +70,8 @@ class Connections:
     Args:
         part: name of the socket in logs and metrics.
         limit: of open connections without a session; by default what the process can afford.
-        has_session: whether the connection with this route has a session, and is not closed for the limit.
+        has_session: whether the connection with this route has a session, and is not closed for the limits.
+        max_age_s: after which a connection without a session is closed; None: never.
     """
 
     def __init__(
@@ -77,10 +81,12 @@ class Connections:
         limit: int | None = None,
         *,
         has_session: Callable[[bytes], bool] = lambda _route: False,
+        max_age_s: float | None = None,
     ) -> None:
         self._part = part
         self._limit = max_sessionless() if limit is None else limit
         self._has_session = has_session
+        self._max_age_s = max_age_s
         self._counters = Counters()
         self._counters.add("connections_closed_total", 0, (part, SHED))
         self._log_throttle = LogThrottle()
@@ -91,7 +97,10 @@ class Connections:
         self._watched: Socket | None = None
         self._open: dict[int, int] = {}  # by descriptor, the number of the connection; the oldest first
         self._routes: dict[int, bytes] = {}  # by descriptor, the route of its messages, once one has come
+        self._young: dict[int, float] = {}  # by descriptor, when its age is looked at; the oldest first
+        self._now = 0.0  # of the last receive()
         self._accepted = 0
+        self._counted = 0  # of the accepted, those that the limit has been applied to
         self._failed: list[int] = []  # handshakes that failed and were not asked for yet: what libzmq says of each
 
     def watch(self, socket: Socket) -> None:
@@ -109,16 +118,22 @@ class Connections:
         return (self._events,)
 
     def receive(self, now: float) -> list[int]:
-        """Read the monitor's events, and close connections above the limit. Call it before the socket is read.
+        """Read the monitor's events, and close connections above the limits. Call it before the socket is read.
 
         Returns the protocol errors of handshakes that have failed.
         """
-        accepted = self._accepted
+        self._now = now
         self._learn()
-        if self._accepted > accepted and len(self._open) > self._limit:
+        if self._accepted > self._counted and len(self._open) > self._limit:
             self._shed(now)
+        self._counted = self._accepted
+        self._close_old(now)
         failed, self._failed = self._failed, []
         return failed
+
+    def next_deadline(self) -> float | None:
+        """When receive() has to be called although nothing has come."""
+        return next(iter(self._young.values()), None)
 
     def take(self) -> list[bytes] | None:
         """The next message of the watched ROUTER, its route first; None when there is none."""
@@ -133,6 +148,8 @@ class Connections:
         """Remember the route of a message's connection, for has_session. frame: one of the message's frames."""
         with suppress(zmq.ZMQError):  # libzmq knows no descriptor for inproc, nor where the peer was gone at accept()
             descriptor = int(frame.get(zmq.SRCFD))
+            if descriptor not in self._open:  # it was accepted after receive()
+                self._learn()
             if descriptor in self._open:
                 self._routes[descriptor] = route
 
@@ -171,11 +188,27 @@ class Connections:
         self._events.close()
 
     def _shed(self, now: float) -> None:
-        idle = [each for each in self._open if each not in self._routes or not self._has_session(self._routes[each])]
+        idle = [each for each in self._open if not self._joined(each)]
         for descriptor in idle[: max(0, len(idle) - self._limit)]:
-            number = self._open.get(descriptor)
-            if number is not None:
-                self.close_one(Connection(descriptor, number, ""), SHED, now)
+            self._close(descriptor, SHED, now)
+
+    def _close_old(self, now: float) -> None:
+        """A connection that has a session by then is left to the owner, which closes it when the session ends."""
+        while self._young:
+            descriptor, at = next(iter(self._young.items()))
+            if at > now:
+                return
+            del self._young[descriptor]
+            if not self._joined(descriptor):
+                self._close(descriptor, NO_SESSION, now)
+
+    def _joined(self, descriptor: int) -> bool:
+        return descriptor in self._routes and self._has_session(self._routes[descriptor])
+
+    def _close(self, descriptor: int, reason: str, now: float) -> None:
+        number = self._open.get(descriptor)
+        if number is not None:
+            self.close_one(Connection(descriptor, number, ""), reason, now)
 
     def _shut(self, connection: Connection) -> bool:
         """False if it was closed before."""
@@ -200,6 +233,8 @@ class Connections:
                 self._accepted += 1
                 self._forget(value)  # not every end of a connection is reported
                 self._open[value] = self._accepted
+                if self._max_age_s is not None:
+                    self._young[value] = self._now + self._max_age_s
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._forget(value)
             else:
@@ -207,6 +242,7 @@ class Connections:
 
     def _forget(self, descriptor: int) -> None:
         self._open.pop(descriptor, None)
+        self._young.pop(descriptor, None)
         self._routes.pop(descriptor, None)
 
 

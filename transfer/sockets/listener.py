@@ -21,6 +21,7 @@ from headrace.transfer.sockets.zmq_sockets import Context, Socket
 # Per connection. A peer that waits for its session to be admitted tries again, every second in the end.
 REFUSALS_PER_S = 2.0
 REFUSALS = 32.0  # at once
+NO_SESSION_S = 60.0  # from accept() until a connection without a session is closed; an honest peer has one at once
 CLOSE_S = 1.0  # from the last refusal until a connection is closed
 IGNORED_KEPT = 4096  # routes whose messages are dropped
 
@@ -73,7 +74,9 @@ class Listener:
         unread: int,
     ) -> None:
         self._authenticator = zap.authenticator(context, config, part)
-        self._connections = Connections(context, part, has_session=lambda route: route in self._kept)
+        self._connections = Connections(
+            context, part, has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
+        )
         self._kept: dict[bytes, Connection | None] = {}  # by route, connections with a session
         self._closing: dict[int, PendingClose] = {}  # by descriptor, the earliest first
         self._ignored: dict[bytes, None] = {}  # routes whose messages are dropped, the oldest first
@@ -120,7 +123,8 @@ class Listener:
 
     def next_deadline(self) -> float | None:
         """When receive() has to be called although nothing has come."""
-        return next((each.at for each in self._closing.values()), None)
+        closing = next((each.at for each in self._closing.values()), None)
+        return min((at for at in (closing, self._connections.next_deadline()) if at is not None), default=None)
 
     def sender(self, arrival: Arrival) -> tuple[str, str]:
         """The name of the CURVE public key, and the host, of a message's connection; "" for what is not known."""

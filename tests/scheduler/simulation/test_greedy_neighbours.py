@@ -6,11 +6,12 @@ computed, and for nothing else.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import quantiles
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, Submit, Tokens
@@ -69,7 +70,14 @@ class SlowPeers(TimedPipeline):
 class Server:
     """One prefill server with two peers; each prompt goes to the peer of its owner."""
 
-    def __init__(self, config: SchedulerConfig = CONFIG, pipeline: type[TimedPipeline] = TimedPipeline) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig = CONFIG,
+        pipeline: type[TimedPipeline] = TimedPipeline,
+        salt_of: Callable[[int], str | None] = lambda _number: None,
+    ) -> None:
+        """salt_of: the cache salt of a prompt of the greedy one, who then has no key; None if it has one."""
+        self.salt_of = salt_of
         self.world = World(0)
         self.scheduler = Scheduler(config)
         self.driver = SchedulerDriver(self.world, self.scheduler, self._perform)
@@ -96,8 +104,9 @@ class Server:
         self.arrived[rid] = prompt
         self.reserve(prompt.owner, rid, prompt.tokens)
         tokens = number.to_bytes(ITEM_BYTES, "little") + bytes(ITEM_BYTES * (prompt.tokens - 1))
-        sampling = SamplingParams(max_tokens=2)
-        self.driver.handle(Submit(rid=rid, prompt=tokens, sampling=sampling, route=SendTo(rid), tenant=prompt.owner))
+        submit = Submit(rid=rid, prompt=tokens, sampling=SamplingParams(max_tokens=2), route=SendTo(rid))
+        salt = None if prompt.owner == "honest" else self.salt_of(number)
+        self.driver.handle(replace(submit, **({"tenant": prompt.owner} if salt is None else {"cache_salt": salt})))
 
     def reserve(self, owner: str, ticket: str, tokens: int) -> None:
         pages = pack(range(-(-tokens // PAGE)))
@@ -152,6 +161,16 @@ def test_a_tenant_that_sends_three_times_what_can_be_computed(sizes: list[int], 
     server = Server().run([*greedy, *HONEST])
     compare(server, alone)
     assert server.refused["greedy"] > 10
+    assert len(server.times["greedy"]) > 10, "it has the rest"
+
+
+@pytest.mark.parametrize(
+    "salt_of", [str, lambda _number: "honest"], ids=["one for each prompt", "the honest one's name"]
+)
+def test_a_client_without_a_key_that_chooses_cache_salts(salt_of: Callable[[int], str], alone: float) -> None:
+    greedy = arrivals("greedy", 30, [1000], 0.0)
+    server = Server(salt_of=salt_of).run([*greedy, *HONEST])
+    compare(server, alone)
     assert len(server.times["greedy"]) > 10, "it has the rest"
 
 

@@ -15,6 +15,7 @@ from tests.transfer.control.session_table import OFFER, hello
 from tests.transfer.harness import Loop
 
 CONFIG = TransferConfig(peer_timeout_s=1.0)
+PATIENT = TransferConfig(peer_timeout_s=60.0)  # of tests in which a session lasts, however slow the machine is
 PEER: Codec[PeerMessage] = Codec(PeerMessage)
 CONTROL: Codec[ControlMessage] = Codec(ControlMessage)
 
@@ -22,10 +23,12 @@ CONTROL: Codec[ControlMessage] = Codec(ControlMessage)
 class Both:
     """A control endpoint and a control client, the control client told to connect to it."""
 
-    def __init__(self, context: Any, *, ready: bool = True, control_context: Any = None) -> None:
+    def __init__(
+        self, context: Any, *, ready: bool = True, control_context: Any = None, config: TransferConfig = CONFIG
+    ) -> None:
         self.context = context
-        self.control_server = ControlServer(CONFIG, control_context or context)
-        self.control_client = ControlClient(CONFIG, context)
+        self.control_server = ControlServer(config, control_context or context)
+        self.control_client = ControlClient(config, context)
         self.loop = Loop(self.control_server, self.control_client)
         if ready:
             self.control_server.ready(OFFER)

@@ -31,7 +31,7 @@ from headrace.core.runtime import process
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.transfer.control.client import ControlClient
-from tests.transfer.control.harness import CONFIG, PEER, Both, Stranger
+from tests.transfer.control.harness import CONFIG, PATIENT, PEER, Both, Stranger
 from tests.transfer.control.session_table import FIRST, OFFER, hello
 from tests.transfer.harness import CLOCK, Loop, value
 
@@ -73,21 +73,19 @@ def test_two_names_of_one_control_endpoint_are_two_sessions_that_both_stand(both
     assert [up.session != first for up in both.loop.of(both.control_client, PrefillUp)] == [False, True]
 
 
-def test_pings_renew_a_held_ticket_until_it_is_reserved_or_given_up(both: Both) -> None:
-    session = both.up.session
+def test_pings_renew_a_held_ticket_until_it_is_reserved_or_given_up(lasting: Both) -> None:
+    both, session, heartbeat_s = lasting, lasting.up.session, PATIENT.peer_timeout_s / 3
     for ticket in ("a", "b"):
         both.loop.apply(both.control_client, AskRenew(session=session, ticket=ticket))
-    both.loop.until(
-        lambda: any(set(event.tickets) == {"a", "b"} for event in both.loop.of(both.control_server, PeerRenewed))
-    )
+    both.control_client.tick(CLOCK.now() + heartbeat_s)
+    assert set(both.loop.wait_for(both.control_server, PeerRenewed).tickets) == {"a", "b"}
     both.reserve("a")
     both.loop.apply(both.control_client, AskCancel(session=session, ticket="b", generation=0, reason="too late"))
     released = both.loop.wait_for(both.control_server, PeerReleased)
     assert (released.ticket, released.reason) == ("b", "too late")
-    seen = len(both.loop.of(both.control_server, PeerRenewed))
-    end = CLOCK.now() + CONFIG.peer_timeout_s
-    both.loop.until(lambda: CLOCK.now() >= end)
-    assert len(both.loop.of(both.control_server, PeerRenewed)) == seen, "pings go on, and renew nothing"
+    both.control_client.tick(CLOCK.now() + 2 * heartbeat_s)
+    both.reserve("c")  # comes after the ping
+    assert len(both.loop.of(both.control_server, PeerRenewed)) == 1, "pings go on, and renew nothing"
     assert not both.loop.of(both.control_server, PeerGone)
 
 
@@ -106,7 +104,7 @@ def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "MAX_SESSIONLESS", 8)
-    both = Both(context)
+    both = Both(context, config=PATIENT)
     session = both.up.session
     crowd = []
     for _ in range(40):

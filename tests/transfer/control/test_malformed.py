@@ -20,32 +20,32 @@ from tests.transfer.harness import value
 @example([PEER.encode(hello()), b""])
 @example([CONTROL.encode(Pong(number=1))])
 @example([b""])
-def test_rubbish_at_the_control_endpoint_is_refused_and_disturbs_no_session(both: Both, frames: list[bytes]) -> None:
-    session = both.up.session
-    stranger = Stranger(both.context, both)
+def test_rubbish_at_the_control_endpoint_is_refused_and_disturbs_no_session(lasting: Both, frames: list[bytes]) -> None:
+    session = lasting.up.session
+    stranger = Stranger(lasting.context, lasting)
     answer = stranger.ask(*frames)
     assert isinstance(answer, Refuse)
     assert answer.code == "bad_message"
-    both.loop.raw.remove(stranger.socket)
+    lasting.loop.raw.remove(stranger.socket)
     stranger.socket.close(linger=0)
-    assert not both.loop.of(both.control_server, PeerGone)
-    assert both.up.session == session
+    assert not lasting.loop.of(lasting.control_server, PeerGone)
+    assert lasting.up.session == session
 
 
-def test_oversized_frames_are_refused_and_far_larger_ones_cut_off(both: Both) -> None:
-    session = both.up.session
-    stranger = Stranger(both.context, both)
+def test_oversized_frames_are_refused_and_far_larger_ones_cut_off(lasting: Both) -> None:
+    session = lasting.up.session
+    stranger = Stranger(lasting.context, lasting)
     answer = stranger.ask(b"x" * (CONTROL_FRAME_BYTES + 1))
     assert isinstance(answer, Refuse)
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
-    cut_off = Stranger(both.context, both)
+    assert value(lasting.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
+    cut_off = Stranger(lasting.context, lasting)
     cut_off.socket.send(b"x" * (4 * CONTROL_FRAME_BYTES))
-    assert both.reserve("still here").session == session
-    assert value(both.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
+    assert lasting.reserve("still here").session == session
+    assert value(lasting.control_server.statistics(), "malformed_frames_total", ("control",)) == 1
 
 
-def test_a_session_survives_its_own_bad_frame(both: Both) -> None:
-    stranger = Stranger(both.context, both)
+def test_a_session_survives_its_own_bad_frame(lasting: Both) -> None:
+    stranger = Stranger(lasting.context, lasting)
     answer = stranger.ask(PEER.encode(hello(instance="e" * 32)))
     assert isinstance(answer, Welcome)
     assert isinstance(stranger.ask(b"\x81"), Refuse)
@@ -53,11 +53,11 @@ def test_a_session_survives_its_own_bad_frame(both: Both) -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""])
-def test_bytes_that_are_not_zmq_disturb_no_session(both: Both, data: bytes) -> None:
-    session = both.up.session
-    with sockets.create_connection(("127.0.0.1", both.control_server.port)) as connection:
+def test_bytes_that_are_not_zmq_disturb_no_session(lasting: Both, data: bytes) -> None:
+    session = lasting.up.session
+    with sockets.create_connection(("127.0.0.1", lasting.control_server.port)) as connection:
         connection.sendall(data)
-        assert both.reserve().session == session
+        assert lasting.reserve().session == session
 
 
 @given(st.binary(max_size=400))

@@ -192,7 +192,7 @@ def bench(context: Any) -> Iterator[ServerBench]:
     made.loop.close()
 
 
-@pytest.mark.parametrize("frame", [RUBBISH, PEER.encode(Ping(number=1))])
+@pytest.mark.parametrize("frame", [RUBBISH, PEER.encode(Ping(number=1)), PEER.encode(hello(fingerprint="other"))])
 def test_strangers_at_the_control_endpoint_are_refused_a_few_times_and_cut_off(
     bench: ServerBench, frame: bytes
 ) -> None:
