@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     curve = ("--curve-key", str(folder / "prefill.key_secret"), "--curve-allowed", str(folder / "allowed"))
-    with serving("--role", "prefill", "--model", MODEL, "--dtype", "float32", "--no-prefix-cache", *curve) as made:
+    short = ("--no-prefix-cache", "--drain-timeout", "1")  # a prompt may be left that is held
+    with serving("--role", "prefill", "--model", MODEL, "--dtype", "float32", *short, *curve) as made:
         yield made
 
 
