@@ -102,6 +102,7 @@ def test_decode_killed(model: Model, moment: str) -> None:
             assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt[:500], TOKENS)
 
 
+@pytest.mark.full
 def test_prefill_killed_and_replaced(model: Model) -> None:
     """The decode request fails in seconds with 502 or 503; a new prefill server at the same address is found."""
     prompt = model.story()[:3000]

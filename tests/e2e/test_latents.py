@@ -74,7 +74,8 @@ def test_one_server(saved: Saved) -> None:
         assert server.total("headrace_cached_tokens_total") > 0, "prompts begin with each other"
 
 
-@pytest.mark.parametrize("backends", ["shm,zmq", pytest.param("zmq", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backends", ["shm,zmq", "zmq"])
 def test_prefill_and_decode_with_other_pages_and_stages(saved: Saved, backends: str) -> None:
     flags = ("--model", str(saved.folder), "--transfer-backends", backends, *FLAGS)
     stages = ("2", "1") if backends == "zmq" else ("1", "2")

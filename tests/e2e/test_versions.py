@@ -18,7 +18,7 @@ LENGTHS = (1, 17, 300, 1000)
 @pytest.mark.parametrize(
     ("role", "release"),
     [
-        ("prefill", "later"),
+        pytest.param("prefill", "later", marks=pytest.mark.full),
         pytest.param("prefill", "earlier", marks=pytest.mark.full),
         pytest.param("decode", "later", marks=pytest.mark.full),
         ("decode", "earlier"),
