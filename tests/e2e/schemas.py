@@ -1,12 +1,38 @@
 """Random JSON schemas whose texts are of bounded length, for tests of structured output."""
 
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
+
+import httpx
+import jsonschema
 
 Schema = dict[str, Any]
 PATTERNS = ("^[a-c]{1,3}$", "^x[0-9]+y$", "^(red|green|blue)$", "^\\d{4}-\\d{2}$", '^[^"\\\\]{0,5}$')
 FORMATS = ("date", "time", "uuid", "ipv4")
 NAMES = ("name", "a b", "größe", 'quo"te', "x", "_id", "items", "type")
+
+
+def check_texts(post: Callable[[str, dict[str, Any]], httpx.Response], seeds: range, at_a_time: int) -> None:
+    """Have completions sampled, each from the schema of a seed, and validate them."""
+    with ThreadPoolExecutor(at_a_time) as executor:
+        list(executor.map(lambda seed: _check_text(post, seed), seeds))
+
+
+def _check_text(post: Callable[[str, dict[str, Any]], httpx.Response], seed: int) -> None:
+    schema = random_schema(Random(seed))
+    form = {"type": "json_schema", "json_schema": {"name": f"schema-{seed}", "schema": schema}}
+    body = {"model": "tested", "prompt": f"{seed}", "response_format": form, "max_tokens": 3900, "seed": seed}
+    answer = post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", choice
+    try:
+        jsonschema.validate(json.loads(choice["text"]), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        raise AssertionError(f"{schema} is not kept to by {choice['text']!r}") from error
 
 
 def random_schema(random: Random) -> Schema:

@@ -4,16 +4,16 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
-from tests.e2e.schemas import Schema, random_schema
+from tests.e2e.schemas import check_texts
 
-MODEL = ("--model", "stub:layers=2,hidden=16,us_per_token=0,vocab=300", "--max-model-len", "4000")
+MODEL = ("--model", "stub:layers=2,hidden=16,us_per_token=0,vocab=300", "--max-model-len", "4000",
+         "--served-model-name", "tested")  # fmt: skip
 PERSON = {
     "type": "object",
     "properties": {
@@ -184,28 +184,15 @@ def test_choices_and_streams_keep_to_it(servers: tuple[Server, Server]) -> None:
     assert re.fullmatch("[xy]{4}", "".join(choice["text"] for part in parts for choice in part["choices"]))
 
 
-def validated(server: Server, seed: int) -> None:
-    """A random text, where the grammar leaves a choice, of a random schema."""
-    random = Random(seed)
-    schema: Schema = random_schema(random)
-    form = {"type": "json_schema", "json_schema": {"name": f"schema-{seed}", "schema": schema}}
-    text = completed(server, {"response_format": form, "max_tokens": 3900, "seed": seed}, prompt=f"{seed}")
-    try:
-        jsonschema.validate(json.loads(text), schema)
-    except (ValueError, jsonschema.ValidationError) as error:
-        raise AssertionError(f"{schema} is not kept to by {text!r}") from error
-
-
 def test_texts_of_random_schemas(servers: tuple[Server, Server]) -> None:
-    with ThreadPoolExecutor(4) as executor:
-        list(executor.map(lambda seed: validated(servers[1], seed), range(20)))
+    check_texts(servers[1].post, range(20), at_a_time=4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [("16", "4"), ("64", "16")])
 def test_texts_of_a_thousand_random_schemas(sizes: tuple[str, str]) -> None:
     flags = [(*MODEL, "--page-size", size) for size in sizes]
-    with pair(*flags) as (prefill, decode), ThreadPoolExecutor(8) as executor:
-        list(executor.map(lambda seed: validated(decode, seed), range(1000)))
+    with pair(*flags) as (prefill, decode):
+        check_texts(decode.post, range(1000), at_a_time=8)
         for server in (prefill, decode):
             wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages are free")

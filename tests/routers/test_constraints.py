@@ -8,8 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.schemas import random_schema
-from tests.routers.fleet import Router, Site
+from tests.e2e.harness import pair
+from tests.e2e.schemas import check_texts, random_schema
+from tests.e2e.test_constraints import MODEL
+from tests.routers.fleet import Router, Site, routed
 from tests.routers.test_texts import CHAT, COMPLETION, texts
 
 pytestmark = pytest.mark.routers
@@ -42,3 +44,14 @@ def test_random_schemas(router: Router, site: Site) -> None:
         text = text_of(router, CHAT, {"response_format": form, "seed": seed})
         jsonschema.validate(json.loads(text), schema)
     site.quiet()
+
+
+@pytest.mark.parametrize("sizes", [("16", "4"), ("64", "16")])
+def test_a_thousand_random_schemas(sizes: tuple[str, str]) -> None:
+    """Through vllm-router, whose two calls reach servers with pages of different sizes."""
+    flags = [(*MODEL, "--page-size", size) for size in sizes]
+    with pair(*flags) as (prefill, decode):
+        here = Site(prefill, decode, 0, "tested")
+        with routed("vllm-nixl", here) as router:
+            check_texts(router.post, range(1000), at_a_time=8)
+        here.quiet()
