@@ -20,7 +20,8 @@ class TokenGeneration:
         self._handoff = handoff
 
     def plan_done(self, plan: Plan, event: PlanDone, now: float) -> None:
-        """The last stage has computed the plan. Rows of requests that have ended meanwhile only free their pages."""
+        """The last stage has computed the plan. Rows of requests that have ended meanwhile only free their pages; those
+        that came out NaN or infinite keep them out of the prefix cache, as pages of earlier chunks may be in it."""
         for logprobs in event.prompt_logprobs:
             request = self._state.requests.by_serial(logprobs.request)
             if request is not None:
@@ -29,6 +30,8 @@ class TokenGeneration:
         rejected = {rejection.request: rejection.message for rejection in event.rejected}
         for row in plan.rows:
             self._state.of(row.request).plans.leave(row)
+            if row.serial in event.nonfinite and row.request.lease is not None:
+                row.request.lease.nonfinite = True
             if row.request.ended:
                 self._completion.release_if_safe(row.request)
             elif row.serial in event.nonfinite:
@@ -84,10 +87,8 @@ class TokenGeneration:
             self._preempt(request, now)
 
     def _fail_nonfinite(self, row: PlannedRow, now: float) -> None:
-        """A row came out NaN or infinite: fail its request, and keep its pages out of the prefix cache."""
+        """A row came out NaN or infinite: fail its request."""
         request = row.request
-        assert request.lease is not None, "a request in a plan has pages"
-        request.lease.nonfinite = True
         text = f"the model's results for the first {row.end} tokens of this request are NaN or infinite"
         self._completion.fail(request, ErrorInfo(code=NONFINITE, message=text, status=500, field="prompt"), now)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
 from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
-from headrace.core.messages.stage_events import StageEvent, StageFailed
+from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.scheduler.simulation.chunk import SimulatedChunk
@@ -106,6 +106,7 @@ class SimulatedServer:
         self._layout = config.layout
         self.replicas = [SimulatedReplica(config, index) for index in range(config.dp)]
         self.clients: dict[str, SimulatedClient] = {}
+        self._reported_nan: set[str] = set()
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
         self.on_peer: Callable[[Effect], None] = lambda _effect: None
         self.ship: Callable[[SimulatedChunk], None] = lambda _chunk: None
@@ -148,6 +149,9 @@ class SimulatedServer:
             replica = self.replicas[self._layout.place(event.stage).replica]
             replica.guard.event(event)
             replica.copy_guard.event(event)
+            if isinstance(event, PlanDone):
+                found = (self.scheduler._state.requests.by_serial(serial) for serial in event.nonfinite)
+                self._reported_nan.update(request.rid for request in found if request is not None)
         elif isinstance(event, Submit):
             self._promises.submitted(event, self.world.now)
         self._driver.handle(event)
@@ -291,10 +295,10 @@ class SimulatedServer:
             self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
 
     def _check_no_nan_is_cached(self) -> None:
-        """What requests have left in the prefix cache is finite: those that computed NaN took their pages out of it,
-        unless one was cancelled, or ended for another reason, before its NaN was known."""
-        ends = [end for client in self.clients.values() for end in client.ends]
-        if any(isinstance(end, RequestFailed) and end.error.code != NONFINITE for end in ends):
+        """What requests have left in the prefix cache is finite: those whose NaN was reported took their pages out of
+        it, also when they had ended meanwhile. Nothing is known of it where one ended before a row of it was reported.
+        """
+        if any(self._may_leave_nan(client) for client in self.clients.values()):
             return
         for replica in self.replicas if self._has_nan_token else ():
             tree = self.scheduler._state.replicas[replica.index].cache._tree
@@ -302,6 +306,12 @@ class SimulatedServer:
             for stage in replica.pipeline.stages:
                 if bad := [page for page in cached if NAN in stage.pool[page]]:
                     self.violation(f"pages {bad} in the prefix cache of rank {stage.rank} hold NaN")
+
+    def _may_leave_nan(self, client: SimulatedClient) -> bool:
+        """It failed, or was ended as complete, before the NaN of its tokens was reported."""
+        failed = any(isinstance(end, RequestFailed) and end.error.code != NONFINITE for end in client.ends)
+        has_nan = NAN_TOKEN in (*client.prompt, *client.tokens)
+        return has_nan and (failed or client.finished_early) and client.submit.rid not in self._reported_nan
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size

@@ -1,5 +1,7 @@
 """Requests whose results are NaN or infinite: only they fail, and their pages are not kept in the prefix cache."""
 
+import pytest
+
 from headrace.core.messages.frontend import RequestFailed
 from headrace.core.messages.orders import Forward, PrepareReceive, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import TellFailed
@@ -167,6 +169,34 @@ def test_pages_that_were_published_before_the_nan_was_found_leave_the_tree() -> 
     fail_rows(bench, forward, {forward.rows[0].request})
     assert bench.error("b").code == "nonfinite_values"
     assert cached(bench) == 0
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_pages_of_earlier_chunks_leave_the_tree_when_the_request_was_cancelled_meanwhile(finish: bool) -> None:
+    """On a GPU chunks are not checked: those before the row in flight have been published."""
+    bench = Bench(pipeline_depth=0)
+    bench.submit("a", 40)
+    bench.done(forward_of(bench))
+    bench.done(forward_of(bench))
+    forward = forward_of(bench)
+    bench.abort("a", finish=finish)
+    assert bench.ended("a") == 1
+    fail_rows(bench, forward, {forward.rows[0].request})
+    assert (bench.ended("a"), cached(bench)) == (1, 0)
+    bench.submit("b", 40)
+    assert forward_of(bench).rows[0].start == 0, "nothing of it is used again"
+
+
+def test_a_row_in_flight_of_a_cancelled_request_leaves_good_pages_cached() -> None:
+    bench = Bench(pipeline_depth=0)
+    bench.submit("a", 40)
+    bench.done(forward_of(bench))
+    bench.done(forward_of(bench))
+    forward = forward_of(bench)
+    bench.abort("a")
+    bench.done(forward, 5)
+    assert cached(bench) == 8
     bench.assert_empty()
 
 

@@ -63,6 +63,22 @@ def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
     assert outcomes[f"{'decode' if shape == 'pair' else shape}:length"] > BATCH // 2, "other requests go on"
 
 
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        # NaN that was reported after the request had been cancelled, or ended as complete
+        Scenario(1095, requests=3, cancel=0.9, stall=0.1, has_nan_token=True, small=True),
+        Scenario(40829193, requests=3, arrivals_s=0.003, lost_peer=0.0, crash=0.0, has_nan_token=True, small=True),
+        # NaN that no stage has reported: ended as complete before the prompt was computed, chunks are not checked
+        Scenario(40648350, requests=1, cancel=0.9, dp=2, lockstep=True, has_nan_token=True, small=True),
+        Scenario(40876584, requests=3, arrivals_s=0.003, token_s=0.004, crash=0.0, has_nan_token=True, small=True),
+    ],
+    ids=lambda scenario: str(scenario.seed),
+)
+def test_nan_of_requests_that_ended_before_it_was_reported(scenario: Scenario) -> None:
+    assert simulate(scenario).violations == []
+
+
 def test_storms_of_cancels() -> None:
     run("pair", 20_000, cancel=0.9, arrivals_s=0.0005)
 
