@@ -18,7 +18,6 @@ from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
-    choice_count,
     refuse_fields,
     request_fields,
     sampling_params,
@@ -87,7 +86,7 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
-    return CompletionRequest(_base_request("cmpl", body, sampling, constraint), tokens, choice_count(body))
+    return CompletionRequest(_base_request("cmpl", body, sampling, constraint), tokens, body.n or 1)
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
@@ -103,13 +102,14 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     )
     given = prompt_ids(body, 1)
     tokens = await encode(model, given[0], "prompt") if given else await encode_chat(model, body.messages)
-    return CompletionRequest(_base_request("chatcmpl", body, sampling, constraint), [tokens], choice_count(body))
+    return CompletionRequest(_base_request("chatcmpl", body, sampling, constraint), [tokens], body.n or 1)
 
 
 async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
     """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
-    body.max_tokens = body.max_output_tokens
+    if body.max_output_tokens is not None:
+        body.max_tokens = body.max_output_tokens
     constraint = await _check(model, body)
     limit = model.max_model_len or COMPLETION_TOKENS
     sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)

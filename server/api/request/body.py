@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body_budget import BodyBudget, BodyShare
+from headrace.server.api.request.bounds import out_of_range
 from headrace.server.api.request.strict_fields import without_other_fields
 from headrace.server.api.request.structure import Limit, excess, limits, suspected
 
@@ -92,14 +93,14 @@ def _too_many(limit: Limit) -> HeadraceError:
 
 def parse_body(body: bytes | bytearray, kind: type[B]) -> B:
     """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
-    with _explaining():
+    with _explaining(body, kind):
         found = _decoded(body, kind)
         return found or msgspec.json.decode(without_other_fields(body, kind), type=kind)
 
 
 async def decode_body(body: bytes | bytearray, kind: type[B]) -> B:
     """parse_body() that never holds up the event loop for more than one pass over a large body."""
-    with _explaining():
+    with _explaining(body, kind):
         found = _decoded(body, kind)
         if found is None and len(body) <= SMALL:
             return parse_body(body, kind)
@@ -120,18 +121,18 @@ def _decoded(body: bytes | bytearray, kind: type[B]) -> B | None:
 
 
 @contextmanager
-def _explaining() -> Iterator[None]:
+def _explaining(body: bytes | bytearray, kind: type[msgspec.Struct]) -> Iterator[None]:
     """Makes msgspec's complaints HeadraceErrors (400)."""
     try:
         yield
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from error
+        raise _explained(str(error), body, kind) from error
     except NO_MESSAGE as error:
         message = f"the body is no valid JSON: {error}"
         raise HeadraceError(ErrorInfo(code="invalid_json", message=message, status=400)) from error
 
 
-def _explained(text: str) -> HeadraceError:
+def _explained(text: str, body: bytes | bytearray, kind: type[msgspec.Struct]) -> HeadraceError:
     """A msgspec complaint as one of ours, with the field as a path."""
     complaint, at, end = text.rpartition(_AT)
     path = end.removeprefix(".").removesuffix("`")
@@ -140,6 +141,8 @@ def _explained(text: str) -> HeadraceError:
     if (missing := _named(_MISSING, complaint)) is not None:
         field = _joined(path, missing)
         return invalid(field, f"{field} is required", code="missing_field")
+    if (words := out_of_range(complaint, body, kind, path)) is not None:
+        return invalid(path, f"{path} {words}")
     complaint = _QUOTED.sub(_plain_types, complaint)
     complaint = complaint[:1].lower() + complaint[1:]
     return invalid(path or "body", f"{path or 'body'}: {complaint}", code="invalid_type")

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.tenants import priority_ranges
-from headrace.server.api.request.sampling import objective_s, replica_number
+from headrace.server.api.request.ranges import MAX_INT32, MAX_OBJECTIVE_MS
 from headrace.server.frontend.generation_request import GenerationRequest
 from headrace.server.frontend.request_log import RequestRecord
 
@@ -39,16 +39,22 @@ def with_client_terms(request: GenerationRequest, http: Request, config: ServerC
     return request if record is None else msgspec.structs.replace(request, context=record.context, observer=record)
 
 
-def _header_objective(header: str) -> float | None:
+def _header_objective(header: str) -> float:
+    """The objective in seconds."""
     try:
-        return objective_s(float(header[:MAX_HEADER_CHARS]), SLO_HEADER)
+        milliseconds = float(header[:MAX_HEADER_CHARS])
     except ValueError:
         raise invalid(SLO_HEADER, f"the header {SLO_HEADER} is {shown(header)!r}; it has to be a number") from None
+    if not 0 < milliseconds <= MAX_OBJECTIVE_MS:
+        limit = f"it has to be above 0 and at most {MAX_OBJECTIVE_MS:g} milliseconds"
+        raise invalid(SLO_HEADER, f"{SLO_HEADER} is {milliseconds:g}; {limit}")
+    return milliseconds / 1000
 
 
 def _header_replica(header: str) -> int:
     """Whether there is such a replica, the scheduler knows."""
-    if not header.isascii() or not header.isdigit() or len(header) > MAX_HEADER_CHARS:
-        text = f"the header {REPLICA_HEADER} is {shown(header)!r}; it has to be a number, from 0"
+    number = int(header) if header.isascii() and header.isdigit() and len(header) <= MAX_HEADER_CHARS else -1
+    if not 0 <= number <= MAX_INT32:
+        text = f"the header {REPLICA_HEADER} is {shown(header)!r}; it has to be a number from 0 to {MAX_INT32}"
         raise invalid("data_parallel_rank", text)
-    return replica_number(int(header))
+    return number

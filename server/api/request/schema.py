@@ -1,12 +1,31 @@
 """Request bodies: the fields that are served. Others are in other_fields.py.
 
-Wrong types are refused while decoding; values are checked in sampling.py and prompts.py.
+Wrong types and values out of range are refused while decoding; what depends on the model or on other fields is checked
+in sampling.py and prompts.py.
 """
 
 from typing import Any
 
 import msgspec
 
+from headrace.server.api.request.ranges import (
+    Alternatives,
+    Choices,
+    DeadlineS,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    ObjectiveMs,
+    Priority,
+    Replica,
+    Salt,
+    Seed,
+    Stop,
+    StopIds,
+    Temperature,
+    TopK,
+    TopP,
+)
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
@@ -71,33 +90,33 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class SamplingBody(msgspec.Struct, kw_only=True):
     """Fields of all routes but POST /generate. None means the default."""
 
-    temperature: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
     """0 and -1 mean all tokens."""
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    stop: Stop | None = None
     """Strings that end the text and are not part of it."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopIds | None = None
     """Tokens that end the text and are not part of it."""
     ignore_eos: bool | None = None
     """Continue after EOS."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Alternatives | None = None
     """Number of alternatives for each prompt token; None for no logprobs."""
-    priority: int | None = None
+    priority: Priority | None = None
     """Lower ones go before all higher ones; --policy fcfs ignores it."""
-    slo_ttft_ms: float | None = None
+    slo_ttft_ms: ObjectiveMs | None = None
     """Milliseconds within which the client would like its first token, under --policy slo."""
-    deadline_s: float | None = None
+    deadline_s: DeadlineS | None = None
     """Seconds after which the request fails with 504."""
-    data_parallel_rank: int | None = None
+    data_parallel_rank: Replica | None = None
     """The data-parallel replica that is to compute it; None for the one with the least load."""
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
-    extra_key: str | None = None
+    extra_key: Salt | None = None
     """SGLang's name for a second salt."""
     structured_outputs: StructuredOutputs | None = None
     """What the text has to match."""
@@ -116,7 +135,7 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     prompt_token_ids: list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
-    logprobs: int | None = None
+    logprobs: Alternatives | None = None
     """Number of alternatives for the first token; None for no logprobs."""
     ticket: str | None = None
     """Name under which a decode peer fetches the KV."""
@@ -138,7 +157,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class OpenAIBody(SamplingBody, kw_only=True):
     """Fields of all OpenAI routes. The last four name a KV handoff (see HandoffFields)."""
 
-    n: int | None = None
+    n: Choices | None = None
     """Continuations of each prompt."""
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -156,7 +175,7 @@ class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: int | None = None
+    logprobs: Alternatives | None = None
     best_of: int | None = None
     """No other number than n: all continuations are returned."""
 
@@ -166,8 +185,8 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Alternatives | None = None
+    max_completion_tokens: MaxTokens | None = None
     """Takes the place of max_tokens."""
 
 
@@ -184,24 +203,24 @@ class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     input: str | list[InputItem]
     instructions: str | None = None
     """A system message before the input."""
-    max_output_tokens: int | None = None
+    max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """sampling_params of POST /generate."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    sampling_seed: int | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    sampling_seed: Seed | None = None
+    max_new_tokens: MaxTokens | None = None
+    min_new_tokens: MinTokens | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
+    n: Choices | None = None
     json_schema: str | None = None
     """What the text has to match; so do the next two, of which one may be given."""
     regex: str | None = None
@@ -217,14 +236,14 @@ class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     """0 or more adds logprobs of the prompt, all of it."""
-    top_logprobs_num: int | None = None
+    top_logprobs_num: Alternatives | None = None
     rid: str | list[str] | None = None
-    cache_salt: str | list[str] | None = None
+    cache_salt: Salt | list[Salt] | None = None
     """For all prompts, or one for each; so is extra_key."""
-    extra_key: str | list[str] | None = None
-    priority: int | None = None
-    slo_ttft_ms: float | None = None
-    data_parallel_rank: int | None = None
+    extra_key: Salt | list[Salt] | None = None
+    priority: Priority | None = None
+    slo_ttft_ms: ObjectiveMs | None = None
+    data_parallel_rank: Replica | None = None
     model: str | None = None
     stream: bool | None = None
 

@@ -15,7 +15,6 @@ from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
 from headrace.server.api.request.sampling import (
-    choice_count,
     prefix_salt,
     request_fields,
     sampling_params,
@@ -30,17 +29,7 @@ from headrace.server.upstream.handoff_params import prompt_ids
 
 MAX_NEW_TOKENS = 128  # SGLang's default
 MAX_RID_CHARS = 128
-_SGLANG_NAMES = {
-    "max_tokens": "sampling_params.max_new_tokens",
-    "min_tokens": "sampling_params.min_new_tokens",
-    "seed": "sampling_params.sampling_seed",
-    "logprobs": "top_logprobs_num",
-    "prompt_logprobs": "top_logprobs_num",
-    **{
-        name: f"sampling_params.{name}"
-        for name in ("temperature", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos", "n")
-    },
-}
+_SAMPLING_NAMES = {"min_tokens": "min_new_tokens", "stop_token_ids": "stop_token_ids"}  # by those of other routes
 
 
 def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
@@ -86,7 +75,7 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
             constraint=constraint,
             **request_fields(fields),
         )
-        count = choice_count(fields)
+        count = fields.n or 1
         salts = _salts(body, len(prompts))
         return CompletionRequest(base, tokens, count, salts, list_response=is_batch or count > 1)
 
@@ -115,9 +104,10 @@ def _sglang_names() -> Iterator[None]:
         yield
     except HeadraceError as error:
         field = error.info.field or ""
-        sglang_field = _SGLANG_NAMES.get(field)
-        if sglang_field is None:
+        name, bracket, index = field.partition("[")
+        if name not in _SAMPLING_NAMES:
             raise
+        sglang_field = f"sampling_params.{_SAMPLING_NAMES[name]}{bracket}{index}"
         message = error.info.message.replace(field, sglang_field, 1)
         raise HeadraceError(msgspec.structs.replace(error.info, field=sglang_field, message=message)) from error
 

@@ -39,6 +39,8 @@ def by_regular_expressions(text: str) -> tuple[str, str, str]:
         return path, "unknown", unknown[1]
     if missing := re.match(r"Object missing required field `(.*)`", complaint):
         return path, "missing", missing[1]
+    if re.match(r"Expected `\w+` (of length )?[<>]", complaint):
+        return path, "range", ""
     return path, "other", ""
 
 
@@ -70,7 +72,9 @@ def test_complaints_name_the_field(body: dict[str, Any], kind: type[msgspec.Stru
         whole = f"{path}.{name}" if path and name else path or name
         field, message = refused(encoded, kind)
         assert field == (whole or "body")
-        assert message.startswith({"missing": f"{whole} is required", "other": f"{whole or 'body'}: "}[what])
+        assert message.startswith(
+            {"missing": f"{whole} is required", "range": f"{whole} ", "other": f"{whole or 'body'}: "}[what]
+        )
 
 
 @pytest.mark.parametrize("unit", ["a", " - at `$", "`", "``", " - at `$.a`", "\\n", "\\u0000", "é", "a.b[0]"])

@@ -156,7 +156,7 @@ async def test_a_stream_repeats_the_text(tokenizer: Tokenizer) -> None:
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
         ({"text": ["x", "y"], "cache_salt": ["s"]}, "cache_salt"),
         ({"text": ["x", "y"], "extra_key": ["s", "t", "u"]}, "extra_key"),
-        ({"text": ["x", "y"], "extra_key": ["s", "t" * 257]}, "extra_key"),
+        ({"text": ["x", "y"], "extra_key": ["s", "t" * 257]}, "extra_key[1]"),
         ({"text": "x", "cache_salt": "s" * 257}, "cache_salt"),
         ({"text": "x", "extra_key": 7}, "extra_key"),
         ({"text": "x", "rid": "r" * 129}, "rid"),

@@ -46,6 +46,8 @@ async def test_a_whole_answer(tokenizer: Tokenizer) -> None:
         assert (answer.usage.input_tokens_details.cached_tokens, answer.usage.output_tokens) == (1, 2)
         cut = await ai.responses.create(model="tiny", input="hi!", max_output_tokens=1, extra_body={"ignore_eos": True})
         assert (cut.output_text, cut.usage and cut.usage.output_tokens) == ("hello", 1)
+        same = await ai.responses.create(model="tiny", input="hi!", extra_body={"ignore_eos": True, "max_tokens": 1})
+        assert same.output_text == "hello", "the name of the other routes is taken, too"
 
 
 @in_loop
