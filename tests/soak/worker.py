@@ -1,6 +1,7 @@
 """A process of a soak: runs every n-th seed, and reports a batch once a second."""
 
 import gc
+import logging
 import multiprocessing
 import signal
 import time
@@ -65,6 +66,7 @@ class EndlessSchedule(Exception):
 def work(process: int, seeds: range, recording: bool, reports: "Queue[Batch]", stop: Event) -> None:
     """Run these seeds until they are through or stop is set."""
     signal.signal(signal.SIGVTALRM, _endless)
+    logging.disable()  # peers that schedules have refused, thousands of them
     gc.collect()
     gc.freeze()
     gc.disable()
