@@ -16,6 +16,7 @@ from headrace.core.types.request import TokenLogprob
 from headrace.engine.decoder import Decoder
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
@@ -49,6 +50,7 @@ class RowSampler:
         self._gathers = shards > 1
         self._sampler = Sampler(random.SystemRandom())
         self._grammars = GrammarStates(compiler)
+        self._adjustments = LogitAdjustments()
         self._last: dict[int, int] = {}  # request → its last sampled token
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
@@ -68,6 +70,7 @@ class RowSampler:
         """Drop what is kept for a request; unknown requests are ignored."""
         self._last.pop(request, None)
         self._grammars.release(request)
+        self._adjustments.release(request)
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """Results of rows, in their order. hidden: states [tokens, hidden size] after the last layer. Empty on shards
@@ -95,6 +98,7 @@ class RowSampler:
             return [], [], []
         samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs)
         samples, rejections = accept_tokens(samples, rejected, self._grammars)
+        self._adjustments.accept(samples)
         self._last.update((sampled.request, sampled.token) for sampled in samples)
         self._last.update(dict.fromkeys((*nonfinite, *rejected), PLACEHOLDER))
         return samples, nonfinite, rejections
@@ -113,7 +117,7 @@ class RowSampler:
         rejected: dict[int, str] = {}
         if any(row.params.grammar for row in wanted):
             wanted, rejected = mask_logits(logits, rows, self._grammars)
-        tokens = self._sampler.sample(logits, wanted)
+        tokens = self._sampler.sample(self._adjustments.adjust(logits, rows), wanted)
         return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in wanted]), rejected
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:

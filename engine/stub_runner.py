@@ -45,6 +45,7 @@ from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.row_sampler import PlanResult
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
+from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler
@@ -112,6 +113,7 @@ class StubRunner:
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
         self._grammars = GrammarStates(partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size))
+        self._adjustments = LogitAdjustments()
         self._sampled: dict[int, int] = {}  # request → its last sampled token
         self._overslept_s = 0.0  # by the last sleep
         self._clock = clock or StubTime()
@@ -137,6 +139,7 @@ class StubRunner:
         """See Runner."""
         self._sampled.pop(request, None)
         self._grammars.release(request)
+        self._adjustments.release(request)
 
     def join(self, agreement: Agreement) -> None:
         """See Runner. Without experts that are shared it takes the time of the replica that has most tokens, which this
@@ -210,12 +213,14 @@ class StubRunner:
         rejected: list[GrammarRejection] = []
         if asked:
             logits = self._logits(hidden[[end - 1 for _, end in asked]])
-            wanted, failed = mask_logits(logits, [row for row, _ in asked], self._grammars)
-            tokens = self._sampler.sample(logits, wanted)
+            of = [row for row, _ in asked]
+            wanted, failed = mask_logits(logits, of, self._grammars)
+            tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
             for (row, _), each, token, scores in zip(asked, wanted, tokens, logits, strict=True):
                 self._sampled[row.request] = token
                 samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs)))
             samples, rejected = accept_tokens(samples, failed, self._grammars)
+            self._adjustments.accept(samples)
         prompts = [
             self._prompt(row, hidden[end - row.count : end])
             for row, end in zip(rows, ends, strict=True)

@@ -21,7 +21,7 @@ from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
-from headrace.core.types.request import FirstToken, SamplingParams
+from headrace.core.types.request import FirstToken, SamplingParams, TokenHistory
 
 
 class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,6 +51,9 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: GrammarStart | None = None
     """Set in the first row under this number of a request with a constraint: tokens sampled for it from now on match
     it."""
+    history: TokenHistory | None = None
+    """Set in the first row under this number that samples for a request with penalties. What is sampled from then on,
+    the last stage counts itself."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

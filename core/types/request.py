@@ -80,6 +80,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the request. The front end adds the EOS ids, unless they are to be ignored."""
 
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as it was generated before."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens of the prompt and of those generated before are divided by it, negative ones multiplied."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
+
     logprobs: int | None = None
     """Alternatives reported beside each sampled token; None: no logprobs at all."""
 
@@ -88,6 +100,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     grammar: str = ""
     """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were seen before have other logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any logit is changed before the token is chosen."""
+        return bool(self.logit_bias) or self.penalizes
+
+
+class TokenHistory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens that a request's penalties go by, as the stage that samples has to know them to begin with."""
+
+    prompt: bytes = b""
+    """Packed ids of the prompt; empty where no penalty depends on them."""
+    generated: bytes = b""
+    """Packed ids of the tokens that were generated before, elsewhere or before a preemption."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -64,12 +64,13 @@ class Sampler:
 
 
 def needs_logits(rows: Sequence[SampleRow]) -> bool:
-    """Whether any row needs more than its largest logit: it is drawn, has logprobs or a constraint, or its stop tokens
-    may not come yet."""
+    """Whether any row needs more than its largest logit: it is drawn, has logprobs, a constraint, penalties or biases,
+    or its stop tokens may not come yet."""
     return any(
         row.params.temperature >= GREEDY_BELOW
         or row.params.logprobs is not None
         or row.params.grammar
+        or row.params.adjusts_logits
         or _stops_early(row)
         for row in rows
     )

@@ -174,6 +174,7 @@ class Planner:
             prompt_logprobs=logprobs,
             generated=max(0, end - request.prompt_tokens),
             grammar=request.grammar_start(),
+            history=request.token_history() if sampled else None,
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
         )
         batch.add(row, request, end)

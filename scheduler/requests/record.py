@@ -25,6 +25,7 @@ from headrace.core.types.request import (
     HandoffStats,
     SendTo,
     Timing,
+    TokenHistory,
     TokenLogprob,
     Usage,
 )
@@ -147,6 +148,9 @@ class Request:
     grammar_on_stages: bool = False
     """Stages have its constraint, under its serial."""
 
+    history_on_stages: bool = False
+    """The stage that samples knows the tokens that its penalties go by, under its serial."""
+
     known_to_stages: bool = False
     """Stages hold something under its serial, and need a ReleaseRequest."""
 
@@ -162,9 +166,13 @@ class Request:
     decodes_here: bool = field(init=False)
     """Tokens after the first one are generated here (kept, since every row of a plan needs it)."""
 
+    penalizes: bool = field(init=False)
+    """submit.sampling.penalizes (kept likewise)"""
+
     def __post_init__(self) -> None:
         self.route = self.submit.route
         self.decodes_here = self.route.decodes_here
+        self.penalizes = self.submit.sampling.penalizes
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
@@ -265,6 +273,15 @@ class Request:
             return None
         self.grammar_on_stages = True
         return GrammarStart(constraint, self.packed(self.prompt_tokens, self.length))
+
+    def token_history(self) -> TokenHistory | None:
+        """What the stage that samples has to know of its tokens before the next one; None if that needs none, or knows.
+        All tokens before the first one that is sampled under a serial are known here."""
+        if not self.penalizes or self.history_on_stages:
+            return None
+        self.history_on_stages = True
+        prompt = self.packed(0, self.prompt_tokens) if self.submit.sampling.repetition_penalty != 1.0 else b""
+        return TokenHistory(prompt, self.packed(self.prompt_tokens, self.length))
 
     def token_at(self, position: int) -> int:
         """The token id at a known position."""

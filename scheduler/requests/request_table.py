@@ -66,6 +66,7 @@ class RequestTable:
         del self._by_serial[request.serial]
         request.serial = self.new_serial()
         request.grammar_on_stages = False
+        request.history_on_stages = False
         self._by_serial[request.serial] = request
 
     def remove(self, request: Request) -> None:

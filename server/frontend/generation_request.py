@@ -10,6 +10,7 @@ from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.server.frontend.request_context import RequestContext
+from headrace.server.upstream.discovery_client import Feature
 from headrace.server.upstream.handoff_params import KvSource
 
 
@@ -71,6 +72,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     context: RequestContext = RequestContext("")
     """Ids that it has on other servers."""
     observer: RequestObserver | None = None
+
+    @property
+    def needs(self) -> tuple[Feature, ...]:
+        """What a prefill server has to know to compute it."""
+        needs: dict[Feature, bool] = {
+            "structured_outputs": self.constraint is not None,
+            "penalties": self.sampling.adjusts_logits,
+        }
+        return tuple(feature for feature, needed in needs.items() if needed)
 
 
 class GenerationDelta(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ from headrace.server.upstream.prefill_call import PrefillResponse
 def prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
     """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
     sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
+    if request.sampling.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
     body = {
         **sampling,
         "rid": request.rid,

@@ -72,8 +72,7 @@ class PrefillFailover:
     ) -> GenerationResult | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        masks = request.constraint is not None
-        with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers, masks=masks) as choice:
+        with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers, request.needs) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:
@@ -85,7 +84,7 @@ class PrefillFailover:
         return None
 
     def _has_other(self, request: GenerationRequest, attempts: PrefillAttempts) -> bool:
-        return self._pool.has_other(attempts.servers, masks=request.constraint is not None)
+        return self._pool.has_other(attempts.servers, request.needs)
 
     def _moved(self, request: GenerationRequest, failure: PrefillFailure) -> None:
         """Count and log that a request leaves a server."""

@@ -1,7 +1,7 @@
 """Asks prefill servers by HTTP where their control endpoints are. What they send is bounded in size and in time."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 import httpx
 import msgspec
@@ -13,6 +13,10 @@ from headrace.core.types.errors import unavailable
 TIMEOUT_S = 5.0  # for a whole response
 MAX_BYTES = 1 << 20
 PLAIN = {"Accept-Encoding": "identity"}
+
+
+Feature = Literal["structured_outputs", "penalties"]
+"""What servers of earlier versions do not know, by its name in the response to GET /v1/handoff."""
 
 
 class Discovery(msgspec.Struct, frozen=True):
@@ -28,6 +32,12 @@ class Discovery(msgspec.Struct, frozen=True):
     """HTTP port that answers GET /v1/handoff, too; 0 for none."""
     structured_outputs: bool = False
     """It masks the first token of requests with a constraint; servers of earlier versions do not."""
+    penalties: bool = False
+    """It knows penalties and logit_bias; servers of earlier versions refuse them."""
+
+    def knows(self, feature: Feature) -> bool:
+        """Whether prompts that need this feature may be sent to it."""
+        return self.structured_outputs if feature == "structured_outputs" else self.penalties
 
 
 class DiscoveryClient:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,7 +30,7 @@ from headrace.core.types.packed import pack
 from headrace.scheduler.routing.failover import MoveReason, avoided_s
 from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
-from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient
+from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillCall
 from headrace.server.upstream.server_watch import ServerWatch
@@ -45,7 +45,10 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 NO_PREFILL_SERVER = "no_prefill_server"
-NO_STRUCTURED_OUTPUT = "no_structured_output"  # no prefill server knows constraints
+MISSING: dict[Feature, tuple[str, str]] = {  # code and name of what no prefill server knows
+    "structured_outputs": ("no_structured_output", "structured output"),
+    "penalties": ("no_penalties", "penalties and logit_bias"),
+}
 
 
 class PrefillServer:
@@ -68,10 +71,9 @@ class PrefillServer:
         self.changed = asyncio.Event()  # set when one of these changes
         self.wanted = asyncio.Event()  # set to have it discovered now and not after the pause
 
-    @property
-    def masks(self) -> bool:
-        """It knows constraints."""
-        return self.target is not None and self.target.structured_outputs
+    def knows(self, features: Collection[Feature]) -> bool:
+        """Whether prompts that need these features may be sent to it."""
+        return not features or (self.target is not None and all(map(self.target.knows, features)))
 
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
@@ -180,17 +182,17 @@ class PrefillPool:
 
     @contextlib.contextmanager
     def chosen(
-        self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), *, masks: bool = False
+        self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), needs: Collection[Feature] = ()
     ) -> Iterator[Choice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. tried: URLs of servers that are not to get it. masks: one that knows constraints. Raises
+        is answered. tried: URLs of servers that are not to get it. needs: what the server has to know. Raises
         HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
         up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
             raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
-        if masks:
-            up = self._masking(up)
+        for feature in needs:
+            up = self._knowing(up, feature)
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
         else:
@@ -200,20 +202,20 @@ class PrefillPool:
         finally:
             self._router.done(sent)
 
-    def _masking(self, up: list[int]) -> list[int]:
-        """Those of these servers that know constraints. Raises HeadraceError (503) if there is none."""
+    def _knowing(self, up: list[int], feature: Feature) -> list[int]:
+        """Those of these servers that know a feature. Raises HeadraceError (503) if there is none."""
         servers = list(self._servers.values())
-        found = [number for number in up if servers[number].masks]
+        found = [number for number in up if servers[number].knows((feature,))]
         if not found:
+            code, what = MISSING[feature]
             names = ", ".join(servers[number].url for number in up)
-            text = f"the prefill server {names} is of a version without structured output; upgrade it, or start this "
-            raise unavailable(text + "server with --fallback local", code=NO_STRUCTURED_OUTPUT)
+            text = f"the prefill server {names} is of a version without {what}; upgrade it, or start this "
+            raise unavailable(text + "server with --fallback local", code=code)
         return found
 
-    def has_other(self, tried: Container[str], *, masks: bool = False) -> bool:
-        """Whether a configured server is reachable that is not among these URLs. masks: and knows constraints."""
-        left = [server for server in self._servers.values() if server.up and server.url not in tried]
-        return any(server.masks or not masks for server in left)
+    def has_other(self, tried: Container[str], needs: Collection[Feature] = ()) -> bool:
+        """Whether a configured server is reachable that is not among these URLs, and knows what is needed."""
+        return any(server.up and server.url not in tried and server.knows(needs) for server in self._servers.values())
 
     def avoid(self, choice: Choice, error: ErrorInfo, reason: MoveReason) -> None:
         """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""

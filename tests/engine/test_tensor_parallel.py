@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.request import SamplingParams, TokenHistory
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.row_sampler import PlanResult
@@ -81,7 +81,7 @@ class Texts:
         """Tokens after prompts whose positions have been computed but the last."""
         texts: list[list[int]] = [[] for _ in prompts]
         for step in range(count):
-            fields = {"tokens": b""} if step else {}
+            fields = {"tokens": b""} if step else {"history": TokenHistory()}
             rows = [
                 prompt.row(len(prompt.tokens) - 1 + step, 1, sample=each, generated=step, **fields)
                 for prompt, each in zip(prompts, params, strict=True)
@@ -195,9 +195,18 @@ def test_prompt_logprobs_of_more_positions_than_a_tile(reshaped: Models) -> None
     assert not others
 
 
-@pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=0.0, stop_token_ids=EVEN, min_tokens=9)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SEEDED,
+        SamplingParams(temperature=0.0, stop_token_ids=EVEN, min_tokens=9),
+        SamplingParams(temperature=0.0, frequency_penalty=2.0),
+        SamplingParams(temperature=0.0, logit_bias=((7, 100.0),)),
+    ],
+)
 def test_sampled_tokens_are_those_of_one_rank(reshaped: Models, params: SamplingParams) -> None:
-    """With a seed, and with stop tokens that may not come yet, which need all logits; other than the greedy ones."""
+    """With a seed, with stop tokens that may not come yet, penalties and biases, which need all logits; other than the
+    greedy ones."""
     folder = reshaped("qwen3", 8, 4).folder
 
     def work(tp: Collectives, params: SamplingParams = params) -> list[list[int]]:

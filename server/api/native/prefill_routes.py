@@ -81,6 +81,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 "fingerprint": info.stages.fingerprint if info.stages is not None else None,
                 "page_size": config.engine.page_size,
                 "structured_outputs": True,
+                "penalties": True,
                 "kv_events": _kv_events(config.kv_events),
                 "load": _load(join(await stats.snapshot())),
             }

@@ -12,12 +12,18 @@ from headrace.core.types.errors import shown
 
 _BROKEN = re.compile(r"Expected `(\w+)` (?:of length )?([<>]=?) ")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
-_NAMES = {inspect.IntType: "int", inspect.FloatType: "float", inspect.StrType: "str", inspect.ListType: "array"}
+_NAMES = {
+    inspect.IntType: "int",
+    inspect.FloatType: "float",
+    inspect.StrType: "str",
+    inspect.ListType: "array",
+    inspect.DictType: "object",
+}
 _MOST = (1 << 63) - 1  # no bound but that of the number's size
 _LONG = 24  # digits of a number that is repeated
 
 Number = inspect.IntType | inspect.FloatType
-Sized = inspect.StrType | inspect.ListType
+Sized = inspect.StrType | inspect.ListType | inspect.DictType
 
 
 def out_of_range(complaint: str, body: bytes | bytearray, kind: type[msgspec.Struct], path: str) -> str | None:
@@ -28,7 +34,7 @@ def out_of_range(complaint: str, body: bytes | bytearray, kind: type[msgspec.Str
     value = _value_at(body, steps)
     for found in _types_at(inspect.type_info(kind), steps):
         if _NAMES.get(type(found)) == match[1]:
-            if isinstance(found, inspect.StrType | inspect.ListType):
+            if isinstance(found, Sized):
                 return _length(value, found)
             if isinstance(found, inspect.IntType | inspect.FloatType):
                 text = "" if value is None else f"is {shown(value.decode(), _LONG)}; it "
@@ -77,7 +83,8 @@ def _length(value: bytes | None, found: Sized) -> str:
     allowed = f"{low} to {high}" if low else f"at most {high}"
     if value is None:
         return f"has to have {allowed} {noun}"
-    return f"has {len(msgspec.json.decode(value, type=str | list[msgspec.Raw]))} {noun}; {allowed} are allowed"
+    length = len(msgspec.json.decode(value, type=str | list[msgspec.Raw] | dict[str, msgspec.Raw]))
+    return f"has {length} {noun}; {allowed} are allowed"
 
 
 def _range(found: Number, *, too_big: bool) -> str:

@@ -51,11 +51,6 @@ _MODEL_INPUT = tuple(
         ["text"],
     )
 )
-_SAMPLING = (
-    *_refused("not served", "frequency_penalty presence_penalty", 0),
-    *_refused("not served", "repetition_penalty", 1.0),
-    *_refused("not served", "logit_bias"),
-)
 _CONSTRAINTS = (
     *_refused("send structured_outputs with json, regex, choice or grammar", "structural_tag"),
     *_refused("not served", "guided_whitespace_pattern"),
@@ -107,7 +102,7 @@ _TOOLS = (
     *_refused("nothing is searched", "web_search_options"),
 )
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
-_OPENAI = (*_LABELS, *_MODEL_INPUT, *_SAMPLING, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
+_OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
 OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.CompletionBody: _table(
@@ -129,7 +124,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("responses are not stored", "previous_response_id conversation background"),
         _refused("POST /v1/chat/completions has them", "logprobs top_logprobs", 0),
     ),
-    schema.PrefillBody: _table(_SAMPLING, _CONSTRAINTS),
+    schema.PrefillBody: _table(_CONSTRAINTS),
     schema.DetokenizeBody: {},
     schema.TokenizeBody: _table(
         _CHAT_TEMPLATE,
@@ -164,7 +159,6 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("comes back from responses", "annotations logprobs"),
     ),
     schema.GenerateSampling: _table(
-        _SAMPLING,
         _refused("not served", "stop_regex structural_tag custom_params"),
         _refused("the text ends before a stop string", "no_stop_trim"),
         _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),

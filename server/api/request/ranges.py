@@ -10,6 +10,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
+MAX_BIASES = 1024
 MAX_SALT_CHARS = 256
 MAX_OBJECTIVE_MS = 1e9
 MAX_INT32 = (1 << 31) - 1
@@ -22,6 +23,10 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT64)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # far beyond these, logits would overflow
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_INT64)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

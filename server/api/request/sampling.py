@@ -6,10 +6,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.types.errors import invalid
+from headrace.core.types.errors import invalid, shown
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.request.ranges import MAX_INT64
 from headrace.server.api.request.schema import ChatBody, SamplingBody
+
+MAX_ID_DIGITS = 18
 
 
 def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int, vocab_size: int) -> SamplingParams:
@@ -25,6 +27,10 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
         max_tokens=limit,
         min_tokens=_min_tokens(body.min_tokens or 0, limit),
         stop_token_ids=_stop_ids(body.stop_token_ids or [], vocab_size),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_biases(body.logit_bias or {}, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -90,6 +96,17 @@ def _min_tokens(given: int, limit: int) -> int:
     if given > limit:
         raise invalid("min_tokens", f"min_tokens is {given}; it has to be from 0 to {limit}")
     return given
+
+
+def _biases(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases: dict[int, float] = {}
+    for name, bias in given.items():
+        token = int(name) if name.isascii() and name.isdigit() and len(name) <= MAX_ID_DIGITS else -1
+        if not 0 <= token < vocab_size:
+            message = f"logit_bias has {shown(name)!r}, which is no token id from 0 to {vocab_size - 1}"
+            raise invalid("logit_bias", message)
+        biases[token] = bias
+    return tuple(biases.items())
 
 
 def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:

@@ -10,13 +10,16 @@ import msgspec
 
 from headrace.server.api.request.ranges import (
     Alternatives,
+    Biases,
     Choices,
     DeadlineS,
     MaxTokens,
     MinP,
     MinTokens,
     ObjectiveMs,
+    Penalty,
     Priority,
+    Repetition,
     Replica,
     Salt,
     Seed,
@@ -96,6 +99,14 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     top_p: TopP | None = None
     min_p: MinP | None = None
     seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from the logit of a token as often as it was generated before."""
+    repetition_penalty: Repetition | None = None
+    """Logits of tokens of the prompt and of generated ones are divided by it, negative ones multiplied."""
+    logit_bias: Biases | None = None
+    """Token ids, and what is added to their logits."""
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     stop: Stop | None = None
@@ -215,6 +226,10 @@ class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     top_p: TopP | None = None
     min_p: MinP | None = None
     sampling_seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: Biases | None = None
     max_new_tokens: MaxTokens | None = None
     min_new_tokens: MinTokens | None = None
     stop: Stop | None = None

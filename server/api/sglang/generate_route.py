@@ -29,7 +29,11 @@ from headrace.server.upstream.handoff_params import prompt_ids
 
 MAX_NEW_TOKENS = 128  # SGLang's default
 MAX_RID_CHARS = 128
-_SAMPLING_NAMES = {"min_tokens": "min_new_tokens", "stop_token_ids": "stop_token_ids"}  # by those of other routes
+_SAMPLING_NAMES = {
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "logit_bias": "logit_bias",
+}  # by those of other routes
 
 
 def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
@@ -122,6 +126,10 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         top_p=given.top_p,
         min_p=given.min_p,
         seed=given.sampling_seed,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=given.logit_bias,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
         stop=given.stop,

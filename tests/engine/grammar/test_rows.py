@@ -6,7 +6,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.constraint import Constraint, GrammarStart
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.request import SamplingParams, TokenHistory
 from headrace.engine.model.stub import END
 from headrace.engine.stub_runner import StubRunner
 
@@ -88,3 +88,21 @@ def test_logits_of_other_rows_stay(runner: StubRunner) -> None:
     both = runner.execute([row(0, 0, "prompt", grammar=begun()), row(1, 0, "prompt", params=params)])
     alone = runner.execute([row(2, 0, "prompt", params=params)])
     assert both.samples[1].logprob == alone.samples[0].logprob
+
+
+def test_biases_and_penalties_choose_among_what_the_constraint_allows(runner: StubRunner) -> None:
+    """x and y are as likely; a bias for what is not allowed changes nothing, and a penalty forbids nothing."""
+    either = Constraint("regex", "[xy]{8}")
+    start = GrammarStart(either)
+    params = SamplingParams(
+        temperature=0.0,
+        stop_token_ids=(END,),
+        grammar=either.key,
+        frequency_penalty=2.0,
+        logit_bias=((ord("y"), 3.0), (ord("q"), 100.0)),
+    )
+    result = runner.execute([row(0, 0, "prompt", params=params, grammar=start, history=TokenHistory())])
+    text = [result.samples[0].token]
+    for position in range(6, 13):
+        text.append(runner.execute([row(0, position, "", params=params, generated=len(text))]).samples[0].token)
+    assert bytes(text).decode() == "yyxyxyxy"  # y is at 3, 1, -1, …; x at 0, -2, …

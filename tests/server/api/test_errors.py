@@ -58,8 +58,23 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "echo": True}, 400, "echo", "not supported"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
     ({"prompt": "x", "best_of": 3}, 400, "best_of", "not supported"),
-    ({"prompt": "x", "frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
-    ({"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    ({"prompt": "x", "frequency_penalty": 2.5}, 400, "frequency_penalty", "is 2.5; it has to be from -2 to 2"),
+    ({"prompt": "x", "presence_penalty": -3}, 400, "presence_penalty", "is -3; it has to be from -2 to 2"),
+    ({"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty", "is 0; it has to be from 0.01 to 100"),
+    ({"prompt": "x", "repetition_penalty": "1"}, 400, "repetition_penalty", "expected a number"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, 400, "logit_bias[...]", "has to be from -100 to 100"),
+    ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "logit_bias", "'the', which is no token id from 0 to 267"),
+    ({"prompt": "x", "logit_bias": {"268": 1}}, 400, "logit_bias", "'268', which is no token id from 0 to 267"),
+    ({"prompt": "x", "logit_bias": {"-1": 1}}, 400, "logit_bias", "'-1', which is no token id"),
+    ({"prompt": "x", "logit_bias": {"9" * 999: 1}}, 400, "logit_bias", "(999 characters)"),
+    ({"prompt": "x", "logit_bias": {"5": "much"}}, 400, "logit_bias[...]", "expected a number"),
+    ({"prompt": "x", "logit_bias": [1]}, 400, "logit_bias", "expected an object"),
+    (
+        {"prompt": "x", "logit_bias": {str(token): 1 for token in range(1025)}},
+        400,
+        "logit_bias",
+        "has 1025 items; at most 1024 are allowed",
+    ),
 ]
 CHAT_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({}, 400, "messages", "required"),
@@ -95,6 +110,12 @@ RESPONSES_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"input": "z" * 999}, 400, "input", "bytes, which are at least"),
     ({"input": [{"type": "t" * 999}]}, 400, "input[0]", "(999 characters)"),
 ]
+GENERATE_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"text": "x", "sampling_params": {name: -9}}, 400, f"sampling_params.{name}", f"sampling_params.{name} is -9")
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+] + [
+    ({"text": "x", "sampling_params": {"logit_bias": {"999": 1}}}, 400, "sampling_params.logit_bias", "no token id"),
+]
 TOKENIZER_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"tokens": [1, -1]}, 400, "tokens[1]", "-1, outside the vocabulary"),
     ({"tokens": [1 << 40]}, 400, "tokens[0]", "outside the vocabulary"),
@@ -105,6 +126,7 @@ ROUTES = [
     ("/v1/chat/completions", "colocated", CHAT_MISTAKES),
     ("/v1/prefill", "prefill", PREFILL_MISTAKES),
     ("/v1/responses", "colocated", RESPONSES_MISTAKES),
+    ("/generate", "colocated", GENERATE_MISTAKES),
     ("/detokenize", "colocated", TOKENIZER_MISTAKES),
 ]
 

@@ -148,8 +148,8 @@ NESTED: list[tuple[Kind, dict[str, Any], str, str]] = [
     (ResponsesBody, {"text": {"verbosity": "low"}}, "text.verbosity", "unsupported"),
     (ResponsesBody, {"text": {"format": {"type": "text", "zzz": 1}}}, "text.format.zzz", "unknown_field"),
     (ResponsesBody, {"previous_response_id": "resp_1"}, "previous_response_id", "unsupported"),
-    (GenerateBody, {"sampling_params": {"frequency_penalty": 1}}, "sampling_params.frequency_penalty", "unsupported"),
-    (PrefillBody, {"logit_bias": {"5": 1}}, "logit_bias", "unsupported"),
+    (GenerateBody, {"sampling_params": {"custom_params": {"x": 1}}}, "sampling_params.custom_params", "unsupported"),
+    (PrefillBody, {"structural_tag": "x"}, "structural_tag", "unsupported"),
 ]
 
 

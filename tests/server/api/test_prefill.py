@@ -161,6 +161,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "fingerprint": "fp",
             "page_size": 16,
             "structured_outputs": True,
+            "penalties": True,
             "kv_events": None,
             "load": None,
         }

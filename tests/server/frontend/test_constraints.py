@@ -4,8 +4,10 @@ import asyncio
 import json
 import subprocess
 import sys
+from typing import Any
 
 import httpx
+import pytest
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import Constraint
@@ -57,6 +59,21 @@ async def test_a_prefill_server_of_an_earlier_version_is_not_asked(tokenizer: To
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_structured_output")
         assert not old.posts
         assert (await http.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+
+
+@pytest.mark.parametrize("field", [{"logit_bias": {"5": 1}}, {"repetition_penalty": 1.2}])
+@in_loop
+async def test_nor_for_penalties(field: dict[str, Any], tokenizer: Tokenizer) -> None:
+    old = Prefills()
+    async with decode(FakeLink(fetched(tokenizer)), tokenizer, old) as (_, http):
+        answer = await http.post("/v1/completions", json={"prompt": "hi", **field})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_penalties")
+        assert not old.posts
+    new = Prefills()
+    new.more = {"penalties": True}
+    async with decode(FakeLink(fetched(tokenizer)), tokenizer, new) as (_, http):
+        assert (await http.post("/v1/completions", json={"prompt": "hi", **field})).status_code == 200
+        assert new.posts[0][1].items() >= field.items()
 
 
 @in_loop
