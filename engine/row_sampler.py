@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
-from headrace.core.types import packed
 from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.request import TokenLogprob
 from headrace.engine.decoder import Decoder
@@ -137,15 +136,14 @@ class RowSampler:
         for row, end in zip(rows, ends, strict=True):
             if row.prompt_logprobs is None:
                 continue
-            targets = packed.unpack(row.tokens)[1:].tolist()
-            targets += [] if row.next_token is None else [row.next_token]
-            rows_of = hidden[end - row.count : end - row.count + len(targets)]
+            first, targets = row.prompt_targets()
+            rows_of = hidden[end - row.count :][first - row.start - 1 :][: len(targets)]
             if not self._samples:
                 if targets:
                     self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
                 continue
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
-            results.append(PromptLogprobs(row.request, row.start + 1, tuple(entries)))
+            results.append(PromptLogprobs(row.request, first, tuple(entries)))
         return results
 
 

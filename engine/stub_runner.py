@@ -229,10 +229,11 @@ class StubRunner:
         return PlanResult(samples, prompts, [], tuple(rejected))
 
     def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
-        targets = packed.unpack(row.tokens)[1:].tolist()
-        targets += [] if row.next_token is None else [row.next_token]
-        entries = prompt_logprobs(hidden[: len(targets)], targets, row.prompt_logprobs or 0, self._logits)
-        return PromptLogprobs(row.request, row.start + 1, tuple(entries))
+        first, targets = row.prompt_targets()
+        entries = prompt_logprobs(
+            hidden[first - row.start - 1 :][: len(targets)], targets, row.prompt_logprobs or 0, self._logits
+        )
+        return PromptLogprobs(row.request, first, tuple(entries))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never

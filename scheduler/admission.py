@@ -51,7 +51,7 @@ class Admission:
             submit.prompt,
             submit.cache_salt,
             pinned=submit.replica,
-            uses_cache=submit.sampling.prompt_logprobs is None,
+            cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),
         )
 

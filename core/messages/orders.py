@@ -21,6 +21,7 @@ from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.coordinate import Agreement
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.packed import unpack
 from headrace.core.types.request import FirstToken, SamplingParams, TokenHistory
 
 
@@ -46,6 +47,8 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of alternatives to report for each of the row's own prompt tokens; None reports no prompt logprobs."""
     next_token: int | None = None
     """For prompt_logprobs: the prompt token after the row's last position; None when the row ends the prompt."""
+    prompt_logprobs_start: int = 0
+    """For prompt_logprobs: the first prompt position to report."""
     generated: int = 0
     """Tokens sampled for the request before this row (for SamplingParams.min_tokens)."""
     grammar: GrammarStart | None = None
@@ -54,6 +57,13 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     history: TokenHistory | None = None
     """Set in the first row under this number that samples for a request with penalties. What is sampled from then on,
     the last stage counts itself."""
+
+    def prompt_targets(self) -> tuple[int, list[int]]:
+        """The prompt positions whose logprobs this row gives: the first one, and the tokens from there on. They are
+        computed at the position before: the row's own first token has none, and the one after the row has."""
+        following = () if self.next_token is None else (self.next_token,)
+        first = max(self.start + 1, self.prompt_logprobs_start)
+        return first, [*unpack(self.tokens).tolist(), *following][first - self.start :]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

@@ -98,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     """Alternatives reported beside each prompt token; None: no logprobs at all."""
 
+    prompt_logprobs_start: int = 0
+    """The first prompt position that has logprobs."""
+
     grammar: str = ""
     """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
 
@@ -110,6 +113,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def adjusts_logits(self) -> bool:
         """Whether any logit is changed before the token is chosen."""
         return bool(self.logit_bias) or self.penalizes
+
+    def cacheable(self, prompt_tokens: int) -> int:
+        """How many positions of a prompt of so many tokens the prefix cache may serve: the logprobs of a token are
+        computed at the position before it."""
+        return prompt_tokens if self.prompt_logprobs is None else max(0, self.prompt_logprobs_start - 1)
 
 
 class TokenHistory(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -163,6 +163,8 @@ class Planner:
         end = request.planned + count
         sampled = end >= request.target
         logprobs = sampling.prompt_logprobs if request.generated == 0 and end <= request.target else None
+        if end < sampling.prompt_logprobs_start:
+            logprobs = None
         row = PlanRow(
             request=request.serial,
             start=request.planned,
@@ -176,6 +178,7 @@ class Planner:
             grammar=request.grammar_start(),
             history=request.token_history() if sampled else None,
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
+            prompt_logprobs_start=0 if logprobs is None else sampling.prompt_logprobs_start,
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

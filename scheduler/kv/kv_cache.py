@@ -123,27 +123,28 @@ class KvCache:
         """Rises whenever cached_positions() may give another answer."""
         return self._tree.version
 
-    def cached_positions(self, tokens: bytes | bytearray, salt: str) -> int:
+    def cached_positions(self, tokens: bytes | bytearray, salt: str, cacheable: int | None = None) -> int:
         """Positions of packed tokens that acquire() would find in the tree now."""
         if not self._prefix_cache:
             return 0
-        return len(pages_of(self._known(tokens, salt))) * self._page_size
+        return len(pages_of(self._known(tokens, salt, cacheable))) * self._page_size
 
     def acquire(
         self,
         tokens: bytes | bytearray,
         salt: str,
         extra: int = 0,
-        match: bool = True,
+        cacheable: int | None = None,
         load: LoadChoice | None = None,
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
 
-        Pages found in the tree are used, but never for the last token: it has to be computed to get logits. load: how
-        many of the pages that follow in other tiers are to be loaded; Lease.load is set when some are.
+        Pages found in the tree are used, but never for the last token: it has to be computed to get logits. cacheable:
+        positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
+        loaded; Lease.load is set when some are.
         """
         length = len(tokens) // ITEM_BYTES
-        known = self._known(tokens, salt) if match and self._prefix_cache else []
+        known = self._known(tokens, salt, cacheable) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
         if self.tiers is not None and load is None:
             path = _filled(path)
@@ -268,9 +269,11 @@ class KvCache:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems
 
-    def _known(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
-        """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token."""
-        full = (len(tokens) // ITEM_BYTES - 1) // self._page_size
+    def _known(self, tokens: bytes | bytearray, salt: str, cacheable: int | None) -> list[Node]:
+        """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token and
+        within the positions that are cacheable."""
+        computed = len(tokens) // ITEM_BYTES - 1
+        full = (computed if cacheable is None else min(computed, cacheable)) // self._page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt), salt)
 
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:

@@ -231,9 +231,9 @@ class Request:
         return received and self.submit.sampling.prompt_logprobs is None
 
     @property
-    def uses_cache(self) -> bool:
-        """It may use cached pages: prompt logprobs need every position of the prompt computed, the first time."""
-        return self.generated > 0 or self.submit.sampling.prompt_logprobs is None
+    def cacheable(self) -> int:
+        """Positions that cached pages may serve: prompt logprobs need theirs computed, the first time."""
+        return self.length if self.generated else self.submit.sampling.cacheable(self.prompt_tokens)
 
     @property
     def objective(self) -> float | None:

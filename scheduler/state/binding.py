@@ -28,7 +28,7 @@ def bind(
     salt: str,
     *,
     pinned: int | None = None,
-    uses_cache: bool = True,
+    cacheable: int | None = None,
     to_fetch: bool = False,
 ) -> Binding:
     """The replica with the least load; of equal ones that with fewer running requests, then the lower number.
@@ -36,13 +36,14 @@ def bind(
     Loads are seconds once every replica's cost model predicts them, tokens before. Those of requests whose KV is
     fetched are the positions that the pool keeps: they are not computed.
 
-    tokens: packed. pinned: the replica that the client asks for. uses_cache: cached pages may be used.
+    tokens: packed. pinned: the replica that the client asks for. cacheable: positions that cached pages may
+    serve; None: all.
     """
     if len(replicas) == 1 or pinned is not None:
         return Binding(pinned or 0, None)
     length = packed_length(tokens)
     seconds = all(replica.costs.trusted for replica in replicas)
-    cached = [replica.cache.cached_positions(tokens, salt) if uses_cache else 0 for replica in replicas]
+    cached = [replica.cache.cached_positions(tokens, salt, cacheable) for replica in replicas]
 
     def cost(replica: Replica) -> tuple[float, int, int]:
         found = cached[replica.index]

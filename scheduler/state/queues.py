@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from headrace.core.messages.frontend import Submit
+from headrace.core.types.packed import packed_length
 from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
@@ -117,9 +118,8 @@ class Queues:
 
     def cached(self, submit: Submit) -> int:
         """Positions of a prompt that is not admitted yet which the prefix cache has."""
-        if submit.sampling.prompt_logprobs is not None:
-            return 0
-        return self._cache.cached_positions(submit.prompt, submit.cache_salt)
+        cacheable = submit.sampling.cacheable(packed_length(submit.prompt))
+        return self._cache.cached_positions(submit.prompt, submit.cache_salt, cacheable)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
@@ -289,9 +289,7 @@ class Queues:
     def _look_up(self, request: Request) -> None:
         """Note how much of a request's prompt is cached."""
         request.cache_version = self._cache.tree_version
-        request.expected_cached = (
-            self._cache.cached_positions(request.tokens, request.salt) if request.uses_cache else 0
-        )
+        request.expected_cached = self._cache.cached_positions(request.tokens, request.salt, request.cacheable)
 
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign

@@ -82,7 +82,7 @@ class State:
             request.tokens,
             request.salt,
             pinned=request.submit.replica,
-            uses_cache=request.uses_cache,
+            cacheable=request.cacheable,
             to_fetch=request.to_fetch,
         )
         self.of(request).queues.take_over(request)

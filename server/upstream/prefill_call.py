@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 
 RESPONSE_TIMEOUT_S = 1.0  # the response follows the last byte of the KV within milliseconds
+LOGPROBS_TIMEOUT_S = 30.0  # with logprobs of a long prompt it is many megabytes
 CLIENT_STATUSES = (400, 413, 422, 429, 499, 503, 504)  # mean the same to our client
 _SECONDS = re.compile(r"[0-9]{1,5}")
 
@@ -99,8 +100,13 @@ class PrefillCall:
         self._task.add_done_callback(self._running.discard)
 
     async def response(self) -> PrefillResponse | None:
-        """The prefill server's response; None if it does not follow the KV in time."""
-        await self._settle()
+        """The prefill server's response; None if it does not follow the KV in time. Raises HeadraceError (502) if it
+        does not, and has logprobs of the prompt."""
+        wanted = self._body.get("prompt_logprobs") is not None
+        await self._settle(LOGPROBS_TIMEOUT_S if wanted else RESPONSE_TIMEOUT_S)
+        if wanted and self._response is None:
+            message = f"prefill server {self._url} has not sent the logprobs of the prompt"
+            raise HeadraceError(self._error or ErrorInfo(code=PREFILL_LOST, message=message, status=502))
         return self._response
 
     async def cause(self, error: ErrorInfo) -> ErrorInfo:
@@ -111,10 +117,10 @@ class PrefillCall:
         await self._settle()
         return self._error or error
 
-    async def _settle(self) -> None:
+    async def _settle(self, timeout_s: float = RESPONSE_TIMEOUT_S) -> None:
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._task), RESPONSE_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.shield(self._task), timeout_s)
 
     async def _run(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
         try:

@@ -18,7 +18,7 @@ from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
-from headrace.server.api.request.sampling import request_fields, sampling_params
+from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.response.error_response import error_body
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
@@ -116,9 +116,11 @@ async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) 
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
     fields = request_fields(body)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
+    prompt = await encode_any(model, body)
+    check_logprobs_start(sampling, [prompt])
     return GenerationRequest(
         rid=body.rid or f"pf-{secrets.token_hex(16)}",
-        prompt=await encode_any(model, body),
+        prompt=prompt,
         sampling=sampling,
         constraint=await body_constraint(model, body),
         ticket=ticket,

@@ -18,6 +18,7 @@ from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
+    check_logprobs_start,
     refuse_fields,
     request_fields,
     sampling_params,
@@ -86,6 +87,7 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
+    check_logprobs_start(sampling, tokens)
     return CompletionRequest(_base_request("cmpl", body, sampling, constraint), tokens, body.n or 1)
 
 
@@ -102,6 +104,7 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     )
     given = prompt_ids(body, 1)
     tokens = await encode(model, given[0], "prompt") if given else await encode_chat(model, body.messages)
+    check_logprobs_start(sampling, [tokens])
     return CompletionRequest(_base_request("chatcmpl", body, sampling, constraint), [tokens], body.n or 1)
 
 
@@ -117,6 +120,7 @@ async def _check_response(model: ServedModel, body: ResponsesBody) -> Completion
         tokens = await encode(model, given[0], "input")
     else:
         tokens = await encode_chat(model, input_messages(body), "input", instructions=body.instructions)
+    check_logprobs_start(sampling, [tokens])
     return CompletionRequest(_base_request("resp", body, sampling, constraint), [tokens])
 
 

@@ -30,6 +30,8 @@ Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_INT64)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Position = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+PositionOrNone = Annotated[int, Meta(ge=-1, le=MAX_INT32)]  # -1: none
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]

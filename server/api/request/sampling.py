@@ -1,7 +1,7 @@
 """Sampling fields of a body as SamplingParams. Their types have bounded them; what goes with others is checked here."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,16 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
         logit_bias=_biases(body.logit_bias or {}, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs_start=_logprobs_start(body),
     )
+
+
+def check_logprobs_start(sampling: SamplingParams, prompts: Iterable[Sequence[int]]) -> None:
+    """Raises HeadraceError (400) if the logprobs are to start after the end of a prompt."""
+    for prompt in prompts:
+        if sampling.prompt_logprobs_start > len(prompt):
+            given = f"prompt_logprobs_start is {sampling.prompt_logprobs_start}"
+            raise invalid("prompt_logprobs_start", f"{given}; for this prompt it has to be from 0 to {len(prompt)}")
 
 
 def stop_strings(body: SamplingBody) -> tuple[str, ...]:
@@ -107,6 +116,12 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, flo
             raise invalid("logit_bias", message)
         biases[token] = bias
     return tuple(biases.items())
+
+
+def _logprobs_start(body: SamplingBody) -> int:
+    if body.prompt_logprobs_start is not None and body.prompt_logprobs is None:
+        raise invalid("prompt_logprobs_start", "prompt_logprobs_start needs prompt_logprobs")
+    return body.prompt_logprobs_start or 0
 
 
 def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from headrace.server.api.request.ranges import (
     MinTokens,
     ObjectiveMs,
     Penalty,
+    Position,
+    PositionOrNone,
     Priority,
     Repetition,
     Replica,
@@ -117,6 +119,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Continue after EOS."""
     prompt_logprobs: Alternatives | None = None
     """Number of alternatives for each prompt token; None for no logprobs."""
+    prompt_logprobs_start: Position | None = None
+    """The first prompt position with logprobs, from 0; the prefix cache serves what is before it."""
     priority: Priority | None = None
     """Lower ones go before all higher ones; --policy fcfs ignores it."""
     slo_ttft_ms: ObjectiveMs | None = None
@@ -249,8 +253,8 @@ class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: GenerateSampling | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    """0 or more adds logprobs of the prompt, all of it."""
+    logprob_start_len: PositionOrNone | None = None
+    """0 or more adds logprobs of the prompt after this position; the prefix cache serves what is before it."""
     top_logprobs_num: Alternatives | None = None
     rid: str | list[str] | None = None
     cache_salt: Salt | list[Salt] | None = None

@@ -62,14 +62,14 @@ class GenerateFormat:
             "cached_tokens": 0 if result is None else result.usage.cached_tokens,
         }
         if request.sampling.logprobs is not None:
-            prompt = result.prompt_logprobs if result is not None else ()
+            prompt = _prompt_logprobs(request, result)
             meta |= {
-                "input_token_logprobs": [_pair(value) for value in prompt],
-                "output_token_logprobs": [_pair(value) for value in choice.logprobs],
+                "input_token_logprobs": [_pair(token, value) for token, value in prompt],
+                "output_token_logprobs": [_pair(value.token, value) for value in choice.logprobs],
             }
             if request.sampling.logprobs:
                 meta |= {
-                    "input_top_logprobs": [_tops(value) for value in prompt],
+                    "input_top_logprobs": [_tops(value) for _, value in prompt],
                     "output_top_logprobs": [_tops(value) for value in choice.logprobs],
                 }
         if result is not None:
@@ -83,9 +83,20 @@ def _finish_reason(result: GenerationResult, completion: int) -> dict[str, Any]:
     return {"type": "length", "length": completion}
 
 
-def _pair(value: TokenLogprob | None) -> list[Any]:
+def _prompt_logprobs(
+    request: GenerationRequest, result: GenerationResult | None
+) -> list[tuple[int, TokenLogprob | None]]:
+    """The tokens of the prompt from logprob_start_len on, and their logprobs; the first one has none."""
+    if result is None or request.sampling.prompt_logprobs is None:
+        return []
+    start = request.sampling.prompt_logprobs_start - 1
+    known = result.prompt_logprobs[start:] or (None,)
+    return list(zip(request.prompt[start:], known, strict=True))
+
+
+def _pair(token: int, value: TokenLogprob | None) -> list[Any]:
     """[logprob, token id, text]; the text is null, as by default in SGLang."""
-    return [None, 0, None] if value is None else [value.logprob, value.token, None]
+    return [None if value is None else value.logprob, token, None]
 
 
 def _tops(value: TokenLogprob | None) -> list[list[Any]] | None:

@@ -69,6 +69,7 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         field = "text" if body.text is not None else "input_ids"
         given = prompt_ids(body, len(prompts)) or prompts
         tokens = await encode_all(model, given, field, indexed=is_batch)
+        _check_start(body, tokens)
         rid = body.rid if isinstance(body.rid, str) else f"gen-{secrets.token_hex(16)}"
         if not rid.isprintable() or len(rid) > MAX_RID_CHARS:
             raise invalid("rid", f"rid has {len(rid)} characters; at most {MAX_RID_CHARS} printable ones are allowed")
@@ -101,6 +102,14 @@ def _for_each(field: str, value: str | list[str] | None, prompts: int) -> Sequen
     return value
 
 
+def _check_start(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises HeadraceError (400) if the logprobs are to start where a prompt has no token."""
+    start, shortest = body.logprob_start_len, min(map(len, prompts))
+    if body.return_logprob and start is not None and start >= shortest:
+        message = f"logprob_start_len is {start}; the prompt has {shortest} tokens, so it has to be below that, or -1"
+        raise invalid("logprob_start_len", message)
+
+
 @contextmanager
 def _sglang_names() -> Iterator[None]:
     """Errors about sampling name the fields of this API."""
@@ -119,7 +128,7 @@ def _sglang_names() -> Iterator[None]:
 def _openai_fields(body: GenerateBody) -> OpenAIBody:
     """The sampling fields under the names of the other routes."""
     given = body.sampling_params or GenerateSampling()
-    wants_prompt = bool(body.return_logprob) and body.logprob_start_len is not None and body.logprob_start_len >= 0
+    start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
     return OpenAIBody(
         temperature=given.temperature,
         top_k=given.top_k,
@@ -136,7 +145,9 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         stop_token_ids=given.stop_token_ids,
         ignore_eos=given.ignore_eos,
         n=given.n,
-        prompt_logprobs=(body.top_logprobs_num or 0) if wants_prompt else None,
+        prompt_logprobs=(body.top_logprobs_num or 0) if start >= 0 else None,
+        # SGLang's own list begins with the token at logprob_start_len, which has no logprob there.
+        prompt_logprobs_start=start + 1 if start >= 0 else None,
         priority=body.priority,
         slo_ttft_ms=body.slo_ttft_ms,
         data_parallel_rank=body.data_parallel_rank,

@@ -34,6 +34,30 @@ def test_prompt_logprobs_equal_the_full_softmax(saved: Models, chunk: int) -> No
         torch.testing.assert_close(torch.tensor(entry.top_logprobs), row.topk(2).values, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("start", [0, 1, 39, 40, 41, 110, 149])
+def test_prompt_logprobs_start_where_they_are_asked_to(saved: Models, start: int) -> None:
+    """At chunk edges and between them, the same as without a start."""
+    runner = make_runner(saved("llama").folder)
+    prompt = Prompt(3, random_tokens(150), list(range(10)), 16)
+    whole = runner.execute([prompt.row(0, 150, prompt_logprobs=2)]).prompt_logprobs[0].entries
+    found = {}
+    for first in range(0, 150, 40):
+        count = min(40, 150 - first)
+        if first + count < start:
+            continue
+        following = prompt.tokens[first + count] if first + count < 150 else None
+        row = prompt.row(first, count, prompt_logprobs=2, next_token=following, prompt_logprobs_start=start)
+        report = runner.execute([row]).prompt_logprobs[0]
+        found.update(enumerate(report.entries, report.start))
+    assert sorted(found) == list(range(max(1, start), 150))
+    for position, entry in found.items():
+        expected = whole[position - 1]
+        assert entry.token == expected.token == prompt.tokens[position]
+        assert (entry.logprob, *entry.top_logprobs) == pytest.approx(
+            (expected.logprob, *expected.top_logprobs), abs=1e-5
+        )
+
+
 def test_only_rows_that_ask_get_logprobs(saved: Models) -> None:
     runner = make_runner(saved("llama").folder)
     prompts = [Prompt(index, random_tokens(5, index), [index], 16) for index in range(3)]

@@ -1,5 +1,8 @@
 """Which rows go into a plan, and their results when everything is computed here."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headrace.core.messages.frontend import Progress, RequestFinished
 from headrace.core.messages.orders import Forward, ReleaseRequest
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
@@ -195,6 +198,42 @@ def test_prompt_logprobs_skip_the_prefix_and_come_back_in_order() -> None:
         )
     )
     assert bench.finished("b").prompt_logprobs == (None, *entries[1:])
+
+
+def scored(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float(token))
+
+
+@given(start=st.integers(0, 14), chunk=st.integers(1, 14), shared=st.integers(0, 14))
+def test_prompt_logprobs_from_a_position_on(start: int, chunk: int, shared: int) -> None:
+    """The cache serves whole pages below the position whose logits are the first that are wanted, and every position
+    from start on is reported once, wherever chunks and cached pages end."""
+    bench = Bench(chunk_tokens=chunk, page_size=4, pipeline_depth=0)
+    prompt = list(range(100, 114))
+    bench.submit("a", [*prompt[:shared], *range(14 - shared)], route=Discard())
+    bench.compute(1)
+    before = bench.metric("cached_tokens_total")
+    bench.submit("b", prompt, route=Discard(), prompt_logprobs=1, prompt_logprobs_start=start)
+    reported: list[int] = []
+    starts: list[int] = []
+    while not bench.ended("b"):
+        forward = bench.plan()
+        assert forward is not None
+        (row,) = forward.rows
+        starts.append(row.start)
+        found: tuple[PromptLogprobs, ...] = ()
+        if row.prompt_logprobs is not None:
+            first, targets = row.prompt_targets()
+            reported += range(first, first + len(targets))
+            assert targets == prompt[first : first + len(targets)]
+            found = (PromptLogprobs(row.request, first, tuple(map(scored, targets))),)
+        samples = () if row.sample is None else (SampledToken(row.request, 1),)
+        bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1, samples=samples, prompt_logprobs=found))
+    assert reported == list(range(max(1, start), 14))
+    cached = min(shared, 13, max(0, start - 1)) // 4 * 4
+    assert bench.metric("cached_tokens_total") - before == cached == starts[0]
+    entries = [scored(token) if at >= max(1, start) else None for at, token in enumerate(prompt)]
+    assert bench.finished("b").prompt_logprobs == (tuple(entries) if reported else ())
 
 
 def test_progress_only_where_asked_for() -> None:

@@ -45,6 +45,8 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "n": 0}, 400, "n", "from 1 to 16"),
     ({"prompt": "x", "logprobs": 21}, 400, "logprobs", "from 0 to 20"),
     ({"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "from 0 to 20"),
+    ({"prompt": "x", "prompt_logprobs_start": 1}, 400, "prompt_logprobs_start", "needs prompt_logprobs"),
+    ({"prompt": "ab", "prompt_logprobs": 0, "prompt_logprobs_start": 3}, 400, "prompt_logprobs_start", "from 0 to 2"),
     ({"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "17 items; at most 16"),
     ({"prompt": "x", "stop": ["a", ""]}, 400, "stop[1]", "0 characters; 1 to 1024"),
     ({"prompt": "x", "stop": 3}, 400, "stop", "a string or a list, got a whole number"),

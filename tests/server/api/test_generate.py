@@ -106,11 +106,21 @@ async def test_tenants_differ_in_cache_salt_or_extra_key(tokenizer: Tokenizer) -
 async def test_logprobs(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> Any:
         *tokens, end = saying(tokenizer, "hello", reason="stop")(link, submit)
-        prompt = () if submit.sampling.prompt_logprobs is None else (None, TokenLogprob(5, -1.5, (5, 6), (-1.5, -2.0)))
+        scored = (None, TokenLogprob(second, -1.5, (5, 6), (-1.5, -2.0)))
+        prompt = scored if submit.sampling.prompt_logprobs is not None and submit.sampling.cacheable(2) < 1 else ()
         return [*tokens, msgspec.structs.replace(end, prompt_logprobs=prompt)]
 
     token = tokenizer.encode("hello")[0]
-    for start, seen in ((None, False), (-1, False), (0, True)):
+    first_id, second = tokenizer.encode("hi")
+    seen = [[None, first_id, None], [-1.5, second, None]]
+    tops_seen = [None, [[-1.5, 5, None], [-2.0, 6, None]]]
+    none: list[Any] = []
+    for start, prompt, prompt_tops in (
+        (None, none, none),
+        (-1, none, none),
+        (0, seen, tops_seen),
+        (1, [[None, second, None]], [None]),  # the first one has no logprob, wherever it is, as in SGLang
+    ):
         link = FakeLink(script)
         async with running(link, tokenizer) as service, client(service) as http:
             body = {"text": "hi", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": start}
@@ -119,8 +129,7 @@ async def test_logprobs(tokenizer: Tokenizer) -> None:
         assert about["output_token_logprobs"] == [[first.logprob, token, None]]
         tops = zip(first.top_logprobs, first.top_ids, strict=True)
         assert about["output_top_logprobs"] == [[[logprob, top, None] for logprob, top in tops]]
-        assert about["input_token_logprobs"] == ([[None, 0, None], [-1.5, 5, None]] if seen else [])
-        assert about["input_top_logprobs"] == ([None, [[-1.5, 5, None], [-2.0, 6, None]]] if seen else [])
+        assert (about["input_token_logprobs"], about["input_top_logprobs"]) == (prompt, prompt_tops)
         assert about["finish_reason"]["type"] == "stop"
 
 
