@@ -19,3 +19,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
+
+    @property
+    def model_name(self) -> str:
+        """What answers and other servers call the model."""
+        return self.server.served_model_name or self.model.model

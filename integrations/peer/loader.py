@@ -205,7 +205,8 @@ class KvLoader:
         record.load, record.started = load, now
         record.pages = ceil_div(load.tokens, PAGE_TOKENS) - load.start // PAGE_TOKENS
         if ticket.fingerprint not in ("", limits.fingerprint):
-            text = f"fingerprint: {limits.fingerprint} here, {ticket.fingerprint} there"
+            ours = f"{limits.fingerprint} at the decode server" + (f" (model {limits.model})" if limits.model else "")
+            text = f"fingerprint: {ticket.fingerprint} at the prefill server, {ours}"
             self._fail(record, FINGERPRINT, text, now)
         elif record.pages > limits.pages:
             text = f"{load.count} tokens; {limits.pages * PAGE_TOKENS} fit into the staging area"

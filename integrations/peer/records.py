@@ -22,6 +22,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str
     """Of the peer's own model."""
+    model: str = ""
+    """Its name, for texts of refusals."""
     rules: Rules
     """Prefill servers that may be connected to."""
     pages: int

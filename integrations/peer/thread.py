@@ -92,6 +92,7 @@ class PeerThread(threading.Thread):
             kv_pages=staging.pages,
             max_model_len=max_model_len,
             metadata_rows=METADATA_ROWS,
+            model=limits.model,
         )
         self._control_client.ready(hello)
         self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock, self._clock.wait)

@@ -78,6 +78,7 @@ class RemotePrefill:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
         limits = Limits(
             fingerprint=fingerprint(spec, ModelWeights(model)),
+            model=model.name_or_path,
             rules=allowed_prefills((url,), ()),
             pages=self._staging.pages,
             server_keys=server_keys,

@@ -104,6 +104,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         staging = Staging(geometry, settings.staging_tokens or 2 * max_model_len)
         limits = Limits(
             fingerprint=settings.fingerprint or model_fingerprint(config.model_config.model),
+            model=config.model_config.model,
             rules=settings.rules(),
             pages=staging.pages,
             connect_timeout_s=settings.connect_timeout_s,

@@ -24,7 +24,7 @@ class ServedModel:
         self._grammars: GrammarChecker | None = None
         self.path: str = config.model.model
         """What --model names: a folder, a file or a hub id."""
-        self.name: str = config.server.served_model_name or config.model.model
+        self.name: str = config.model_name
         """What responses call the model."""
         self.max_model_len: int = config.scheduler.max_model_len
         """Longest prompt and continuation together, in tokens; 0 if there is no limit."""

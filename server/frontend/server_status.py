@@ -164,7 +164,7 @@ class StatusCollector:
         return ServerStatus(
             version=headrace_version(),
             role=config.server.role,
-            model=config.server.served_model_name or config.model.model,
+            model=config.model_name,
             dtype=config.model.dtype,
             device=config.model.device,
             address=f"{config.server.host}:{config.server.port}",

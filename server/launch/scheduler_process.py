@@ -64,6 +64,8 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the scheduler process is told when it starts, as JSON on standard input."""
 
     role: Role
+    model: str
+    """The name under which the model is served."""
     http_port: int
     front: int
     """File descriptor of its end of the connection to the front end."""
@@ -194,6 +196,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         shared_memory=frozenset(stage.host for stage in stages),
         nixl=frozenset(stage.nixl for stage in stages),
         replicas=tuple(layout.place(stage.stage).replica for stage, _ in offered) if layout.dp > 1 else (),
+        model=config.model,
     )
 
 
@@ -223,6 +226,7 @@ def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         metadata_rows=config.scheduler.metadata_rows,
         backends=_backends(config, stages),
         memory=tuple(stage.memory for stage in stages if stage.memory is not None),
+        model=config.model,
     )
 
 

@@ -174,6 +174,7 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
         external = ExternalStages(key=config.group.key, template=_template(config))
     scheduler = SchedulerProcessConfig(
         role=config.server.role,
+        model=config.model_name,
         http_port=config.server.port,
         front=front.fileno(),
         stage_endpoint=stage_endpoint,

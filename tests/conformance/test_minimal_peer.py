@@ -123,7 +123,8 @@ def test_a_first_token_that_ends_the_request_brings_no_kv(server: Server) -> Non
 def test_a_refusal_names_both_values(server: Server) -> None:
     peer = command(server, "other", "--head-dim", "64")
     _, err = peer.communicate(timeout=60)
-    assert (peer.returncode, err) == (1, "head_dim_mismatch: head_dim of stage 0: 32 here, 64 there\n")
+    ours, theirs = "32 at the prefill server (model stub:layers=4,hidden=32)", "64 at stage 0 of the decode server"
+    assert (peer.returncode, err) == (1, f"head_dim_mismatch: head_dim: {ours}, {theirs}\n")
 
 
 def test_it_stays_a_single_small_file() -> None:

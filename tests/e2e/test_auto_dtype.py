@@ -33,8 +33,10 @@ def test_a_pair_on_different_kinds_is_refused_naming_both_dtypes(
     with closing(Server("--role", "prefill", *STUB)) as prefill:
         monkeypatch.setenv(CPUINFO_VARIABLE, cpuinfo(decode_kind))
         with closing(Server("--role", "decode", "--prefill", prefill.url, *STUB)) as decode, running(prefill):
-            refusal = f"dtype_mismatch: dtype of stage 0: {KINDS[prefill_kind]} here, {KINDS[decode_kind]} there"
+            ours, theirs = f"{KINDS[prefill_kind]} at the prefill server", f"{KINDS[decode_kind]} at stage 0 of the"
+            refusal = f"dtype_mismatch: dtype: {ours} (model {STUB[1]}), {theirs} decode server (model {STUB[1]})"
             wait_until(lambda: refusal in decode.log, 60, f"the prefill server refuses\n{decode.log}")
+            wait_until(lambda: refusal in prefill.log, 10, f"it says so itself\n{prefill.log}")
             answers = [decode.get("/ready"), decode.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1})]
             assert [answer.status_code for answer in answers] == [503, 503]
             assert all(refusal in answer.json()["error"]["message"] for answer in answers)

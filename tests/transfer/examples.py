@@ -124,8 +124,8 @@ EXAMPLES = (
         Nack(ticket="ticket-4", generation=4, chunk=0, code="checksum_mismatch", message="1 here, 2 there"),
         ANSWER,
     ),
-    Example("control endpoint to peer", Refuse(code="fingerprint_mismatch", message="fingerprint: a here, b "
-    "there"), CONTROL),
+    Example("control endpoint to peer", Refuse(code="fingerprint_mismatch", message="fingerprint: a at the prefill "
+    "server, b at the decode server"), CONTROL),
     Example("peer to control endpoint", Ping(number=1), PEER),
     Example("control endpoint to peer", Pong(number=1), CONTROL),
     Example("peer to control endpoint", Goodbye(reason="hung up"), PEER),
@@ -201,6 +201,24 @@ EXAMPLES = (
         ),
         STAGE,
         (PAGE_0, LATENT_0),
+    ),
+    Example(
+        "peer to control endpoint",
+        Hello(
+            protocols=(1,), instance="bb" * 16, name="decode-4", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("zmq",), model="models/tiny",
+        ),
+        PEER,
+    ),
+    Example(
+        "control endpoint to peer",
+        Welcome(
+            protocol=1, session="cc" * 16, instance="dd" * 16, fingerprint="tiny-model",
+            stages=(StageInfo(0, 7001, GEOMETRY),), max_model_len=128, max_tickets=1024, window_bytes=65536,
+            checksum="xxh3_64", backend="zmq", heartbeat_s=1.0, timeout_s=3.0, model="tiny",
+        ),
+        CONTROL,
     ),
 )  # fmt: skip
 

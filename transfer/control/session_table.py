@@ -264,6 +264,7 @@ class SessionTable:
             heartbeat_s=self._config.peer_timeout_s / 3,
             timeout_s=self._config.peer_timeout_s,
             components=matching.components_of(offer.geometries),
+            model=offer.model[: messages.MAX_NAME_CHARS],
         )
 
     def _reserve(self, peer: PeerSession, reserve: Reserve) -> Outcome:

@@ -1,6 +1,7 @@
 """Compatibility check at the handshake (guarantee G6), and the choice of backend and checksum. Pure.
 
-Each check returns a Refuse that names both values, or None. Both sides check, so neither relies on the other.
+Each check returns a Refuse that names both values, which server has which, and both models, or None. Both sides check,
+so neither relies on the other; the text is the same, whoever has found it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from headrace.transfer.protocol.layout import common
 from headrace.transfer.protocol.messages import ComponentShape, Hello, Refuse, StageInfo, Welcome
 
 MAX_PAGE_SIZE = 1 << 16
+PREFILL = "the prefill server"
+MODEL_CHARS = 128  # of a model's name in a refusal
 Part = tuple[int, Component]  # a stage, and what it has of a tensor
 
 
@@ -43,6 +46,8 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
     """NIXL versions of the stages."""
     replicas: tuple[int, ...] = ()
     """Data-parallel replica of each stage; an empty tuple: there is one."""
+    model: str = ""
+    """The name under which the server serves its model."""
 
     def stages(self) -> tuple[StageInfo, ...]:
         """The stages as Welcome lists them."""
@@ -53,6 +58,22 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOTHING_AVOIDED: Mapping[str, str] = MappingProxyType({})
+
+
+class Mismatch(NamedTuple):
+    """A field of the two sides that does not fit, of one of their components, or of one stage of the others."""
+
+    field: str
+    ours: object
+    theirs: object
+    stage: int | None = None
+    """Which of their stages has their value; None: it is of all of them."""
+    component: str = KV
+
+    @property
+    def code(self) -> str:
+        """That of the refusal."""
+        return f"{self.field if self.component == KV else 'components'}_mismatch"
 
 
 class BackendChoice(NamedTuple):
@@ -75,11 +96,12 @@ def make_hello(
     metadata_rows: int,
     backends: tuple[str, ...] = (ZMQ,),
     memory: tuple[PoolMemory, ...] = (),
+    model: str = "",
 ) -> Hello:
     """Hello of this version of the program.
 
     kv_pages: of the smallest stage's pool. backends: those that work at all stages. memory: how their pools may be
-    written.
+    written. model: the name of the model, for people.
     """
     return Hello(
         protocols=(messages.VERSION,),
@@ -98,47 +120,66 @@ def make_hello(
         backends=backends,
         components=components_of(geometries),
         memory=memory,
+        model=model[: messages.MAX_NAME_CHARS],
     )
 
 
 def check_hello(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -> Refuse | None:
     """Checks a peer's hello at the control endpoint. Returns why it is refused, None if it fits."""
-    if messages.VERSION not in hello.protocols:
-        return _refuse("protocol", messages.VERSION, hello.protocols)
-    if hello.fingerprint != offer.fingerprint:
-        return _refuse("fingerprint", offer.fingerprint, hello.fingerprint)
-    if hello.metadata_version != metadata.VERSION:
-        return _refuse("metadata_version", metadata.VERSION, hello.metadata_version)
-    if hello.metadata_bytes != metadata.ROW_BYTES:
-        return _refuse("metadata_bytes", metadata.ROW_BYTES, hello.metadata_bytes)
-    if not set(checksums) & set(hello.checksums):
-        return _refuse("checksum", checksums, hello.checksums)
-    choice = choose_backend(offer, hello)
-    if not choice.backend:
-        return _refuse("backend", f"{', '.join(offer.backends)} ({choice.reason})", ", ".join(hello.backends))
-    if sorted(hello.components) != sorted(components_of(offer.geometries)):
-        return _refuse("components", _named(components_of(offer.geometries)), _named(hello.components))
-    return check_geometries(offer.geometries, hello.geometries, replicas=True)
+    found = _hello_mismatch(offer, checksums, hello)
+    if found is None:
+        return None
+    ours, theirs = _at(PREFILL, offer.model), _at(_peer(hello), hello.model, found.stage)
+    return _refuse(found, f"{_show(found.ours)} {ours}, {_show(found.theirs)} {theirs}")
 
 
 def check_welcome(hello: Hello, welcome: Welcome) -> Refuse | None:
     """Checks the answer to a hello at the peer. Returns why it is refused, None if it fits."""
+    found = _welcome_mismatch(hello, welcome)
+    if found is None:
+        return None
+    ours, theirs = _at(_peer(hello), hello.model), _at(PREFILL, welcome.model, found.stage)
+    return _refuse(found, f"{_show(found.theirs)} {theirs}, {_show(found.ours)} {ours}")
+
+
+def _hello_mismatch(offer: BackendOffer, checksums: tuple[str, ...], hello: Hello) -> Mismatch | None:
+    """What of a peer's hello does not fit."""
+    if messages.VERSION not in hello.protocols:
+        return Mismatch("protocol", messages.VERSION, hello.protocols)
+    if hello.fingerprint != offer.fingerprint:
+        return Mismatch("fingerprint", offer.fingerprint, hello.fingerprint)
+    if hello.metadata_version != metadata.VERSION:
+        return Mismatch("metadata_version", metadata.VERSION, hello.metadata_version)
+    if hello.metadata_bytes != metadata.ROW_BYTES:
+        return Mismatch("metadata_bytes", metadata.ROW_BYTES, hello.metadata_bytes)
+    if not set(checksums) & set(hello.checksums):
+        return Mismatch("checksum", checksums, hello.checksums)
+    choice = choose_backend(offer, hello)
+    if not choice.backend:
+        return Mismatch("backend", f"{', '.join(offer.backends)} ({choice.reason})", ", ".join(hello.backends))
+    if sorted(hello.components) != sorted(components_of(offer.geometries)):
+        return Mismatch("components", _named(components_of(offer.geometries)), _named(hello.components))
+    return check_geometries(offer.geometries, hello.geometries, replicas=True)
+
+
+def _welcome_mismatch(hello: Hello, welcome: Welcome) -> Mismatch | None:
+    """What of the answer to a hello does not fit."""
     if welcome.protocol not in hello.protocols:
-        return _refuse("protocol", hello.protocols, welcome.protocol)
+        return Mismatch("protocol", hello.protocols, welcome.protocol)
     if welcome.fingerprint != hello.fingerprint:
-        return _refuse("fingerprint", hello.fingerprint, welcome.fingerprint)
+        return Mismatch("fingerprint", hello.fingerprint, welcome.fingerprint)
     if welcome.checksum not in hello.checksums:
-        return _refuse("checksum", hello.checksums, welcome.checksum)
+        return Mismatch("checksum", hello.checksums, welcome.checksum)
     if welcome.backend not in hello.backends:
-        return _refuse("backend", hello.backends, welcome.backend)
+        return Mismatch("backend", hello.backends, welcome.backend)
     if welcome.heartbeat_s >= welcome.timeout_s:
-        return _refuse("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
+        return Mismatch("heartbeat_s", f"less than timeout_s {welcome.timeout_s}", welcome.heartbeat_s)
     if sorted(welcome.components) != sorted(hello.components):
-        return _refuse("components", _named(hello.components), _named(welcome.components))
+        return Mismatch("components", _named(hello.components), _named(welcome.components))
     replicas = sorted({stage.replica for stage in welcome.stages})
     each = ([stage.geometry for stage in welcome.stages if stage.replica == replica] for replica in replicas)
-    refusals = (check_geometries(hello.geometries, tuple(geometries)) for geometries in each)
-    return next((refuse for refuse in refusals if refuse is not None), None)
+    found = (check_geometries(hello.geometries, tuple(geometries)) for geometries in each)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
 
 
 def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...]:
@@ -150,7 +191,7 @@ def components_of(geometries: tuple[Geometry, ...]) -> tuple[ComponentShape, ...
 
 def check_geometries(
     ours: tuple[Geometry, ...], theirs: tuple[Geometry, ...], *, replicas: bool = False
-) -> Refuse | None:
+) -> Mismatch | None:
     """Checks that both sides have the same dtype, head size, layers and heads, of the model and of each component.
 
     Page sizes and the split over ranks may differ; their split must have each head of each layer exactly once.
@@ -159,48 +200,48 @@ def check_geometries(
     for rank, their in enumerate(theirs):
         names = [tensor.name for tensor in their.tensors]
         if not names:
-            return _refuse("layers", "1 or more", their.layers, f" of stage {rank}")
+            return Mismatch("layers", "1 or more", their.layers, rank)
         if len(set(names)) != len(names):
-            return _refuse("components", "each name once", ", ".join(names), f" of stage {rank}")
+            return Mismatch("components", "each name once", ", ".join(names), rank)
         if not 1 <= their.page_size <= MAX_PAGE_SIZE:
-            return _refuse("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, f" of stage {rank}")
+            return Mismatch("page_size", f"1 to {MAX_PAGE_SIZE}", their.page_size, rank)
     if len({their.page_size for their in theirs}) != 1:
-        return _refuse("page_size", "one for all stages", [their.page_size for their in theirs])
+        return Mismatch("page_size", "one for all stages", [their.page_size for their in theirs])
     parts, their_parts = _by_name(ours), _by_name(theirs)
     if parts.keys() != their_parts.keys():
-        return _refuse("components", ", ".join(sorted(parts)), ", ".join(sorted(their_parts)), " of all stages")
-    refusals = (_check_tensor(name, parts[name], their_parts[name], replicas) for name in parts)
-    return next((refuse for refuse in refusals if refuse is not None), None)
+        return Mismatch("components", ", ".join(sorted(parts)), ", ".join(sorted(their_parts)))
+    found = (_check_tensor(name, parts[name], their_parts[name], replicas) for name in parts)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
 
 
-def _check_tensor(name: str, ours: list[Part], theirs: list[Part], replicas: bool) -> Refuse | None:
+def _check_tensor(name: str, ours: list[Part], theirs: list[Part], replicas: bool) -> Mismatch | None:
     """As check_geometries, for one of the tensors. The lists have the parts of the stages that have some of it."""
     our = asdict(ours[0][1])
     for rank, part in theirs:
-        their, where = asdict(part), f" of stage {rank}"
+        their = asdict(part)
         for field in ("dtype", "head_dim", "planes"):
             if our[field] != their[field]:
-                return _refuse(field, our[field], their[field], where, name)
+                return Mismatch(field, our[field], their[field], rank, name)
         for field in ("layers", "kv_heads"):
             if their[field] < 1:
-                return _refuse(field, "1 or more", their[field], where, name)
+                return Mismatch(field, "1 or more", their[field], rank, name)
     whole, their_whole = (asdict(_whole([part for _, part in parts])) for parts in (ours, theirs))
     for field in ("layer_start", "layers", "head_start", "kv_heads"):
         if whole[field] != their_whole[field]:
-            return _refuse(field, whole[field], their_whole[field], component=name)
+            return Mismatch(field, whole[field], their_whole[field], component=name)
     return _check_split(name, whole["layers"] * whole["kv_heads"], theirs, replicas)
 
 
-def _check_split(name: str, expected: int, parts: list[Part], replicas: bool) -> Refuse | None:
+def _check_split(name: str, expected: int, parts: list[Part], replicas: bool) -> Mismatch | None:
     """Whether parts that together span a tensor have each head of each layer once. expected: heads over all layers."""
     for one, other in combinations(parts, 2):
         if common(one[1], other[1]) is not None and not (replicas and one[1] == other[1]):
-            return _refuse("split", "each head of each layer once", f"{_own(*one)}; {_own(*other)}", component=name)
+            return Mismatch("split", "each head of each layer once", f"{_own(*one)}; {_own(*other)}", component=name)
     owned = [part for _, part in parts]
     found = sum(part.layers * part.kv_heads for part in (set(owned) if replicas else owned))
     if found != expected:
         there = f"{found}: {'; '.join(_own(*part) for part in parts)}"
-        return _refuse("split", f"{expected} heads over all layers", there, component=name)
+        return Mismatch("split", f"{expected} heads over all layers", there, component=name)
     return None
 
 
@@ -276,17 +317,26 @@ def choose_checksum(accepted: tuple[str, ...], offered: tuple[str, ...]) -> str:
     return next(kind for kind in accepted if kind in offered)
 
 
-def _refuse(field: str, ours: object, theirs: object, where: str = "", component: str = KV) -> Refuse:
-    """A refusal for a field of the hello, or of one of its components."""
-    about = f"{field}{where}" if component == KV else f"components: {field} of {component}{where}"
-    code = field if component == KV else "components"
-    return Refuse(code=f"{code}_mismatch", message=messages.text(f"{about}: {_show(ours)} here, {_show(theirs)} there"))
+def _refuse(found: Mismatch, values: str) -> Refuse:
+    """The refusal of a mismatch. values: of both sides, with who has which."""
+    about = found.field if found.component == KV else f"components: {found.field} of {found.component}"
+    return Refuse(code=found.code, message=messages.text(f"{about}: {values}"))
+
+
+def _peer(hello: Hello) -> str:
+    return "the decode server" if hello.role == "decode" else "the peer"
+
+
+def _at(server: str, model: str, stage: int | None = None) -> str:
+    """Which side has a value, and its model; sides of earlier releases name none."""
+    place = server if stage is None else f"stage {stage} of {server}"
+    return f"at {place} (model {_show(model, MODEL_CHARS)})" if model else f"at {place}"
 
 
 def _named(components: tuple[ComponentShape, ...]) -> str:
     return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in components) or "none"
 
 
-def _show(value: object) -> str:
+def _show(value: object, limit: int = 300) -> str:
     shown = str(value)
-    return shown if len(shown) <= 300 else shown[:299] + "…"
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

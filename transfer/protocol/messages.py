@@ -99,6 +99,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """What its pools hold beside keys and values."""
     memory: Annotated[tuple[PoolMemory, ...], Meta(max_length=MAX_STAGES)] = ()
     """How each stage's pool may be written by the sender; empty: only the peer writes into its pools."""
+    model: Name = ""
+    """What people call its model: for texts of refusals. "" where it does not say."""
 
 
 class StageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -135,6 +137,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Silence after which either side considers the other gone."""
     components: Components = ()
     """Those of the prefill server, equal to the peer's."""
+    model: Name = ""
+    """What people call its model: for texts of refusals. "" where it does not say."""
 
 
 class Refuse(Message, frozen=True, kw_only=True):
@@ -142,7 +146,7 @@ class Refuse(Message, frozen=True, kw_only=True):
 
     code: Code
     message: Text
-    """Names both values."""
+    """Names both values and who has which."""
 
 
 class Reserve(Message, frozen=True, kw_only=True):

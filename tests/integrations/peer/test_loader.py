@@ -150,6 +150,8 @@ def test_what_cannot_be_loaded_is_refused_before_a_page_is_reserved(changes: dic
     [answer] = bench.answers()
     assert isinstance(answer, LoadFailed)
     assert answer.code == code
+    if code == "fingerprint_mismatch":
+        assert answer.message == "fingerprint: g at the prefill server, f at the decode server"
     assert not [one for one in asked if isinstance(one, PrepareReceive)]
     if code == "prefill_not_allowed":
         assert asked == [], "that server is not even connected to"

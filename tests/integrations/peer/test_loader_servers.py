@@ -7,6 +7,8 @@ from headrace.integrations.peer.loader import IDLE_S, LOOKUP_S
 from headrace.integrations.peer.records import server_name
 from tests.integrations.peer.loader_bench import CONTROL, Bench, ticket
 
+UNFIT = "dtype_mismatch: dtype: a at the prefill server, b at the decode server"
+
 
 def test_a_later_session_renews_and_begins_what_waited() -> None:
     bench = Bench()
@@ -37,10 +39,10 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
     bench.load("a")
     bench.down("not_ready: loading", session=None)
     assert bench.answers() == []
-    bench.down("dtype_mismatch: dtype: a here, b there", session=None, unfit=True)
+    bench.down(UNFIT, session=None, unfit=True)
     [answer] = bench.answers()
     assert isinstance(answer, LoadFailed)
-    assert (answer.code, answer.message) == ("unfit", "dtype_mismatch: dtype: a here, b there")
+    assert (answer.code, answer.message) == ("unfit", UNFIT)
     bench.load("later")
     [answer] = bench.answers()
     assert isinstance(answer, LoadFailed)
@@ -54,7 +56,7 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
     assert isinstance(answer, LoadFailed)
     assert answer.code == "peer_gone"
     assert "no answer" in answer.message
-    bench.down("dtype_mismatch: dtype: a here, b there", session=None, unfit=True)
+    bench.down(UNFIT, session=None, unfit=True)
     bench.load("c")
     bench.up()
     assert bench.reserved("d").ticket == "d", "it was started again, as another one"

@@ -111,7 +111,8 @@ def test_a_hello_without_a_common_way_is_refused_naming_both() -> None:
     [(_, refuse)], _ = made.receive(b"a", hello(backends=(SHM, FAKE), memory=(shared(),)), 0.0)
     assert refuse == Refuse(
         code="backend_mismatch",
-        message="backend: shm (not shm: the stages of the two are not on one host) here, shm, fake there",
+        message="backend: shm (not shm: the stages of the two are not on one host) at the prefill server, "
+        "shm, fake at the decode server",
     )
 
 

@@ -32,7 +32,7 @@ class Both:
         self.loop = Loop(self.control_server, self.control_client)
         if ready:
             self.control_server.ready(OFFER)
-        self.control_client.ready(hello())
+        self.control_client.ready(hello(model="one"))
         self.endpoint = f"tcp://127.0.0.1:{self.control_server.port}"
         self.loop.apply(self.control_client, ConnectPrefill(name="p", endpoint=self.endpoint))
 

@@ -124,12 +124,15 @@ def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
 
 def test_a_mismatch_is_reported_with_both_values(context: Any, caplog: pytest.LogCaptureFixture) -> None:
     both = Both(context, ready=False)
-    both.control_server.ready(replace(OFFER, fingerprint="model-2"))
+    both.control_server.ready(replace(OFFER, fingerprint="model-2", model="two"))
     down = both.loop.wait_for(both.control_client, PrefillDown)
     both.loop.until(lambda: "fingerprint" in both.loop.of(both.control_client, PrefillDown)[-1].reason)
     down = both.loop.of(both.control_client, PrefillDown)[-1]
     assert down.session is None
-    assert down.reason == "fingerprint_mismatch: fingerprint: model-2 here, model-1 there"
+    assert down.reason == (
+        "fingerprint_mismatch: fingerprint: model-2 at the prefill server (model two), "
+        "model-1 at the decode server (model one)"
+    )
     [warning] = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert warning.endswith(f"127.0.0.1: {down.reason}"), "the prefill server's log has it, too, once"
     both.loop.close()

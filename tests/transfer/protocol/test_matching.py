@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from msgspec.structs import asdict, replace
 
 from headrace.core.types.geometry import Component, Geometry
 from headrace.transfer.control.session_table import SessionTable
-from headrace.transfer.protocol.matching import check_geometries, check_welcome, components_of
+from headrace.transfer.protocol.matching import check_geometries, check_hello, check_welcome, components_of
 from headrace.transfer.protocol.messages import ComponentShape, Refuse, StageInfo, Welcome
 from tests.transfer.control.session_table import GEOMETRY, OFFER, book, hello, joined
 from tests.transfer.ranks import sides, with_components
@@ -27,8 +28,8 @@ MISMATCHES = [
     ({"checksums": ("crc32",)}, "checksum_mismatch", "xxh3_64", "crc32"),
     ({"checksums": ("none",)}, "checksum_mismatch", "xxh3_64", "none"),
     ({"backends": ("mooncake",)}, "backend_mismatch", "zmq", "mooncake"),
-    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [1, 2, 2, 64] there"),
-    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5 there"),
+    ({"components": (DRAFT,)}, "components_mismatch", "none", "draft_kv float16 [1, 2, 2, 64]"),
+    ({"geometries": (HALF, replace(HALF, layer_start=3))}, "layers_mismatch", "4", "5"),
     (
         {"geometries": (replace(HALF, layers=1), replace(HALF, layer_start=2))},
         "split_mismatch",
@@ -39,7 +40,7 @@ MISMATCHES = [
         {"geometries": (GEOMETRY, HALF)},
         "split_mismatch",
         "each head of each layer once",
-        "layers 0 to 3 and heads 0 to 1 in stage 0; layers 0 to 1 and heads 0 to 1 in stage 1 there",
+        "layers 0 to 3 and heads 0 to 1 in stage 0; layers 0 to 1 and heads 0 to 1 in stage 1",
     ),
     (
         {"geometries": (replace(HALF, layers=3), replace(HALF, layers=3, layer_start=1))},
@@ -51,8 +52,8 @@ MISMATCHES = [
     ({"geometries": (HALF, replace(HALF, layer_start=2, layers=1))}, "layers_mismatch", "4", "3"),
     ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=1))}, "split_mismatch", "8 heads", "6: "),
     ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=0))}, "kv_heads_mismatch", "1 or more", "0"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=3))}, "kv_heads_mismatch", "2", "3 there"),
-    ({"geometries": (HALF, replace(HALF, layer_start=2, head_start=-1))}, "head_start_mismatch", "0", "-1 there"),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, kv_heads=3))}, "kv_heads_mismatch", "2", "3"),
+    ({"geometries": (HALF, replace(HALF, layer_start=2, head_start=-1))}, "head_start_mismatch", "0", "-1"),
     (
         {"geometries": (HALF, replace(HALF, layer_start=2, page_size=8))},
         "page_size_mismatch",
@@ -97,7 +98,7 @@ def test_ranks_that_leave_a_gap_or_overlap_are_refused(data: st.DataObject, laye
         if ranks:
             refuse = check_geometries(tuple(ours), tuple(ranks), replicas=True)
             assert refuse is not None
-            assert " here, " in refuse.message
+            assert refuse.ours != refuse.theirs
 
 
 def test_a_peer_may_repeat_heads_in_more_ranks_than_there_are_heads_and_a_prefill_server_may_not() -> None:
@@ -116,15 +117,15 @@ PLAIN = (GEOMETRY,)
 LATENT = Component("latent", "bfloat16", layers=4, kv_heads=1, head_dim=6, planes=1)
 BOTH = (replace(GEOMETRY, components=(Component("draft", "float32", 1, 2, 8), LATENT)),)
 UNLIKE: list[tuple[dict[str, Any], str, str]] = [
-    ({"dtype": "float16"}, "dtype of latent of stage 0: bfloat16", "float16"),
-    ({"head_dim": 5}, "head_dim of latent of stage 0: 6", "5"),
-    ({"planes": 2}, "planes of latent of stage 0: 1", "2"),
-    ({"layers": 0}, "layers of latent of stage 0: 1 or more", "0"),
-    ({"kv_heads": -1}, "kv_heads of latent of stage 0: 1 or more", "-1"),
-    ({"layers": 3}, "layers of latent: 4", "3"),
-    ({"kv_heads": 2}, "kv_heads of latent: 1", "2"),
-    ({"layer_start": 1}, "layer_start of latent: 0", "1"),
-    ({"head_start": 1}, "head_start of latent: 0", "1"),
+    ({"dtype": "float16"}, "dtype of latent: bfloat16", "float16 at stage 0 of the decode server"),
+    ({"head_dim": 5}, "head_dim of latent: 6", "5 at stage 0 of the decode server"),
+    ({"planes": 2}, "planes of latent: 1", "2 at stage 0 of the decode server"),
+    ({"layers": 0}, "layers of latent: 1 or more", "0 at stage 0 of the decode server"),
+    ({"kv_heads": -1}, "kv_heads of latent: 1 or more", "-1 at stage 0 of the decode server"),
+    ({"layers": 3}, "layers of latent: 4", "3 at the decode server"),
+    ({"kv_heads": 2}, "kv_heads of latent: 1", "2 at the decode server"),
+    ({"layer_start": 1}, "layer_start of latent: 0", "1 at the decode server"),
+    ({"head_start": 1}, "head_start of latent: 0", "1 at the decode server"),
 ]
 
 
@@ -156,17 +157,21 @@ def test_components_that_one_side_lacks_are_refused_by_either_side(
     [(_, refuse)] = (
         offering(ours).receive(b"a", hello(geometries=theirs, components=components_of(theirs)), 0.0).replies
     )
-    assert refuse == Refuse(code="components_mismatch", message=f"components: {here} here, {there} there")
+    assert refuse == Refuse(
+        code="components_mismatch",
+        message=f"components: {here} at the prefill server, {there} at the decode server",
+    )
     [(_, refuse)] = offering(ours).receive(b"a", hello(geometries=theirs, components=components_of(ours)), 0.0).replies
     assert isinstance(refuse, Refuse)
     assert refuse.code == "components_mismatch"
-    assert refuse.message.startswith("components of all stages: ")
+    assert "kv" in refuse.message
     said = hello(geometries=ours, components=components_of(ours))
     [(_, welcome)] = offering(ours).receive(b"a", said, 0.0).replies
     assert isinstance(welcome, Welcome)
     assert check_welcome(said, welcome) is None
     assert check_welcome(said, replace(welcome, components=components_of(theirs))) == Refuse(
-        code="components_mismatch", message=f"components: {here} here, {there} there"
+        code="components_mismatch",
+        message=f"components: {there} at the prefill server, {here} at the decode server",
     )
 
 
@@ -177,12 +182,11 @@ def test_a_component_that_is_not_the_same_is_refused_naming_both_values(
     """The list says what the stages' geometries do not keep."""
     [geometry] = BOTH
     other = replace(geometry, components=(geometry.components[0], replace(LATENT, **changes)))
-    refuse = check_geometries(BOTH, (other,), replicas=True)
-    assert refuse == Refuse(code="components_mismatch", message=f"components: {ours} here, {theirs} there")
     [(_, refused)] = (
         offering(BOTH).receive(b"a", hello(geometries=(other,), components=components_of(BOTH)), 0.0).replies
     )
-    assert refused == refuse
+    message = f"components: {ours} at the prefill server, {theirs}"
+    assert refused == Refuse(code="components_mismatch", message=message)
 
 
 def test_a_component_has_each_head_of_each_layer_once_and_its_name_too() -> None:
@@ -198,12 +202,12 @@ def test_a_component_has_each_head_of_each_layer_once_and_its_name_too() -> None
         refuse = check_geometries(BOTH, ranks)
         assert refuse is not None
         assert refuse.code == "components_mismatch"
-        assert refuse.message.startswith("components: split of ")
+        assert (refuse.field, refuse.component) == ("split", "latent" if ranks is gap else "draft")
     for components in ((draft, latent, latent), (draft, latent, replace(latent, name="kv"))):
         refuse = check_geometries(BOTH, (replace(geometry, components=components),))
         assert refuse is not None
         assert refuse.code == "components_mismatch"
-        assert "each name once here, " in refuse.message
+        assert refuse.ours == "each name once"
 
 
 def test_a_pool_may_have_components_alone_if_both_sides_say_so() -> None:
@@ -212,7 +216,7 @@ def test_a_pool_may_have_components_alone_if_both_sides_say_so() -> None:
     assert check_geometries(bare, bare) is None
     refuse = check_geometries(whole, bare)
     assert refuse is not None
-    assert refuse.message == "components of all stages: kv, latent here, latent there"
+    assert (refuse.field, refuse.ours, refuse.theirs) == ("components", "kv, latent", "latent")
 
 
 @pytest.mark.parametrize(("changes", "code", "ours", "theirs"), MISMATCHES)
@@ -225,9 +229,42 @@ def test_a_mismatch_is_refused_at_the_hello_naming_both_values(
     [(_, refuse)] = outcome.replies
     assert isinstance(refuse, Refuse)
     assert refuse.code == code
-    assert ours in refuse.message.split(" here, ")[0]
-    assert theirs in refuse.message.split(" here, ")[1]
+    here, there = refuse.message.split(" at the prefill server, ")
+    assert ours in here
+    assert theirs in there
+    assert there.endswith("the decode server")
     assert (outcome.events, made.peers) == ([], 0)
+
+
+def test_a_refusal_says_which_server_has_which_value_and_names_both_models() -> None:
+    """The same text, whichever side has found it; sides of earlier releases name no model."""
+    served, said = replace(OFFER, model="llama"), hello(fingerprint="model-2", model="models/qwen")
+    [(_, refuse)] = book(offer=served).receive(b"a", said, 0.0).replies
+    assert isinstance(refuse, Refuse)
+    assert refuse.message == (
+        "fingerprint: model-1 at the prefill server (model llama), model-2 at the decode server (model models/qwen)"
+    )
+    [(_, welcome)] = book(offer=served).receive(b"a", hello(), 0.0).replies
+    assert isinstance(welcome, Welcome)
+    assert (welcome.model, check_welcome(said, welcome)) == ("llama", refuse)
+    earlier = check_welcome(hello(fingerprint="model-2"), replace(welcome, model=""))
+    assert earlier is not None
+    assert earlier.message == "fingerprint: model-1 at the prefill server, model-2 at the decode server"
+    dtype = check_hello(served, ("xxh3_64",), hello(geometries=(replace(GEOMETRY, dtype="int8"),), role="cache"))
+    assert dtype is not None
+    assert dtype.message == "dtype: float32 at the prefill server (model llama), int8 at stage 0 of the peer"
+
+
+def test_a_refusal_of_the_longest_values_and_names_is_a_message() -> None:
+    long = "x" * 256
+    said = hello(fingerprint="f" * 256, model=long)
+    refuse = check_hello(replace(OFFER, fingerprint="g" * 256, model=2 * long), ("xxh3_64",), said)
+    assert refuse is not None
+    assert refuse.message.count("(model x") == 2, "neither is cut off"
+    encoded = msgspec.msgpack.encode(refuse)
+    assert msgspec.msgpack.decode(encoded, type=Refuse) == refuse
+    [(_, welcome)] = book(offer=replace(OFFER, model=2 * long)).receive(b"a", hello(), 0.0).replies
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(welcome), type=Welcome).model == long
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 17, 64])
