@@ -169,12 +169,14 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]; no rows on shards other than the
         first. Last stage only."""
-        return self._vocabulary.logits(self._normed(hidden))
+        return self._vocabulary.logits(self.normed(hidden))
 
     def best(self, hidden: Tensor) -> Best:
         """The largest logits of final hidden states [rows, hidden size], with less exchange among shards. Last stage
         only."""
-        return self._vocabulary.best(self._normed(hidden))
+        return self._vocabulary.best(self.normed(hidden))
 
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the last layer [rows, hidden size] → after the final norm: what the output head
+        multiplies. Last stage only."""
         return self._arithmetic.add_norm(hidden, None, self._norm, self._spec.norm_eps)

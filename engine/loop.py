@@ -148,5 +148,6 @@ class StageLoop:
             prompt_logprobs=tuple(result.prompt_logprobs),
             nonfinite=tuple(result.nonfinite),
             rejected=result.rejected,
+            hidden=result.hidden,
         )
         self._outbox.post(ComputedPlan(run, done))

@@ -1,6 +1,7 @@
-"""Samples tokens and computes prompt logprobs for the rows of a plan, from the hidden states after the last layer."""
+"""Samples tokens for the rows of a plan, and computes prompt logprobs, from the hidden states after the last layer."""
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,15 +10,17 @@ import torch
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
-from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.messages.stage_events import PromptLogprobs, RowHidden, SampledToken
 from headrace.core.types.constraint import GrammarRejection
+from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.request import TokenLogprob
 from headrace.engine.decoder import Decoder
+from headrace.engine.dtypes import DTYPE_NAMES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
-from headrace.engine.sampling.logprobs import prompt_logprobs, wanted_logprobs
+from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, wanted_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
 
 PLACEHOLDER = 0  # in place of the token of a nonfinite row, for rows of its request that are planned already
@@ -37,6 +40,9 @@ class PlanResult(NamedTuple):
 
     rejected: tuple[GrammarRejection, ...] = ()
     """Requests whose grammar cannot go on; they have no sample."""
+
+    hidden: tuple[RowHidden, ...] = ()
+    """In the order of the rows that ask for them."""
 
 
 class RowSampler:
@@ -82,7 +88,8 @@ class RowSampler:
         with torch.inference_mode():
             samples, nonfinite, rejected = self._sample(rows, ends, hidden)
             nonfinite += self._nonfinite_chunks(rows, ends, hidden)
-            return PlanResult(samples, self._prompt_logprobs(rows, ends, hidden), nonfinite, tuple(rejected))
+            logprobs, states = self._prompt_logprobs(rows, ends, hidden), self._hidden_states(rows, ends, hidden)
+            return PlanResult(samples, logprobs, nonfinite, tuple(rejected), states)
 
     def _sample(
         self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor
@@ -92,10 +99,10 @@ class RowSampler:
         if not asked:
             return [], [], []
         of = [row for row, _ in asked]
-        tokens, logprobs, rejected = self._draw(hidden[[end - 1 for _, end in asked]], of)
+        tokens, logprobs, drafts, rejected = self._draw(hidden[[end - 1 for _, end in asked]], of)
         if not self._samples:
             return [], [], []
-        samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs)
+        samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs, drafts)
         samples, rejections = accept_tokens(samples, rejected, self._grammars)
         self._adjustments.accept(samples)
         self._last.update((sampled.request, sampled.token) for sampled in samples)
@@ -104,20 +111,23 @@ class RowSampler:
 
     def _draw(
         self, hidden: Tensor, rows: Sequence[PlanRow]
-    ) -> tuple[list[int], list[TokenLogprob | None], dict[int, str]]:
-        """A token per row, NO_TOKEN if its logits are not finite, the logprobs it asks for, and the requests whose
-        grammar gives no mask; none on shards other than the first. hidden: states of the rows [rows, hidden size]."""
+    ) -> tuple[list[int], list[TokenLogprob | None], list[DraftTokens | None], dict[int, str]]:
+        """A token per row, NO_TOKEN if its logits are not finite, the logprobs and draft data it asks for, and the
+        requests whose grammar gives no mask; none on shards other than the first. hidden: states of the rows [rows,
+        hidden size]."""
         wanted = [SampleRow(row.sample, row.start + row.count, row.generated) for row in rows if row.sample is not None]
-        if self._gathers and not needs_logits(wanted):
-            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows), {}
+        top_k = [row.draft_top_k for row in rows]
+        if self._gathers and not needs_logits(wanted) and not any(top_k):
+            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows), [None] * len(rows), {}
         logits = self._decoder.logits(hidden)
         if not self._samples:
-            return [], [], {}
+            return [], [], [], {}
         rejected: dict[int, str] = {}
         if any(row.params.grammar for row in wanted):
             wanted, rejected = mask_logits(logits, rows, self._grammars)
         tokens = self._sampler.sample(self._adjustments.adjust(logits, rows), wanted)
-        return tokens, wanted_logprobs(logits, tokens, [row.params.logprobs for row in wanted]), rejected
+        logprobs = wanted_logprobs(logits, tokens, [row.params.logprobs for row in wanted])
+        return tokens, logprobs, draft_tokens(logits, tokens, top_k), rejected
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
         """Requests of rows that are not sampled and whose hidden states are not finite.
@@ -130,6 +140,16 @@ class RowSampler:
             return []
         finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
         return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
+
+    def _hidden_states(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[RowHidden, ...]:
+        """The hidden states that rows ask for; none on shards other than the first, though all have them."""
+        if not self._samples:
+            return ()
+        return tuple(
+            reported_states(row, self._decoder.normed(hidden[end - row.hidden : end]))
+            for row, end in zip(rows, ends, strict=True)
+            if row.hidden
+        )
 
     def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
         results = []
@@ -147,10 +167,24 @@ class RowSampler:
         return results
 
 
+def reported_states(row: PlanRow, last: Tensor) -> RowHidden:
+    """What a stage reports of a row that asks for hidden states. last: those of its last positions, [row.hidden, hidden
+    size]."""
+    dtype = DTYPE_NAMES[last.dtype]
+    states = last.contiguous().cpu().view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        states = states.reshape(-1, last.element_size())[:, ::-1]
+    start = row.start + row.count - row.hidden
+    return RowHidden(row.request, HiddenStates(start, last.shape[1], dtype, states.tobytes()))
+
+
 def _split_samples(
-    requests: Sequence[int], tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+    requests: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    drafts: Sequence[DraftTokens | None],
 ) -> tuple[list[SampledToken], list[int]]:
     """The samples of rows that have a token, and the requests of rows that have none."""
-    entries = list(zip(requests, tokens, logprobs, strict=True))
+    entries = list(zip(requests, tokens, logprobs, drafts, strict=True))
     samples = [SampledToken(*entry) for entry in entries if entry[1] != NO_TOKEN]
-    return samples, [request for request, token, _ in entries if token == NO_TOKEN]
+    return samples, [request for request, token, *_ in entries if token == NO_TOKEN]

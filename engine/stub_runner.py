@@ -43,11 +43,11 @@ from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.sharding import Shard, split_model
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.row_sampler import PlanResult
+from headrace.engine.row_sampler import PlanResult, reported_states
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
-from headrace.engine.sampling.logprobs import prompt_logprobs, token_logprobs
+from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
 from headrace.engine.stub_faults import fault_in, have_fault
@@ -216,9 +216,10 @@ class StubRunner:
             of = [row for row, _ in asked]
             wanted, failed = mask_logits(logits, of, self._grammars)
             tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
-            for (row, _), each, token, scores in zip(asked, wanted, tokens, logits, strict=True):
+            drafts = draft_tokens(logits, tokens, [row.draft_top_k for row in of])
+            for (row, _), each, token, scores, draft in zip(asked, wanted, tokens, logits, drafts, strict=True):
                 self._sampled[row.request] = token
-                samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs)))
+                samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs), draft))
             samples, rejected = accept_tokens(samples, failed, self._grammars)
             self._adjustments.accept(samples)
         prompts = [
@@ -226,7 +227,12 @@ class StubRunner:
             for row, end in zip(rows, ends, strict=True)
             if row.prompt_logprobs is not None
         ]
-        return PlanResult(samples, prompts, [], tuple(rejected))
+        states = tuple(
+            reported_states(row, hidden[end - row.hidden : end])
+            for row, end in zip(rows, ends, strict=True)
+            if row.hidden
+        )
+        return PlanResult(samples, prompts, [], tuple(rejected), states)
 
     def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
         first, targets = row.prompt_targets()
@@ -272,9 +278,10 @@ class StubRunner:
         """For each position of a row that samples, a hash of the states up to it as read from the pages by this shard's
         heads: int64 [count].
 
-        Of every position one layer's K or V is read, in turn, of every KV head. Zeros for rows that do not sample.
+        Of every position one layer's K or V is read, in turn, of every KV head. Zeros for rows that are asked for
+        nothing.
         """
-        if row.sample is None and row.prompt_logprobs is None:
+        if row.sample is None and row.prompt_logprobs is None and not row.hidden:
             return torch.zeros(row.count, dtype=torch.int64, device=self.hidden_spec.device)
         end, size = row.start + row.count, self.geometry.page_size
         positions = torch.arange(end, device=self.hidden_spec.device)

@@ -36,6 +36,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max-model-len", MODEL, "prompt and generated tokens of one request together; 0: the model's limit", low=0
         ),
     ] = 0
+    hidden_size: int = 0
+    """Of the model: elements of one hidden state."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

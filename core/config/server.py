@@ -135,6 +135,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
+    max_hidden_bytes: Annotated[
+        int,
+        Flag(
+            "max-hidden-bytes",
+            HTTP,
+            'hidden states that one request may ask for, such as "16MiB", at 4 bytes a value; 0: none',
+            low=0,
+            unit="bytes",
+        ),
+    ] = 16 << 20
     drain_timeout_s: Annotated[
         float, Flag("drain-timeout", SERVER, "seconds that open requests may take to finish after SIGTERM", low=0)
     ] = 30.0

@@ -6,6 +6,7 @@ from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.trace import SchedulerTrace
 from headrace.core.types.constraint import Constraint
+from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.request import (
@@ -240,6 +241,17 @@ class Tokens(SchedulerReply, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry per token, where asked for."""
 
+    draft: DraftTokens | None = None
+    """Of the first token, where asked for."""
+
+
+class HiddenPart(SchedulerReply, frozen=True, kw_only=True):
+    """Hidden states of a request that asked for them, in the order of their positions. Those of the prompt come before
+    its end is reported, or that it is held."""
+
+    rid: str
+    states: HiddenStates
+
 
 class Held(SchedulerReply, frozen=True, kw_only=True):
     """The prompt of a held request (SendTo.hold) is computed. RequestFinished or RequestFailed follows when its KV is
@@ -336,6 +348,7 @@ AnySchedulerReply = (
     | Reserved
     | Progress
     | Tokens
+    | HiddenPart
     | Held
     | RequestFinished
     | RequestFailed

@@ -51,6 +51,10 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """For prompt_logprobs: the first prompt position to report."""
     generated: int = 0
     """Tokens sampled for the request before this row (for SamplingParams.min_tokens)."""
+    hidden: int = 0
+    """The row's last positions, so many, whose hidden states are reported."""
+    draft_top_k: int = 0
+    """Most likely tokens to report with their probabilities beside the sampled one."""
     grammar: GrammarStart | None = None
     """Set in the first row under this number of a request with a constraint: tokens sampled for it from now on match
     it."""

@@ -14,6 +14,7 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.constraint import GrammarRejection
+from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
@@ -75,6 +76,7 @@ class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
     request: int
     token: int
     logprob: TokenLogprob | None = None
+    draft: DraftTokens | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
@@ -83,6 +85,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     request: int
     start: int
     entries: tuple[TokenLogprob, ...]
+
+
+class RowHidden(msgspec.Struct, frozen=True):
+    """Hidden states of a row's last positions."""
+
+    request: int
+    states: HiddenStates
 
 
 class PlanDone(StageEvent, frozen=True, kw_only=True):
@@ -96,6 +105,8 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     """One for each row that samples and is finite, in row order; from the last stage only."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """From the last stage only."""
+    hidden: tuple[RowHidden, ...] = ()
+    """One for each row that asks for them, in row order; from the last stage only."""
     nonfinite: tuple[int, ...] = ()
     """Requests whose rows came out NaN or infinite, at any stage; from the last stage only. They have no sample, and
     the KV of their rows must not be used."""

@@ -4,7 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.types.draft import Draft
+
 FinishReason = Literal["stop", "length"]
+HiddenWanted = Literal["last", "all"]
+"""Hidden states that a client asks for: of the last prompt token, or of every token that is computed."""
+
 PromptPosting = Literal["local", "external", "done"]
 """Who posts the prompt of a fetched request to the prefill server.
 
@@ -101,6 +106,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: int = 0
     """The first prompt position that has logprobs."""
 
+    hidden_states: HiddenWanted | None = None
+    """Tokens whose hidden states are reported."""
+
+    draft_top_k: int = 0
+    """Most likely first tokens that are reported with their probabilities."""
+
     grammar: str = ""
     """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
 
@@ -116,7 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def cacheable(self, prompt_tokens: int) -> int:
         """How many positions of a prompt of so many tokens the prefix cache may serve: the logprobs of a token are
-        computed at the position before it."""
+        computed at the position before it, its hidden state at its own."""
+        if self.hidden_states == "all":
+            return 0
         return prompt_tokens if self.prompt_logprobs is None else max(0, self.prompt_logprobs_start - 1)
 
 
@@ -147,6 +160,9 @@ class FirstToken(msgspec.Struct, frozen=True):
     logprob: TokenLogprob | None = None
     finish_reason: str = ""
     """Why the request ends with this token; "" if decoding goes on."""
+
+    draft: Draft | None = None
+    """For a peer that has asked for it; not a part of the metadata row."""
 
 
 class Timing(msgspec.Struct, frozen=True):

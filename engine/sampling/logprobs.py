@@ -1,10 +1,12 @@
-"""Log-probabilities of sampled and prompt tokens: log-softmax of the raw logits, before temperature and filters."""
+"""Log-probabilities of sampled and prompt tokens: log-softmax of the raw logits, before temperature and filters. The
+probabilities of draft data are likewise."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from headrace.core.types.draft import DraftTokens
 from headrace.core.types.request import TokenLogprob
 from headrace.engine.sampling.sampler import NO_TOKEN
 
@@ -43,6 +45,19 @@ def wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None])
         entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
         for index, entry in zip(chosen, entries, strict=True):
             results[index] = entry
+    return results
+
+
+def draft_tokens(logits: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -> list[DraftTokens | None]:
+    """The most likely tokens of the rows that want them and have a token, None for the others.
+
+    logits: [rows, vocabulary]. tokens: one per row. wanted: how many of the most likely ones per row, 0 for none.
+    """
+    results: list[DraftTokens | None] = [None] * len(tokens)
+    for index, count in enumerate(wanted):
+        if count and tokens[index] != NO_TOKEN:
+            best, ids = torch.softmax(logits[index].float(), dim=-1).topk(min(count, logits.shape[-1]))
+            results[index] = DraftTokens(tuple(ids.tolist()), tuple(best.tolist()))
     return results
 
 

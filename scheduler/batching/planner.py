@@ -179,6 +179,8 @@ class Planner:
             history=request.token_history() if sampled else None,
             next_token=request.token_at(end) if logprobs is not None and end < request.prompt_tokens else None,
             prompt_logprobs_start=0 if logprobs is None else sampling.prompt_logprobs_start,
+            hidden=request.hidden_wanted(end, count),
+            draft_top_k=request.draft_wanted(end).top_k,
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

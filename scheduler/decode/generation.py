@@ -1,7 +1,7 @@
 """The results of plans: computed positions, sampled tokens, decoding here, and preemption when pages run out."""
 
-from headrace.core.messages.frontend import Progress, Tokens
-from headrace.core.messages.stage_events import PlanDone, SampledToken
+from headrace.core.messages.frontend import HiddenPart, Progress, Tokens
+from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
@@ -26,6 +26,8 @@ class TokenGeneration:
             request = self._state.requests.by_serial(logprobs.request)
             if request is not None:
                 request.prompt_logprobs.update(enumerate(logprobs.entries, logprobs.start))
+        for reported in event.hidden:
+            self._hidden(reported)
         samples = {sampled.request: sampled for sampled in event.samples}
         rejected = {rejection.request: rejection.message for rejection in event.rejected}
         for row in plan.rows:
@@ -135,8 +137,19 @@ class TokenGeneration:
         reason = request.append(sampled.token)
         self._state.metrics.counters.add("generated_tokens_total")
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
-        self._state.out.add(Tokens(rid=request.rid, tokens=(sampled.token,), logprobs=logprobs))
+        draft = None if sampled.draft is None else sampled.draft.best(request.submit.sampling.draft_top_k)
+        self._state.out.add(Tokens(rid=request.rid, tokens=(sampled.token,), logprobs=logprobs, draft=draft))
         return reason or ""
+
+    def _hidden(self, row: RowHidden) -> None:
+        """Report hidden states to a client that asks for them, and keep that of the last prompt token for a peer."""
+        request = self._state.requests.by_serial(row.request)
+        if request is None or request.ended:
+            return
+        if request.submit.sampling.hidden_states is not None:
+            self._state.out.add(HiddenPart(rid=request.rid, states=row.states))
+        if isinstance(request.route, SendTo):
+            request.last_hidden = row.states.at(request.prompt_tokens - 1)
 
     def _progress(self, request: Request) -> None:
         if request.submit.progress and request.generated == 0:

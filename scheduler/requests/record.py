@@ -14,6 +14,7 @@ from enum import Enum
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import GrammarStart
+from headrace.core.types.draft import NO_DRAFT, DraftTerms, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
@@ -160,6 +161,9 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """By position in the prompt."""
 
+    last_hidden: HiddenStates | None = None
+    """Of the last prompt token, where its KV is sent and a client or the peer has asked for it."""
+
     route: AnyRoute = field(init=False)
     """submit.route"""
 
@@ -225,14 +229,16 @@ class Request:
 
     @property
     def needs_no_prefill(self) -> bool:
-        """All of its KV has come from a prefill server, whose response has no prompt logprobs that it waits for."""
+        """All of its KV has come from a prefill server, whose response has nothing that it waits for."""
         incoming = self.incoming
         received = incoming is not None and incoming.state is IncomingState.RECEIVED
-        return received and self.submit.sampling.prompt_logprobs is None
+        sampling = self.submit.sampling
+        return received and sampling.prompt_logprobs is None and sampling.hidden_states is None
 
     @property
     def cacheable(self) -> int:
-        """Positions that cached pages may serve: prompt logprobs need theirs computed, the first time."""
+        """Positions that cached pages may serve: prompt logprobs and hidden states need theirs computed, the first
+        time."""
         return self.length if self.generated else self.submit.sampling.cacheable(self.prompt_tokens)
 
     @property
@@ -282,6 +288,20 @@ class Request:
         self.history_on_stages = True
         prompt = self.packed(0, self.prompt_tokens) if self.submit.sampling.repetition_penalty != 1.0 else b""
         return TokenHistory(prompt, self.packed(self.prompt_tokens, self.length))
+
+    def draft_wanted(self, end: int) -> DraftTerms:
+        """The draft data that is wanted of a row that ends before this position, by the client or by the peer."""
+        if end != self.prompt_tokens or self.generated:
+            return NO_DRAFT
+        sampling = self.submit.sampling
+        peer = self.outgoing.draft if self.outgoing is not None else NO_DRAFT
+        return DraftTerms(peer.hidden or sampling.hidden_states is not None, max(peer.top_k, sampling.draft_top_k))
+
+    def hidden_wanted(self, end: int, count: int) -> int:
+        """The last positions of a row of count tokens whose hidden states are wanted. end: the one after it."""
+        if self.submit.sampling.hidden_states == "all":
+            return int(end >= self.target) if self.generated else count
+        return int(self.draft_wanted(end).hidden)
 
     def token_at(self, position: int) -> int:
         """The token id at a known position."""

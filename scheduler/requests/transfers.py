@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.messages.peers import ControlServerEffect
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.geometry import ceil_div
 
 TransferKey = tuple[str, str, int]
@@ -33,6 +34,9 @@ class OutgoingTransfer:
 
     sent: int
     """Positions below this one have been ordered out or are cached at the peer."""
+
+    draft: DraftTerms = NO_DRAFT
+    """Draft data that the peer asks for."""
 
     chunks: int = 0
     """Chunks that have been ordered out."""

@@ -105,6 +105,7 @@ def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
 
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
     scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
+    model = msgspec.structs.replace(model, hidden_size=spec.hidden_size)
     return copy_shared(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
 
 

@@ -14,6 +14,7 @@ from headrace.server.frontend.generation_request import (
     GenerationResult,
     RequestObserver,
 )
+from headrace.server.frontend.hidden_states import HiddenLimits
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.telemetry.prometheus import FrontMetrics
@@ -25,6 +26,7 @@ class Completions:
     """Runs the requests of all routes, if the server is ready for them.
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
+    hidden: bounds the hidden states of all of them.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Completions:
         clock: Clock,
         *,
         max_open: int,
+        hidden: HiddenLimits,
     ) -> None:
         self._client = client
         self._runner = runner
@@ -45,6 +48,7 @@ class Completions:
         self._metrics = metrics
         self._clock = clock
         self._max_open = max_open
+        self._hidden = hidden
 
     @property
     def open_requests(self) -> int:
@@ -54,8 +58,9 @@ class Completions:
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue a prompt to its end on this server. Raises HeadraceError: 503 or 429 if it cannot start, or what it
         failed with. Cancelling this coroutine cancels the request."""
-        self._admit(request)
-        with _observed(request) as observer:
+        generated = request.sampling.max_tokens
+        self._admit(request, generated)
+        with self._hidden.taken(request, generated), _observed(request) as observer:
             result = await self._runner.complete(request, self._timed(emit, observer))
             observer.ended(result)
         return result
@@ -64,8 +69,8 @@ class Completions:
         """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
         complete() does. Cancelling this coroutine cancels the request."""
         started = self._clock.now()
-        self._admit(request)
-        with _observed(request) as observer:
+        self._admit(request, 0)
+        with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
             first_token_s = self._clock.now() - started - result.timing.transfer_s
             self._metrics.observe_first_token(first_token_s)
@@ -89,16 +94,17 @@ class Completions:
             if server is not None:
                 self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
 
-    def _admit(self, request: GenerationRequest) -> None:
-        """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket."""
-        error = self._refusal(request)
+    def _admit(self, request: GenerationRequest, generated: int) -> None:
+        """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket.
+        generated: tokens that it may generate here beside the first one of a prefill."""
+        error = self._refusal(request, generated)
         if error is None:
             return
         self.refuse_tickets([request.ticket] if request.ticket else [], error)
         self.release_sources([request.kv_source] if request.kv_source else [], error.message)
         raise HeadraceError(error)
 
-    def _refusal(self, request: GenerationRequest) -> ErrorInfo | None:
+    def _refusal(self, request: GenerationRequest, generated: int) -> ErrorInfo | None:
         own_source = request.kv_source is not None
         problem = self._readiness.engine_not_ready() if own_source else self._readiness.refusal()
         if problem is not None:
@@ -106,7 +112,7 @@ class Completions:
         if self._client.open_calls >= self._max_open:
             message = f"{self._max_open} requests are open, which is the limit"
             return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
-        return None
+        return self._hidden.refusal(request, generated)
 
     def _timed(self, emit: Emit, observer: RequestObserver) -> Emit:
         """Observe the time to the first token."""

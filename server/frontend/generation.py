@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.messages.frontend import Held, Progress, RequestFinished, Reserved, Submit, Tokens
+from headrace.core.messages.frontend import Held, HiddenPart, Progress, RequestFinished, Reserved, Submit, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
+from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import (
     AnyRoute,
@@ -28,6 +29,7 @@ from headrace.core.types.request import (
     SendTo,
 )
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.hidden_states import joined
 from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
 from headrace.server.frontend.scheduler_client import Call, SchedulerClient
@@ -103,12 +105,15 @@ class GenerationRunner:
         is held for a peer. Raises HeadraceError; cancelling it cancels the request.
         """
         first: Tokens | None = None
+        hidden: list[HiddenStates] = []
         submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
             while True:
                 event = await call.next()
                 if isinstance(event, Tokens) and first is None:
                     first = event
+                elif isinstance(event, HiddenPart):
+                    hidden.append(event.states)
                 elif isinstance(event, Progress):
                     await emit(event)
                 elif isinstance(event, Held):
@@ -119,9 +124,10 @@ class GenerationRunner:
         if first is None or not first.tokens:
             message = f"request {request.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
+        states = joined(hidden, len(request.prompt))
         if isinstance(event, Held):
-            return first, _held(event)
-        result = _result(event, _finish_reason(event.reason), event.usage.completion_tokens)
+            return first, _held(event, states)
+        result = _result(event, _finish_reason(event.reason), event.usage.completion_tokens, states)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
     async def _prefill_anywhere(
@@ -165,7 +171,7 @@ class GenerationRunner:
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
             result = msgspec.structs.replace(result, peer=choice.server.url)
-            return with_prefill_response(result, await prefill.response())
+            return with_prefill_response(request, result, await prefill.response())
 
     async def _fetch_posted(
         self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource
@@ -230,6 +236,7 @@ class GenerationRunner:
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
         text = TextStream(self._model.tokenizer, request.prompt, request.stop, ends, request.sampling.min_tokens)
         stopped, seen = False, 0
+        hidden: list[HiddenStates] = []
         while True:
             event = await call.next()
             match event:
@@ -237,6 +244,8 @@ class GenerationRunner:
                     on_reserved()
                 case Progress():
                     await emit(event)
+                case HiddenPart():
+                    hidden.append(event.states)
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
@@ -251,7 +260,9 @@ class GenerationRunner:
                 case RequestFinished():
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
-                    return _result(event, "stop" if stopped else _finish_reason(event.reason) or "stop", text.tokens)
+                    reason = "stop" if stopped else _finish_reason(event.reason) or "stop"
+                    states = joined(hidden, len(request.prompt) + max(0, text.tokens - 1))
+                    return _result(event, reason, text.tokens, states)
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
@@ -301,7 +312,9 @@ def _finish_reason(reason: str) -> FinishReason | None:
     return "stop" if reason == "stop" else "length" if reason == "length" else None
 
 
-def _result(event: RequestFinished, reason: FinishReason | None, completion_tokens: int) -> GenerationResult:
+def _result(
+    event: RequestFinished, reason: FinishReason | None, completion_tokens: int, hidden: HiddenStates | None
+) -> GenerationResult:
     return GenerationResult(
         finish_reason=reason,
         usage=msgspec.structs.replace(event.usage, completion_tokens=completion_tokens),
@@ -309,14 +322,16 @@ def _result(event: RequestFinished, reason: FinishReason | None, completion_toke
         handoff=event.handoff,
         peer=event.peer,
         prompt_logprobs=event.prompt_logprobs,
+        hidden=hidden,
     )
 
 
-def _held(event: Held) -> GenerationResult:
+def _held(event: Held, hidden: HiddenStates | None) -> GenerationResult:
     return GenerationResult(
         finish_reason=None,
         usage=event.usage,
         timing=event.timing,
         prompt_logprobs=event.prompt_logprobs,
+        hidden=hidden,
         lease_s=event.lease_s,
     )

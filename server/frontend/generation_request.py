@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.constraint import Constraint
+from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.server.frontend.request_context import RequestContext
@@ -105,6 +106,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was transferred."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     """One for each prompt token if requested, else empty. The first one is None."""
+    hidden: HiddenStates | None = None
+    """Of the last prompt token, or of all tokens computed, where requested."""
     peer: str = ""
     """The prefill server that the KV came from, or the decode server that it went to."""
     lease_s: float | None = None

@@ -6,8 +6,11 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.constraint import Constraint
+from headrace.core.types.draft import HiddenStates
+from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo, HeadraceError
 from headrace.core.types.request import Timing
 from headrace.server.frontend.generation_request import GenerationRequest, GenerationResult
+from headrace.server.frontend.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
 
 
@@ -35,8 +38,13 @@ def prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
     return body | {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def with_prefill_response(result: GenerationResult, response: PrefillResponse | None) -> GenerationResult:
-    """Adds the prefill server's times and prompt logprobs to the result."""
+def with_prefill_response(
+    request: GenerationRequest, result: GenerationResult, response: PrefillResponse | None
+) -> GenerationResult:
+    """Adds the prefill server's times and prompt logprobs to the result, and hidden states of the prompt before those
+    of generated tokens. Raises HeadraceError (502) for hidden states that did not come, or not as they were asked
+    for."""
+    hidden = _hidden(request, result.hidden, response)
     if response is None:
         return result
     seconds = {name: value / 1000 for name, value in response.timing_ms.items()}
@@ -49,7 +57,30 @@ def with_prefill_response(result: GenerationResult, response: PrefillResponse | 
     )
     entries = response.prompt_logprobs or ()
     logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
-    return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs)
+    return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs, hidden=hidden)
+
+
+def _hidden(
+    request: GenerationRequest, generated: HiddenStates | None, response: PrefillResponse | None
+) -> HiddenStates | None:
+    """Hidden states of the prompt, and then those of tokens that were generated here."""
+    if request.sampling.hidden_states is None:
+        return None
+    given = response.hidden_states if response is not None else None
+    prompt = given.states() if given is not None else None
+    length = len(request.prompt)
+    start = length - 1 if request.sampling.hidden_states == "last" else 0
+    if prompt is None or (prompt.start, prompt.count) != (start, length - start):
+        message = "the prefill server has not sent the hidden states of the prompt"
+        raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502))
+    if generated is not None and (prompt.size, prompt.dtype) != (generated.size, generated.dtype):
+        message = (
+            f"the prefill server's hidden states are {prompt.size} elements of {prompt.dtype}, and those of generated "
+            f"tokens {generated.size} of {generated.dtype}"
+        )
+        raise HeadraceError(ErrorInfo(code=PREFILL_FAILED, message=message, status=502))
+    parts = [prompt] if generated is None else [prompt, generated]
+    return joined(parts, length + (generated.count if generated is not None else 0))
 
 
 def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:

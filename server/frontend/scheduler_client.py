@@ -20,6 +20,7 @@ from headrace.core.messages.frontend import (
     Drained,
     EngineState,
     Held,
+    HiddenPart,
     PrefillState,
     Progress,
     QueryStats,
@@ -52,7 +53,7 @@ SILENT_S = 5.0  # in which the scheduler could have answered a probe, after whic
 LOST_S = 20.0  # the same, after which open requests fail
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
-CallEvent = Progress | Tokens | Reserved | Held | RequestFinished
+CallEvent = Progress | Tokens | HiddenPart | Reserved | Held | RequestFinished
 
 
 class Call:

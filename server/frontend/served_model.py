@@ -6,6 +6,7 @@ from headrace.core.config import Config
 from headrace.core.types.errors import NOT_READY, unavailable
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
+from headrace.server.frontend.hidden_states import HiddenLimits
 from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -28,6 +29,8 @@ class ServedModel:
         """What responses call the model."""
         self.max_model_len: int = config.scheduler.max_model_len
         """Longest prompt and continuation together, in tokens; 0 if there is no limit."""
+        self.hidden = HiddenLimits(config.model.hidden_size, config.server.max_hidden_bytes)
+        """Hidden states that requests may ask for."""
 
     async def load(self) -> None:
         """Load the tokenizer. Raises ConfigError for a model without one that can be used."""

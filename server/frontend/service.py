@@ -105,6 +105,7 @@ class Service:
             self.metrics,
             self.clock,
             max_open=config.scheduler.max_queued_requests,
+            hidden=self.model.hidden,
         )
 
     async def start(self) -> None:

@@ -6,12 +6,13 @@ import logging
 import re
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
+from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import (
     CANCELLED,
     GRAMMAR_REJECTED,
@@ -27,10 +28,17 @@ from headrace.server.tokenizer.logprobs import LogprobEntry
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 RESPONSE_TIMEOUT_S = 1.0  # the response follows the last byte of the KV within milliseconds
-LOGPROBS_TIMEOUT_S = 30.0  # with logprobs of a long prompt it is many megabytes
+LARGE_TIMEOUT_S = 30.0  # with logprobs or hidden states of a long prompt it is many megabytes
+LARGE_BYTES = 1 << 16  # of a response that a thread decodes, and not the event loop
 CLIENT_STATUSES = (400, 413, 422, 429, 499, 503, 504)  # mean the same to our client
+_PROMPT_RESULTS = {
+    "prompt_logprobs": "logprobs",
+    "hidden_states": "hidden states",
+}  # by field of the body
 _SECONDS = re.compile(r"[0-9]{1,5}")
 
 
@@ -45,12 +53,28 @@ class PrefillProgress(msgspec.Struct, frozen=True):
     """Prompt tokens in all."""
 
 
+class HiddenField(msgspec.Struct, frozen=True):
+    """Hidden states in a prefill server's response."""
+
+    start: Natural
+    shape: tuple[Natural, Positive]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    data: bytes
+    """In base64."""
+
+    def states(self) -> HiddenStates | None:
+        """What was sent; None if it is not of its own shape."""
+        states = HiddenStates(self.start, self.shape[1], self.dtype, self.data)
+        return states if len(self.data) == self.shape[0] * states.state_bytes else None
+
+
 class PrefillResponse(msgspec.Struct, frozen=True):
     """Fields of a prefill server's response that a decode server uses."""
 
     timing_ms: dict[str, float] = {}
     """Milliseconds by phase."""
     prompt_logprobs: list[LogprobEntry | None] | None = None
+    hidden_states: HiddenField | None = None
 
 
 class PrefillCall:
@@ -101,11 +125,11 @@ class PrefillCall:
 
     async def response(self) -> PrefillResponse | None:
         """The prefill server's response; None if it does not follow the KV in time. Raises HeadraceError (502) if it
-        does not, and has logprobs of the prompt."""
-        wanted = self._body.get("prompt_logprobs") is not None
-        await self._settle(LOGPROBS_TIMEOUT_S if wanted else RESPONSE_TIMEOUT_S)
+        does not, and has logprobs or hidden states of the prompt."""
+        wanted = [name for name in _PROMPT_RESULTS if self._body.get(name) is not None]
+        await self._settle(LARGE_TIMEOUT_S if wanted else RESPONSE_TIMEOUT_S)
         if wanted and self._response is None:
-            message = f"prefill server {self._url} has not sent the logprobs of the prompt"
+            message = f"prefill server {self._url} has not sent the {_PROMPT_RESULTS[wanted[0]]} of the prompt"
             raise HeadraceError(self._error or ErrorInfo(code=PREFILL_LOST, message=message, status=502))
         return self._response
 
@@ -158,7 +182,7 @@ class PrefillCall:
             if response.status_code != 200:
                 raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
             if not self._body.get("stream"):
-                return _decode(await response.aread(), PrefillResponse)
+                return await _decode_response(await response.aread())
             return await _read_events(response, on_progress)
 
     def _broken(self, error: httpx.HTTPError) -> HeadraceError:
@@ -194,7 +218,7 @@ async def _read_events(response: httpx.Response, on_progress: Callable[[PrefillP
         elif line.startswith("data: "):
             data = line.removeprefix("data: ").encode()
             if event == "done":
-                return _decode(data, PrefillResponse)
+                return await _decode_response(data)
             if event == "error":
                 status = _decode(data, _ErrorResponse).error.status or 502
                 raise HeadraceError(response_error(status, data, response.headers))
@@ -247,6 +271,13 @@ def client_error(info: ErrorInfo) -> ErrorInfo:
     if info.status in CLIENT_STATUSES and info.code != CANCELLED:
         return info
     return msgspec.structs.replace(info, status=info.status if info.status >= 500 else 502)
+
+
+async def _decode_response(data: bytes) -> PrefillResponse:
+    """Raises HeadraceError for what is none."""
+    if len(data) < LARGE_BYTES:
+        return _decode(data, PrefillResponse)
+    return await asyncio.to_thread(_decode, data, PrefillResponse)
 
 
 def _decode(data: bytes, kind: type[S]) -> S:

@@ -302,3 +302,36 @@ def test_a_stage_that_runs_out_of_device_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         made.forward([row(1, 0, [290, 290, 1], [0])])
     made.forward([row(2, 0, [289, 290, 1], [0])])
+
+
+def test_hidden_states_depend_on_the_prompt_alone() -> None:
+    """Not on chunks, pages or stages; another token changes all that follow."""
+
+    def states(prompt: Sequence[int], size: int, stages: Sequence[StubRunner], pages: Sequence[int]) -> list[bytes]:
+        found = []
+        for start in range(0, len(prompt), size):
+            part = prompt[start : start + size]
+            rows = [PlanRow(1, start, len(part), pack(pages), pack(part), hidden=len(part))]
+            hidden = None
+            for stage in stages:
+                hidden = stage.forward(rows, hidden)
+            assert hidden is not None
+            [report] = stages[-1].sample(rows, hidden).hidden
+            assert (report.states.start, report.states.size) == (start, 16)
+            found += [report.states.at(start + index).data for index in range(len(part))]  # type: ignore[union-attr]
+        return found
+
+    prompt = list(range(20))
+    expected = states(prompt, 20, [runner(page_size=100)], [0])
+    assert len(set(expected)) == 20
+    assert states(prompt, 7, [runner(range(1)), runner(range(1, 4))], [5, 3, 1, 7, 9]) == expected
+    other = states([*prompt[:10], 99, *prompt[11:]], 7, [runner()], range(5))
+    assert [mine == theirs for mine, theirs in zip(expected, other, strict=True)] == [True] * 10 + [False] * 10
+
+
+def test_draft_tokens_of_the_stub_are_certain() -> None:
+    sampled = runner().execute([PlanRow(1, 0, 3, pack([0]), pack([1, 2, 3]), sample=GREEDY, draft_top_k=4)]).samples[0]
+    assert sampled.draft is not None
+    assert sampled.draft.ids[0] == sampled.token
+    assert sampled.draft.probs[0] == pytest.approx(1)
+    assert len(sampled.draft.ids) == 4

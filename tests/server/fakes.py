@@ -50,6 +50,7 @@ TEMPLATE = (
     "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody cannot speak') }}{% endif %}<|assistant|>"
 )
 LENGTH = 64
+HIDDEN_SIZE = 4
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -220,7 +221,7 @@ def make_config(
     tokenizer: Tokenizer, *, max_queued_requests: int = 4096, kv_events: KvEventsConfig | None = None, **server: Any
 ) -> Config:
     return Config(
-        model=ModelConfig(model="tiny", max_model_len=LENGTH),
+        model=ModelConfig(model="tiny", max_model_len=LENGTH, hidden_size=HIDDEN_SIZE),
         scheduler=SchedulerConfig(
             max_model_len=LENGTH, vocab_size=tokenizer.vocab_size, max_queued_requests=max_queued_requests
         ),

@@ -21,6 +21,7 @@ from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.response.error_response import error_body
+from headrace.server.api.response.hidden_format import base64_object, draft_object
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.api.response.usage import handoff_report, timing_report
 from headrace.server.frontend.completions import Completions
@@ -116,8 +117,11 @@ async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) 
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
     fields = request_fields(body)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
+    sampling = msgspec.structs.replace(sampling, hidden_states=body.hidden_states, draft_top_k=body.draft_top_k or 0)
     prompt = await encode_any(model, body)
     check_logprobs_start(sampling, [prompt])
+    if sampling.hidden_states is not None:
+        model.hidden.check("hidden_states", len(prompt) if sampling.hidden_states == "all" else 1)
     return GenerationRequest(
         rid=body.rid or f"pf-{secrets.token_hex(16)}",
         prompt=prompt,
@@ -169,6 +173,8 @@ async def _prefill(
         "handoff": handoff_report(result),
         "lease_s": result.lease_s,
         "prompt_logprobs": native_entries(model.tokenizer, result.prompt_logprobs),
+        "hidden_states": await base64_object(result.hidden),
+        "draft": draft_object(first.draft),
     }
 
 

@@ -27,7 +27,7 @@ class ChoicesFormat:
         self._head = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}
         self._opened: set[int] = set()
 
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All choices, with usage and the "headrace" report."""
         return {
             **self._head,

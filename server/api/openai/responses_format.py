@@ -43,7 +43,7 @@ class ResponsesFormat:
         self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
 
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""
         ((choice, result),) = outputs
         return self._finished(choice.text, result)

@@ -1,5 +1,6 @@
 """Words for a value that is out of the range of its type. msgspec names one bound, the one that is broken. Pure."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import shown
 
 _BROKEN = re.compile(r"Expected `(\w+)` (?:of length )?([<>]=?) ")
+_NO_CHOICE = "Invalid enum value"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _NAMES = {
     inspect.IntType: "int",
@@ -28,9 +30,11 @@ Sized = inspect.StrType | inspect.ListType | inspect.DictType
 
 def out_of_range(complaint: str, body: bytes | bytearray, kind: type[msgspec.Struct], path: str) -> str | None:
     """The value and what is allowed, to be said after the name of the field; None for other complaints."""
+    steps = [name or index for name, index in _STEP.findall(path)]
+    if complaint.startswith(_NO_CHOICE):
+        return _not_among(_value_at(body, steps), _types_at(inspect.type_info(kind), steps))
     if (match := _BROKEN.match(complaint)) is None:
         return None
-    steps = [name or index for name, index in _STEP.findall(path)]
     value = _value_at(body, steps)
     for found in _types_at(inspect.type_info(kind), steps):
         if _NAMES.get(type(found)) == match[1]:
@@ -40,6 +44,13 @@ def out_of_range(complaint: str, body: bytes | bytearray, kind: type[msgspec.Str
                 text = "" if value is None else f"is {shown(value.decode(), _LONG)}; it "
                 return f"{text}has to be {_range(found, too_big=match[2] == '<=')}"
     return None
+
+
+def _not_among(value: bytes | None, types: Iterator[inspect.Type]) -> str | None:
+    choices = [json.dumps(each) for found in types if isinstance(found, inspect.LiteralType) for each in found.values]
+    if value is None or not choices:
+        return None
+    return f"is {shown(value.decode(), _LONG)}; it has to be {' or '.join(choices)}"
 
 
 def _types_at(start: inspect.Type, steps: list[str]) -> Iterator[inspect.Type]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.config import ServerConfig
-from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.sampling import seeded
 from headrace.server.frontend.generation_request import GenerationRequest
 from headrace.server.upstream.handoff_params import (
@@ -88,6 +88,9 @@ def decode_requests(
     HeadraceError (400) for wrong handoff fields."""
     requests = completion.requests(max_model_len)
     sources = request_sources(body, completion.shape, config) if config.role == "decode" else None
+    if completion.base.sampling.hidden_states is not None and any(each.address for each in sources or ()):
+        message = "hidden states of a prompt that was sent to a prefill server are in that server's response"
+        raise invalid("return_hidden_states", message, code="unsupported")
     if sources is None:
         return requests
     return [_with_source(request, source) for request, source in zip(requests, sources, strict=True)]

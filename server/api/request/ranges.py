@@ -5,6 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from headrace.core.types.draft import MAX_DRAFT_TOKENS
+
 MAX_LOGPROBS = 20  # alternatives per position that a metadata row can carry
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -32,6 +34,7 @@ MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Position = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 PositionOrNone = Annotated[int, Meta(ge=-1, le=MAX_INT32)]  # -1: none
+DraftTopK = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]

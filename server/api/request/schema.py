@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.types.request import HiddenWanted
 from headrace.server.api.request.ranges import (
     Alternatives,
     Biases,
     Choices,
     DeadlineS,
+    DraftTopK,
     MaxTokens,
     MinP,
     MinTokens,
@@ -152,6 +154,10 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     logprobs: Alternatives | None = None
     """Number of alternatives for the first token; None for no logprobs."""
+    hidden_states: HiddenWanted | None = None
+    """Tokens of the prompt whose hidden states are in the response."""
+    draft_top_k: DraftTopK | None = None
+    """Most likely first tokens, with their probabilities, in the response."""
     ticket: str | None = None
     """Name under which a decode peer fetches the KV."""
     handoff: str | None = None
@@ -256,6 +262,8 @@ class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     logprob_start_len: PositionOrNone | None = None
     """0 or more adds logprobs of the prompt after this position; the prefix cache serves what is before it."""
     top_logprobs_num: Alternatives | None = None
+    return_hidden_states: bool | None = None
+    """Of the prompt, and of generated tokens."""
     rid: str | list[str] | None = None
     cache_salt: Salt | list[Salt] | None = None
     """For all prompts, or one for each; so is extra_key."""

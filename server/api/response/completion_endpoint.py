@@ -32,7 +32,7 @@ from headrace.server.frontend.served_model import ServedModel
 class ResponseFormat(Protocol):
     """The JSON of one API. An instance serves one response. index: position of a choice in the response."""
 
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+    async def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole response."""
         ...
 
@@ -102,13 +102,13 @@ class CompletionEndpoint:
         return JsonAnswer(lambda: self._whole(requests, form))
 
     async def _whole(self, requests: Sequence[GenerationRequest], form: ResponseFormat) -> object:
-        return form.body(await collect_choices(self._completions, requests))
+        return await form.body(await collect_choices(self._completions, requests))
 
     async def _prefill(
         self, completion: CompletionRequest, requests: Sequence[GenerationRequest], form: ResponseFormat, host: str
     ) -> object:
         outputs = await prefill_choices(self._completions, self._model.tokenizer, requests)
-        body = form.body(outputs)
+        body = await form.body(outputs)
         if requests[0].hold and isinstance(body, dict):
             results = [result for _, result in outputs]
             params = transfer_params(self._control, host, completion.prompts, requests, results)

@@ -9,6 +9,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output
 from headrace.server.api.response.error_response import write_error_event
+from headrace.server.api.response.hidden_format import nested_lists
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.tokenizer.logprobs import top_logprobs
@@ -22,9 +23,9 @@ class GenerateFormat:
         self._as_list = as_list
         self._started = time.monotonic()
 
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+    async def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
         """One object, or a list of them."""
-        objects = [self._object(each, *output) for each, output in zip(self._requests, outputs, strict=True)]
+        objects = [await self._ended(each, *output) for each, output in zip(self._requests, outputs, strict=True)]
         return objects if self._as_list else objects[0]
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
@@ -33,11 +34,11 @@ class GenerateFormat:
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
         """An object with the text so far."""
         if delta.text:
-            await self._write(events, index, choice, None)
+            await self._write(events, index, self._object(self._requests[index], choice, None))
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """An object with the whole text and the finish reason."""
-        await self._write(events, index, choice, result)
+        await self._write(events, index, await self._ended(self._requests[index], choice, result))
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """[DONE]."""
@@ -47,9 +48,15 @@ class GenerateFormat:
         """The error, and [DONE]."""
         await write_error_event(events, info)
 
-    async def _write(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult | None) -> None:
-        event = self._object(self._requests[index], choice, result)
+    async def _write(self, events: EventWriter, index: int, event: dict[str, Any]) -> None:
         await events.data({**event, "index": index} if self._as_list else event)
+
+    async def _ended(self, request: GenerationRequest, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """JSON of one choice that has ended."""
+        ended = self._object(request, choice, result)
+        if result.hidden is not None:
+            ended["meta_info"]["hidden_states"] = await nested_lists(result.hidden, len(request.prompt))
+        return ended
 
     def _object(self, request: GenerationRequest, choice: Choice, result: GenerationResult | None) -> dict[str, Any]:
         """JSON of one choice. result: None while it is being generated."""

@@ -66,6 +66,8 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
             max_tokens=MAX_NEW_TOKENS,
             vocab_size=model.vocab_size,
         )
+        if body.return_hidden_states:
+            sampling = msgspec.structs.replace(sampling, hidden_states="all")
         field = "text" if body.text is not None else "input_ids"
         given = prompt_ids(body, len(prompts)) or prompts
         tokens = await encode_all(model, given, field, indexed=is_batch)
@@ -82,7 +84,16 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         )
         count = fields.n or 1
         salts = _salts(body, len(prompts))
+        if body.return_hidden_states:
+            _check_hidden(model, tokens, sampling.max_tokens, count)
         return CompletionRequest(base, tokens, count, salts, list_response=is_batch or count > 1)
+
+
+def _check_hidden(model: ServedModel, prompts: Sequence[Sequence[int]], max_tokens: int, choices: int) -> None:
+    """Raises HeadraceError (413) if the hidden states of the prompts and of all that they may generate are too many."""
+    room = model.max_model_len or max_tokens
+    tokens = sum(len(prompt) + min(max_tokens, max(0, room - len(prompt))) for prompt in prompts)
+    model.hidden.check("return_hidden_states", tokens * choices)
 
 
 def _salts(body: GenerateBody, prompts: int) -> list[str]:

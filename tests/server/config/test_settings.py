@@ -12,6 +12,7 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
+    "model": {"hidden_size"},
     "engine": {"cache_dir", "cpuinfo", "pass_tokens"},
     "scheduler": {
         "page_size",
@@ -73,6 +74,7 @@ FLAGS = """\
 --log-format {text,json} = text
 --log-level {debug,info,warning,error} = info
 --max-body-bytes BYTES [1024..] = 16777216
+--max-hidden-bytes BYTES [0..] = 16777216
 --max-model-len N [0..] = 0
 --max-peers N [1..] = 64
 --max-predicted-ttft SECONDS [0..] = 0.0

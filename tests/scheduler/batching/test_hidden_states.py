@@ -1,0 +1,115 @@
+"""Hidden states and draft data: which rows are asked for them, and what is passed on to the client."""
+
+from headrace.core.messages.frontend import HiddenPart, RequestFinished, Tokens
+from headrace.core.messages.orders import Forward
+from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
+from headrace.core.types.draft import DraftTokens, HiddenStates
+from headrace.core.types.request import DecodeHere, Discard
+from tests.scheduler.bench import Bench
+
+DRAFT = DraftTokens((7, 8, 9), (0.5, 0.25, 0.125))
+
+
+def states(forward: Forward) -> tuple[RowHidden, ...]:
+    """One byte-like element a position: what a stage reports of a plan's rows."""
+    return tuple(
+        RowHidden(row.request, HiddenStates(start, 2, "float16", bytes([start, 0, 0, 0]) * row.hidden))
+        for row in forward.rows
+        if row.hidden
+        for start in [row.start + row.count - row.hidden]
+    )
+
+
+def report(bench: Bench, forward: Forward | None, *tokens: int) -> None:
+    assert forward is not None
+    sampled = [row for row in forward.rows if row.sample is not None]
+    samples = tuple(
+        SampledToken(row.request, token, None, DRAFT if row.draft_top_k else None)
+        for row, token in zip(sampled, tokens, strict=True)
+    )
+    bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.003, samples=samples, hidden=states(forward)))
+
+
+def asked(forward: Forward | None) -> list[tuple[int, int, int]]:
+    assert forward is not None
+    return [(row.start, row.count, row.hidden) for row in forward.rows]
+
+
+def parts(bench: Bench, rid: str = "a") -> list[tuple[int, int]]:
+    return [(part.states.start, part.states.count) for part in bench.all(HiddenPart) if part.rid == rid]
+
+
+def test_all_states_are_computed_past_the_prefix_cache_and_come_in_order() -> None:
+    bench = Bench(chunk_tokens=4)
+    bench.submit("before", 10, route=Discard())
+    bench.compute(1)
+    bench.submit("a", 10, route=Discard(), hidden_states="all")
+    plans = [bench.plan(), bench.plan()]
+    assert [asked(plan) for plan in plans] == [[(0, 4, 4)], [(4, 4, 4)]]
+    report(bench, plans[0])
+    last = bench.plan()
+    assert asked(last) == [(8, 2, 2)]
+    report(bench, plans[1])
+    report(bench, last, 3)
+    assert parts(bench) == [(0, 4), (4, 4), (8, 2)]
+    kinds = [type(effect) for effect in bench.seen]
+    assert kinds.index(RequestFinished, kinds.index(HiddenPart)) > len(kinds) - 1 - kinds[::-1].index(HiddenPart)
+    assert bench.finished("a").usage.cached_tokens == 0
+
+
+def test_the_last_state_leaves_the_prefix_cached() -> None:
+    bench = Bench()
+    bench.submit("before", 10, route=Discard())
+    bench.compute(1)
+    bench.submit("a", 10, route=Discard(), hidden_states="last")
+    forward = bench.plan()
+    assert asked(forward) == [(8, 2, 1)]
+    report(bench, forward, 3)
+    assert parts(bench) == [(9, 1)]
+    assert bench.finished("a").usage.cached_tokens == 8
+
+
+def test_generated_tokens_have_states_too_and_those_after_a_preemption_come_once() -> None:
+    """Two requests of 8 tokens in 5 pages of 4: the later one is preempted, and computed again."""
+    bench = Bench(kv_pages=5, pipeline_depth=0)
+    for rid in ("a", "b"):
+        bench.submit(rid, [ord(rid), *range(7)], route=DecodeHere(), max_tokens=6, hidden_states="all")
+    while (forward := bench.plan()) is not None:
+        report(bench, forward, *[5 for row in forward.rows if row.sample is not None])
+    assert bench.metric("preemptions_total")
+    for rid in ("a", "b"):
+        covered = [position for start, count in parts(bench, rid) for position in range(start, start + count)]
+        assert covered == list(range(8 + 6 - 1))
+
+
+def test_rows_of_others_are_asked_for_nothing() -> None:
+    bench = Bench()
+    bench.submit("a", 10, route=Discard())
+    bench.submit("b", [1, 2], route=Discard(), hidden_states="last", draft_top_k=2)
+    forward = bench.plan()
+    assert forward is not None
+    assert [(row.hidden, row.draft_top_k) for row in forward.rows] == [(0, 0), (1, 2)]
+    report(bench, forward, 3, 4)
+    assert parts(bench, "a") == []
+    drafts = {tokens.rid: tokens.draft for tokens in bench.all(Tokens)}
+    assert drafts == {"a": None, "b": DraftTokens((7, 8), (0.5, 0.25))}
+
+
+def test_draft_data_is_of_the_first_token_alone() -> None:
+    bench = Bench(pipeline_depth=0)
+    bench.submit("a", 4, route=DecodeHere(), max_tokens=3, draft_top_k=3)
+    seen = []
+    while (forward := bench.plan()) is not None:
+        seen += [row.draft_top_k for row in forward.rows]
+        report(bench, forward, 5)
+    assert seen == [3, 0, 0]
+    assert [tokens.draft for tokens in bench.all(Tokens)] == [DRAFT, None, None]
+
+
+def test_states_of_a_request_that_has_ended_are_dropped() -> None:
+    bench = Bench()
+    bench.submit("a", 10, route=Discard(), hidden_states="all")
+    forward = bench.plan()
+    bench.abort("a")
+    report(bench, forward, 3)
+    assert parts(bench) == []
