@@ -9,6 +9,8 @@ from headrace.core.config.flag import HANDOFF, HTTP, MODEL, SECURITY, SERVER, TE
 Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
+ToolFormat = Literal["hermes", "llama3_json", "mistral", "deepseek_v3"]
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "deepseek_v3"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -162,6 +164,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str, Flag("served-model-name", MODEL, "name of the model in the API (default: the value of --model)")
     ] = ""
+    chat_template: Annotated[
+        str, Flag("chat-template", MODEL, "file with a Jinja chat template to use in the place of the model's own")
+    ] = ""
+    tool_parser: Annotated[
+        ToolParser,
+        Flag("tool-parser", MODEL, "how the model writes tool calls; auto: found out from its chat template"),
+    ] = "auto"
     cache_dir: Annotated[
         str,
         Flag(

@@ -16,7 +16,10 @@ from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 STUB = "stub"
 END = 256  # end-of-sequence token; lower ids are bytes, higher ids are words that only the model generates
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or () %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 

@@ -29,7 +29,7 @@ from headrace.engine.model.source import ModelSource, eos_token_ids, read_json, 
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # version of the files; those of other versions are not read
+FORMAT = 3  # version of the files; those of other versions are not read
 UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
 NOT_WRITTEN = 3  # exit status of a conversion whose result cannot be written
 CHECKSUM_BYTES = 8  # xxh3 of a record, before it
@@ -49,6 +49,8 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that end a text."""
     chat_template: str | None
     """Jinja source; None for a model without one."""
+    tool_template: str | None = None
+    """Source of another template for conversations with tools ("tool_use"); None: there is none."""
     special_tokens: dict[str, str]
     """By the names that chat templates use."""
 
@@ -165,6 +167,7 @@ def convert(source: ModelSource) -> TokenizerRecord:
         backend=backend.to_str(),
         eos_ids=tuple(dict.fromkeys((*own, *ids))),
         chat_template=template.get("default") if isinstance(template, dict) else template,
+        tool_template=template.get("tool_use") if isinstance(template, dict) else None,
         special_tokens=dict(fast.special_tokens_map),
     )
 

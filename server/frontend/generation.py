@@ -234,7 +234,8 @@ class GenerationRunner:
         """Emit a call's events until it ends. on_reserved: called when pages are reserved here. forbidden: token ids
         that the first token must not be."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
-        text = TextStream(self._model.tokenizer, request.prompt, request.stop, ends, request.sampling.min_tokens)
+        decoder = self._model.tokenizer.showing(request.shown)
+        text = TextStream(decoder, request.prompt, request.stop, ends, request.sampling.min_tokens)
         stopped, seen = False, 0
         hidden: list[HiddenStates] = []
         while True:

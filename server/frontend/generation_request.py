@@ -46,6 +46,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """As the client gave it: tokens of stop strings and EOS are not among its stop_token_ids yet."""
     constraint: Constraint | None = None
     """What the text has to match; it was found to compile."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that are part of the text; others are left out."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
     ignore_eos: bool = False

@@ -1,6 +1,10 @@
 """The model as clients see it: its names, its limits and its tokenizer."""
 
 import asyncio
+from contextlib import suppress
+from functools import cached_property
+
+from jinja2 import TemplateError
 
 from headrace.core.config import Config
 from headrace.core.types.errors import NOT_READY, unavailable
@@ -9,6 +13,7 @@ from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.hidden_states import HiddenLimits
 from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from headrace.server.tools.call_form import CallForm, call_form
 
 
 class ServedModel:
@@ -19,6 +24,8 @@ class ServedModel:
 
     def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
         self._cache_dir = config.server.cache_dir
+        self._template_file = config.server.chat_template
+        self._tool_parser = config.server.tool_parser
         self._vocab_size = config.scheduler.vocab_size
         self._tokenizer = tokenizer
         self._async_tokenizer: AsyncTokenizer | None = None
@@ -35,7 +42,7 @@ class ServedModel:
     async def load(self) -> None:
         """Load the tokenizer. Raises ConfigError for a model without one that can be used."""
         if self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir)
+            self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir, self._template_file)
         self._async_tokenizer = AsyncTokenizer(self._tokenizer, self.max_model_len)
         self._grammars = GrammarChecker(CheckerConfig(self.path, self._cache_dir, self.vocab_size))
 
@@ -76,12 +83,27 @@ class ServedModel:
         return self._grammars
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether its chat template tells it of tools. Raises HeadraceError (503) while the server is loading."""
+        template = self.tokenizer.tool_template
+        with suppress(TemplateError):  # what is wrong with it, rendering says
+            return template is not None and template.takes_tools
+        return True
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How it writes tool calls; None if that is not known. Raises HeadraceError (503) while the tokenizer is being
+        loaded."""
+        template = self.tokenizer.tool_template
+        return call_form(self._tool_parser, template.source if template is not None else "")
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below this. Raises HeadraceError (503) if only the tokenizer knows and it is being loaded."""
         return self._vocab_size or self.tokenizer.vocab_size
 
 
-def _warm_tokenizer(model: str, cache_dir: str) -> Tokenizer:
-    tokenizer = load_tokenizer(model, cache_dir)
+def _warm_tokenizer(model: str, cache_dir: str, template_file: str) -> Tokenizer:
+    tokenizer = load_tokenizer(model, cache_dir, template_file)
     tokenizer.warm_up()
     return tokenizer

@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
@@ -28,12 +31,22 @@ class AsyncTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode, text, self._limit, field)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        field: str = "messages",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
         template refuses."""
-        length = sum(len(message["content"]) for message in messages)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._fit(length), self.tokenizer.encode_chat, messages, self._limit, field)
+        length = sum(len(message["content"] or "") for message in messages)
+        others = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
+        with suppress(RecursionError):  # rendering says so
+            length += len(msgspec.json.encode(others))
+        encode = self.tokenizer.encode_chat
+        return await asyncio.get_running_loop().run_in_executor(
+            self._fit(length), encode, messages, self._limit, field, tools
+        )
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

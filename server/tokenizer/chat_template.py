@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,27 +22,45 @@ class ChatTemplate:
     bos_token."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._tokens = tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a conversation up to where the assistant's answer begins. tools: functions that it may call, as
+        OpenAI's API has them.
 
         Raises jinja2.TemplateError, and TypeError, KeyError, ValueError or AttributeError for values that the template
         does not expect.
         """
         return self._compiled.render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._tokens
+            messages=list(messages),
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._tokens,
         )
+
+    def check(self) -> None:
+        """Raises jinja2.TemplateError for a source that cannot be compiled."""
+        assert self._compiled
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it tells the model of tools. Raises jinja2.TemplateError."""
+        return any(name.name == "tools" for name in self._environment.parse(self.source).find_all(Name))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        return environment.from_string(self._source)
+        return environment
 
 
 class _Generation(Extension):

@@ -2,19 +2,21 @@
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import tokenizers
 
-from headrace.core.types.errors import TOO_LONG, HeadraceError, invalid, shown
+from headrace.core.types.errors import TOO_LONG, ConfigError, HeadraceError, invalid, shown
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.engine.model.tokenizer_store import load_record
 from headrace.server.tokenizer.chat_template import ChatTemplate
+from headrace.server.tokenizer.detokenizer import TokenDecoder
 from headrace.server.tokenizer.token_length import TokenBound, length_bound
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only
@@ -28,14 +30,21 @@ _BYTES = {character: byte for byte, character in enumerate(byte_level_alphabet()
 class Tokenizer:
     """Encodes and decodes with a tokenizer of the tokenizers library, whose methods do not change it.
 
-    eos_ids: token ids that end a text. template: None for a model without a chat template.
+    eos_ids: token ids that end a text. template: None for a model without a chat template. tool_template: the one for
+    conversations with tools, if there is another.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, eos_ids: tuple[int, ...] = (), template: ChatTemplate | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_ids: tuple[int, ...] = (),
+        template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         self._backend = backend
         self._template = template
+        self.tool_template = tool_template or template
+        """The chat template for conversations with tools; None for a model without a chat template."""
         self.eos_ids = eos_ids
         self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
 
@@ -52,14 +61,21 @@ class Tokenizer:
         HeadraceError (400) for one of `limit` tokens or more (0: no limit), or too long to be tokenized."""
         return self._ids(text, limit, field, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], limit: int = 0, field: str = "messages") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int = 0,
+        field: str = "messages",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins. Raises HeadraceError (400) as encode()
         does, if the chat template refuses it, or if the model has no template."""
-        if self._template is None:
+        template = self.tool_template if tools else self._template
+        if template is None:
             raise invalid(field, "this model has no chat template: send a prompt instead", code="no_chat_template")
         try:
-            text = self._template.render(messages)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            text = template.render(messages, tools)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             message = f"the model's chat template refuses these messages: {shown(str(error), 300)}"
             raise invalid(field, message) from error
         return self._ids(text, limit, field, special=False)
@@ -67,6 +83,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def showing(self, tokens: Collection[int]) -> TokenDecoder:
+        """A decoder that leaves out special tokens but these."""
+        hidden = self._special_ids.difference(tokens)
+        return self if hidden == self._special_ids else _PartlySpecial(self, hidden)
+
+    def added_id(self, text: str) -> int | None:
+        """Id of the token with this text that was added to the vocabulary; None if there is none."""
+        return self._added_ids.get(text)
 
     def decode_long(self, ids: Sequence[int]) -> str:
         """The same without the GIL, for ids that take long."""
@@ -120,9 +145,32 @@ class Tokenizer:
         return length_bound(self._backend.to_str(), _BYTES)
 
     @cached_property
+    def _added_ids(self) -> Mapping[str, int]:
+        """By their texts."""
+        return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @cached_property
     def _pieces(self) -> list[str]:
         ids = [[token] for token in range(self.vocab_size)]
         return [str(piece) for piece in self._backend.decode_batch(ids, skip_special_tokens=False)]
+
+
+class _PartlySpecial:
+    """The TokenDecoder that leaves out some special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        shown = [token for token in ids if not (skip_special and token in self._hidden)]
+        return self._tokenizer.decode(shown, skip_special=False)
 
 
 def too_long(field: str, what: str, limit: int) -> HeadraceError:
@@ -131,12 +179,32 @@ def too_long(field: str, what: str, limit: int) -> HeadraceError:
     return invalid(field, message, code=TOO_LONG)
 
 
-def load_tokenizer(model: str, cache_dir: str) -> Tokenizer:
+def load_tokenizer(model: str, cache_dir: str, template_file: str = "") -> Tokenizer:
     """The tokenizer of a model. model: as given by --model. cache_dir: where converted tokenizers are kept, "" for
-    nowhere. Raises ConfigError if there is none that can be used."""
+    nowhere. template_file: of a chat template in the place of the model's, "" for the model's. Raises ConfigError if
+    there is none that can be used."""
     source = resolve_source(model)
     if source.kind == "stub":
-        return Tokenizer(stub_tokenizer(model), (END,), ChatTemplate(CHAT_TEMPLATE, {}))
-    record = load_record(source, cache_dir)
-    template = ChatTemplate(record.chat_template, record.special_tokens) if record.chat_template else None
-    return Tokenizer(tokenizers.Tokenizer.from_str(record.backend), record.eos_ids, template)
+        record = None
+        sources: tuple[str | None, str | None] = (CHAT_TEMPLATE, None)
+    else:
+        record = load_record(source, cache_dir)
+        sources = (record.chat_template, record.tool_template)
+    names = record.special_tokens if record else {}
+    template, tool_template = (ChatTemplate(text, names) if text else None for text in sources)
+    if template_file:
+        template, tool_template = _template_in(template_file, names), None
+    if record is None:
+        return Tokenizer(stub_tokenizer(model), (END,), template, tool_template)
+    return Tokenizer(tokenizers.Tokenizer.from_str(record.backend), record.eos_ids, template, tool_template)
+
+
+def _template_in(path: str, tokens: Mapping[str, str]) -> ChatTemplate:
+    try:
+        template = ChatTemplate(Path(path).read_text(encoding="utf-8"), tokens)
+        template.check()
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error.strerror}") from error
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} is no chat template: {shown(str(error), 300)}") from error
+    return template

@@ -27,6 +27,12 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "`text.format` of POST /v1/responses": schema.TextFormat,
     "`stream_options`": schema.StreamOptions,
     "items of `messages`": schema.ChatMessage,
+    "items of `tool_calls`": schema.ToolCall,
+    "`function` of a tool call": schema.CalledFunction,
+    "items of `tools`": schema.Tool,
+    "`function` of a tool": schema.Function,
+    "`tool_choice` that names a function": schema.ToolChoice,
+    "`function` of `tool_choice`": schema.ChosenFunction,
     "items of `input`": schema.InputItem,
     "parts of `content`": schema.Part,
 }

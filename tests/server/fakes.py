@@ -218,12 +218,17 @@ def ticket_of(submit: Submit) -> str | None:
 
 
 def make_config(
-    tokenizer: Tokenizer, *, max_queued_requests: int = 4096, kv_events: KvEventsConfig | None = None, **server: Any
+    tokenizer: Tokenizer,
+    *,
+    max_queued_requests: int = 4096,
+    kv_events: KvEventsConfig | None = None,
+    length: int = LENGTH,
+    **server: Any,
 ) -> Config:
     return Config(
-        model=ModelConfig(model="tiny", max_model_len=LENGTH, hidden_size=HIDDEN_SIZE),
+        model=ModelConfig(model="tiny", max_model_len=length, hidden_size=HIDDEN_SIZE),
         scheduler=SchedulerConfig(
-            max_model_len=LENGTH, vocab_size=tokenizer.vocab_size, max_queued_requests=max_queued_requests
+            max_model_len=length, vocab_size=tokenizer.vocab_size, max_queued_requests=max_queued_requests
         ),
         server=ServerConfig(**server),
         kv_events=kv_events or KvEventsConfig(),

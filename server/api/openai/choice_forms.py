@@ -22,8 +22,8 @@ class ChoiceForm(Protocol):
         """The chunk that begins a choice; None if there is none."""
         ...
 
-    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
-        """The chunk of new text. offset: characters of the choice before it."""
+    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any] | None:
+        """The chunk of new text; None if there is nothing to say yet. offset: characters of the choice before it."""
         ...
 
     def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class ChoicesFormat:
         await self._open(events, index)
         if delta.text or delta.logprobs:
             offset = len(choice.text) - len(delta.text)
-            await self._write_chunk(events, [self._form.delta(index, delta, offset)])
+            if (chunk := self._form.delta(index, delta, offset)) is not None:
+                await self._write_chunk(events, [chunk])
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""

@@ -4,15 +4,18 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import invalid
 from headrace.core.types.request import SamplingParams
-from headrace.server.api.openai.choice_forms import ChatForm, CompletionForm
+from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.responses_format import ResponsesFormat, input_messages, refuse_unsupported_responses
+from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
@@ -24,6 +27,7 @@ from headrace.server.api.request.sampling import (
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
+from headrace.server.api.request.tools import forced_calls, shown_tokens, tool_use
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint, MakeFormat
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.response.streaming import json_response
@@ -42,7 +46,10 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     def choices_format(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
         def make(body: OpenAIBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
             include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            choice_form = form(model.tokenizer, logprobs=completion.base.sampling.logprobs is not None)
+            logprobs = completion.base.sampling.logprobs is not None
+            choice_form: ChoiceForm = form(model.tokenizer, logprobs=logprobs)
+            if completion.tools is not None:
+                choice_form = ToolChatForm(model.tokenizer, completion.tools, logprobs=logprobs)
             return ChoicesFormat(completion, model.name, choice_form, include_usage=include_usage)
 
         return make
@@ -95,7 +102,11 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    constraint = await _check(model, body)
+    tools = tool_use(model, body)
+    constraint = await _check(model, body, await forced_calls(model, tools))
+    if constraint is not None and tools is not None and not tools.forced:
+        text = "tools that the model may call and a constraint of its text are given together; send one of them"
+        raise invalid("tools", text)
     sampling = sampling_params(
         body,
         logprobs=chat_logprobs_wanted(body),
@@ -103,9 +114,14 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
         vocab_size=model.vocab_size,
     )
     given = prompt_ids(body, 1)
-    tokens = await encode(model, given[0], "prompt") if given else await encode_chat(model, body.messages)
+    if given:
+        tokens = await encode(model, given[0], "prompt")
+    else:
+        tokens = await encode_chat(model, body.messages, functions=tools.functions if tools else {})
     check_logprobs_start(sampling, [tokens])
-    return CompletionRequest(_base_request("chatcmpl", body, sampling, constraint), [tokens], body.n or 1)
+    base = _base_request("chatcmpl", body, sampling, constraint)
+    base = msgspec.structs.replace(base, shown=shown_tokens(model, tools))
+    return CompletionRequest(base, [tokens], body.n or 1, tools=tools)
 
 
 async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
@@ -124,10 +140,10 @@ async def _check_response(model: ServedModel, body: ResponsesBody) -> Completion
     return CompletionRequest(_base_request("resp", body, sampling, constraint), [tokens])
 
 
-async def _check(model: ServedModel, body: OpenAIBody) -> Constraint | None:
+async def _check(model: ServedModel, body: OpenAIBody, calls: Constraint | None = None) -> Constraint | None:
     """What all bodies have in common; returns their constraint."""
     check_model(model, body.model)
-    constraint = await body_constraint(model, body)
+    constraint = await body_constraint(model, body, calls)
     lift_limits(body, body)
     return constraint
 

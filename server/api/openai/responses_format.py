@@ -30,7 +30,7 @@ def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
         if item.type != "message":
             message = f"input[{index}] is of type {shown(item.type)!r}; only messages are supported"
             raise invalid(f"input[{index}]", message, code="unsupported")
-    return body.input
+    return [ChatMessage(item.role, item.content, item.name) for item in body.input]
 
 
 class ResponsesFormat:

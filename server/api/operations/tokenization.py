@@ -4,10 +4,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
+from headrace.core.types.errors import invalid
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
+from headrace.server.api.request.tools import check_tools_taken, offered_functions
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
 
@@ -20,8 +22,13 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
     async def tokenize(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
         check_model(model, body.model)
+        if body.tools and body.messages is None:
+            raise invalid("tools", "tools are for messages; a prompt has none")
         if body.messages is not None:
-            tokens = await encode_chat(model, body.messages)
+            functions = offered_functions(body.tools or [])
+            if functions:
+                check_tools_taken(model)
+            tokens = await encode_chat(model, body.messages, functions=functions)
         else:
             tokens = await encode(model, body.prompt or "", "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_model_len})

@@ -8,6 +8,7 @@ import msgspec
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.sampling import seeded
+from headrace.server.api.request.tools import ToolUse
 from headrace.server.frontend.generation_request import GenerationRequest
 from headrace.server.upstream.handoff_params import (
     BOOTSTRAP_PORT,
@@ -30,6 +31,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Continuations of each prompt."""
     salts: Sequence[str] = ()
     """Prefix-cache salt of each prompt; empty if all have that of base."""
+    tools: ToolUse | None = None
+    """What the texts may call."""
     list_response: bool = False
     """The response is a JSON list, which has no place for kv_transfer_params."""
 

@@ -25,10 +25,12 @@ INVALID_CONSTRAINT = "invalid_constraint"
 Found = tuple[str, Constraint]  # the field that gives it
 
 
-async def body_constraint(model: ServedModel, body: SamplingBody) -> Constraint | None:
-    """What the text of a request has to match; None if the body does not say. Raises HeadraceError: 400 for more than
-    one, for one that cannot be compiled, and for values that contradict it."""
+async def body_constraint(model: ServedModel, body: SamplingBody, calls: Constraint | None = None) -> Constraint | None:
+    """What the text of a request has to match; None if the body does not say. calls: what its tool_choice asks for.
+    Raises HeadraceError: 400 for more than one, for one that cannot be compiled, and for values that contradict it."""
     found = _shared(body)
+    if calls is not None:
+        found.append(("tool_choice", calls))
     if isinstance(body, OpenAIBody):
         found += _response_format("response_format", body.response_format)
         if body.json_schema is not None:

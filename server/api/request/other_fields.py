@@ -95,11 +95,16 @@ _CHAT_TEMPLATE = (
     *_refused("the model's own chat template decides", "continue_final_message add_special_tokens"),
     *_refused("reasoning is not parsed", "include_reasoning separate_reasoning stream_reasoning", True),
 )
-_TOOLS = (
-    *_refused("tools are not served", "tools functions"),
-    *_refused("tools are not served", "tool_choice function_call", "none", "auto"),
-    *_accepted("no tools are called", "parallel_tool_calls max_tool_calls"),
+_FUNCTIONS = (
+    *_refused("send tools", "functions"),
+    *_refused("send tool_choice", "function_call", "none", "auto"),
     *_refused("nothing is searched", "web_search_options"),
+)
+_NO_TOOLS = (
+    *_FUNCTIONS,
+    *_refused("POST /v1/chat/completions has them", "tools"),
+    *_refused("POST /v1/chat/completions has them", "tool_choice", "none", "auto"),
+    *_accepted("no tools are called", "parallel_tool_calls max_tool_calls"),
 )
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
 _OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
@@ -111,13 +116,15 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("prompt_logprobs has the logprobs of the prompt", "echo"),
         _refused("text is continued at its end", "suffix"),
         _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
-        _refused("tools are not served", "tools functions"),
+        _refused("POST /v1/chat/completions has them", "tools functions"),
     ),
-    schema.ChatBody: _table(_OPENAI, _CHAT_TEMPLATE, _TOOLS, _STORE, _refused("POST /v1/completions has it", "echo")),
+    schema.ChatBody: _table(
+        _OPENAI, _CHAT_TEMPLATE, _FUNCTIONS, _STORE, _refused("POST /v1/completions has it", "echo")
+    ),
     schema.ResponsesBody: _table(
         _OPENAI,
         _CHAT_TEMPLATE,
-        _TOOLS,
+        _NO_TOOLS,
         _STORE,
         _refused("not served", "include prompt context_management access_programs previous_input_messages"),
         _refused("not served", "enable_response_messages"),
@@ -129,7 +136,6 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.TokenizeBody: _table(
         _CHAT_TEMPLATE,
         _MODEL_INPUT,
-        _refused("tools are not served", "tools"),
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
     schema.StructuredOutputs: _table(
@@ -146,14 +152,26 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("nothing is padded", "include_obfuscation"),
     ),
     schema.ChatMessage: _table(
-        _refused("tools are not served", "tool_calls tool_call_id function_call"),
+        _refused("send tool_calls", "function_call"),
         _refused("text models only", "audio"),
         _accepted("comes back from responses of other servers", "refusal annotations reasoning reasoning_content"),
     ),
     schema.InputItem: _table(
-        _refused("tools are not served", "call_id arguments output"),
+        _refused(
+            "POST /v1/chat/completions has tools", "call_id arguments output tool_calls tool_call_id function_call"
+        ),
+        _refused("text models only", "audio"),
+        _accepted("comes back from responses of other servers", "refusal reasoning reasoning_content"),
         _accepted("comes back from responses", "id status annotations"),
     ),
+    schema.ToolCall: _table(
+        _refused("calls of functions only", "custom"), _accepted("comes back from streams", "index")
+    ),
+    schema.CalledFunction: {},
+    schema.Tool: _table(_refused("functions only", "custom")),
+    schema.Function: _table(_refused("not served", "defer_loading")),
+    schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
+    schema.ChosenFunction: {},
     schema.Part: _table(
         _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
         _accepted("comes back from responses", "annotations logprobs"),

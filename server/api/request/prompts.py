@@ -1,17 +1,19 @@
 """Prompts of request bodies as token ids, checked against the model's limits."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
-from headrace.server.api.request.schema import ChatMessage, PrefillBody
+from headrace.server.api.request.schema import ChatMessage, Function, PrefillBody
+from headrace.server.api.request.tools import check_results, template_calls, template_tools
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
 MANY_IDS = 1 << 10
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
 Prompt = str | list[int]  # a text, or token ids
 
@@ -62,16 +64,24 @@ async def encode(model: ServedModel, prompt: Prompt, field: str) -> tuple[int, .
 
 
 async def encode_chat(
-    model: ServedModel, messages: Sequence[ChatMessage], field: str = "messages", *, instructions: str | None = None
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    field: str = "messages",
+    *,
+    instructions: str | None = None,
+    functions: Mapping[str, Function] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Token ids of a conversation in the model's chat template. field: its name in errors. instructions: a system
-    message before all others. Raises HeadraceError (400) as encode() does, and for content other than text."""
+    message before all others. functions: that it may call. Raises HeadraceError (400) as encode() does, and for content
+    other than text."""
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    plain = [_plain(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    check_results(messages, field)
+    plain = [_plain(model, message, f"{field}[{index}]") for index, message in enumerate(messages)]
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
-    return _checked(model, await model.tokens.encode_chat(plain, field), field)
+    tools = template_tools(functions)
+    return _checked(model, await model.tokens.encode_chat(plain, field, tools), field)
 
 
 async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
@@ -112,7 +122,7 @@ def check_ids(ids: Sequence[int], field: str, vocab: int) -> None:
         raise invalid(f"{field}[{index}]", message, code="invalid_token")
 
 
-def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
+def _plain(model: ServedModel, message: ChatMessage, place: str) -> dict[str, Any]:
     """A message as chat templates expect it, its text parts joined. place: its name in errors."""
     content = message.content
     if isinstance(content, list):
@@ -123,8 +133,13 @@ def _plain(message: ChatMessage, place: str) -> dict[str, Any]:
                     field, f"{field} is of type {shown(part.type)!r}; only text is supported", code="unsupported"
                 )
         content = "".join(part.text or "" for part in content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": _role(message, place), "content": content or "", **named}
+    role = _role(message, place)
+    more = {} if message.name is None else {"name": message.name}
+    if message.tool_call_id is not None:
+        more["tool_call_id"] = message.tool_call_id
+    calls = template_calls(message, place, model.call_form) if message.tool_calls else {}
+    # Templates tell an answer that is calls alone by its lack of content.
+    return {"role": role, "content": content or (None if calls else ""), **more, **calls}
 
 
 def _role(message: ChatMessage, place: str) -> str:

@@ -43,12 +43,66 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool call."""
+
+    name: str
+    arguments: str | None = None
+    """A JSON object, as text."""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the assistant has made."""
+
+    id: str
+    function: CalledFunction
+    type: str | None = None
+    """function."""
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation."""
 
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of the assistant: calls that it has made."""
+    tool_call_id: str | None = None
+    """Of role tool: the call that this is the result of."""
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; None for a function without any."""
+    strict: bool | None = None
+    """Whether calls keep to the schema with tool_choice auto; with required ones they always do."""
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    function: Function
+    type: str | None = None
+    """function."""
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool_choice."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool_choice that names a function."""
+
+    function: ChosenFunction
+    type: str | None = None
+    """function."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -209,12 +263,20 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Alternatives | None = None
     max_completion_tokens: MaxTokens | None = None
     """Takes the place of max_tokens."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | ToolChoice | None = None
+    """none, auto, required, or a function that is to be called."""
+    parallel_tool_calls: bool | None = None
+    """Whether there may be several calls in one answer."""
 
 
-class InputItem(ChatMessage, kw_only=True, forbid_unknown_fields=True):
+class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One item of the input of POST /v1/responses; only messages are supported."""
 
     role: str = ""
+    content: str | list[Part] | None = None
+    name: str | None = None
     type: str = "message"
 
 
@@ -280,6 +342,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    """Functions that the conversation may call."""
     model: str | None = None
 
 

@@ -86,7 +86,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", "only text"),
     ({"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role", "it has to be system"),
     ({"messages": [{"role": "user", "content": "z" * 999}]}, 400, "messages", "bytes, which are at least"),
-    ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools[0].function", "required"),
     ({"messages": CHAT, "response_format": {"type": "xml"}}, 400, "response_format.type", "supported are text"),
     ({"messages": CHAT, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
     ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),

@@ -96,9 +96,9 @@ def test_other_fields_are_refused_or_change_nothing(kind: Kind, name: str, field
         (ChatBody, {"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "did you mean content?"),
         (
             ChatBody,
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "messages[1].tool_calls",
-            "tools are not served",
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[1].function_call",
+            "send tool_calls",
         ),
         (
             ChatBody,

@@ -1,0 +1,210 @@
+"""Tools of a chat: the functions that are offered, which of them have to be called, and calls in messages."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.core.runtime.codec import NO_MESSAGE
+from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import invalid, shown
+from headrace.engine.grammar.compiler import WHITESPACE
+from headrace.server.api.request.schema import ChatBody, ChatMessage, Function, Tool, ToolCall, ToolChoice
+from headrace.server.frontend.served_model import ServedModel
+from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar
+from headrace.server.tools.call_parser import MAX_NAME
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
+MAX_ID_CHARS = 128
+_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolUse(NamedTuple):
+    """What a chat may call, and has to."""
+
+    form: CallForm
+    functions: Mapping[str, Function]
+    """By name, in the order in which they are offered."""
+    forced: tuple[str, ...]
+    """Functions one of which has to be called; empty if the model decides."""
+    named: bool
+    """Whether tool_choice names the function: it is called once."""
+    parallel: bool
+    """Whether there may be several calls."""
+
+
+def tool_use(model: ServedModel, body: ChatBody) -> ToolUse | None:
+    """None if the model is to call nothing. Raises HeadraceError (400) for tools that are wrong, for a tool_choice that
+    does not fit, and for a model that cannot call tools."""
+    functions = offered_functions(body.tools or [])
+    choice = "auto" if body.tool_choice is None else body.tool_choice
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        text = f"tool_choice is {shown(choice)!r}; it has to be none, auto, required or a function"
+        raise invalid("tool_choice", text)
+    if isinstance(choice, ToolChoice):
+        _check_kind("tool_choice", choice.type)
+    if not functions:
+        if choice not in ("none", "auto"):
+            raise invalid("tool_choice", "tool_choice needs tools, and none are given")
+        return None
+    if choice == "none":
+        return None
+    check_tools_taken(model)
+    form = model.call_form
+    if form is None:
+        text = "how this model writes tool calls is not known; start the server with --tool-parser"
+        raise invalid("tools", text, code="no_tool_parser")
+    named = isinstance(choice, ToolChoice)
+    if isinstance(choice, ToolChoice):
+        forced: tuple[str, ...] = (_chosen(choice, functions),)
+    else:
+        forced = tuple(functions) if choice == "required" else ()
+    return ToolUse(form, functions, forced, named, body.parallel_tool_calls is not False)
+
+
+def check_tools_taken(model: ServedModel) -> None:
+    """Raises HeadraceError (400) for a model whose chat template does not tell it of tools."""
+    if not model.takes_tools:
+        text = "this model's chat template has no tools; give the server one that has (--chat-template)"
+        raise invalid("tools", text, code="no_tools")
+
+
+def offered_functions(tools: Sequence[Tool]) -> dict[str, Function]:
+    """By name. Raises HeadraceError (400) for too many, for names that are wrong or given twice, and for parameters
+    that are no schema of an object."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"tools has {len(tools)} functions; at most {MAX_TOOLS} are allowed")
+    functions: dict[str, Function] = {}
+    for index, tool in enumerate(tools):
+        place, function = f"tools[{index}]", tool.function
+        _check_kind(place, tool.type)
+        _check_name(f"{place}.function.name", function.name)
+        if function.name in functions:
+            raise invalid(f"{place}.function.name", f"tools has two functions with the name {function.name!r}")
+        if (function.parameters or {}).get("type", "object") != "object":
+            field = f"{place}.function.parameters"
+            raise invalid(f"{field}.type", f'{field}.type has to be "object"')
+        functions[function.name] = function
+    return functions
+
+
+def template_tools(functions: Mapping[str, Function]) -> list[dict[str, Any]]:
+    """Functions as chat templates take them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                name: value
+                for name, value in msgspec.structs.asdict(function).items()
+                if value is not None and name != "strict"
+            },
+        }
+        for function in functions.values()
+    ]
+
+
+async def forced_calls(model: ServedModel, use: ToolUse | None) -> Constraint | None:
+    """What a text has to match that is calls of forced functions. Raises HeadraceError (400) for parameters that cannot
+    be kept to, naming them."""
+    if use is None or not use.forced:
+        return None
+    schemas = {name: _schema(use.functions[name]) for name in use.forced}
+    places = {name: f"tools[{index}].function.parameters" for index, name in enumerate(use.functions)}
+    for name, schema in schemas.items():
+        if problem := await model.grammars.problem(Constraint("json", schema)):
+            text = f"{places[name]} cannot be kept to, which this tool_choice asks for: {problem}"
+            raise invalid(places[name], text, code="invalid_constraint")
+    most = MAX_FORCED_CALLS if use.parallel and not use.named else 1
+    return Constraint("grammar", calls_grammar(use.form, schemas, model.tokenizer.added_id, most=most))
+
+
+def _schema(function: Function) -> str:
+    """The JSON schema of a function's arguments. Raises HeadraceError (400) for one that is nested too deeply."""
+    schema = {"type": "object"} | (NO_PARAMETERS if function.parameters is None else function.parameters)
+    try:
+        return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}).decode()
+    except RecursionError as error:
+        raise invalid("tools", f"the parameters of {function.name} are nested too deeply") from error
+
+
+def shown_tokens(model: ServedModel, use: ToolUse | None) -> frozenset[int]:
+    """Tokens that frame calls: they have to be in the text, special ones, too."""
+    if use is None:
+        return frozenset()
+    ids = [model.tokenizer.added_id(mark) for mark in MARKS]
+    return frozenset(token for token in ids if token is not None)
+
+
+def template_calls(message: ChatMessage, place: str, form: CallForm | None) -> dict[str, Any]:
+    """The calls of a message as chat templates take them. place: its name in errors. Raises HeadraceError (400)."""
+    calls = message.tool_calls or []
+    if not calls:
+        return {}
+    if message.role != "assistant":
+        raise invalid(f"{place}.tool_calls", f"{place}.tool_calls is for messages of the assistant")
+    if len(calls) > MAX_CALLS:
+        raise invalid(f"{place}.tool_calls", f"{place}.tool_calls has {len(calls)}; at most {MAX_CALLS} are allowed")
+    as_text = form is not None and form.text_arguments
+    return {
+        "tool_calls": [
+            _template_call(call, f"{place}.tool_calls[{number}]", as_text) for number, call in enumerate(calls)
+        ]
+    }
+
+
+def _template_call(call: ToolCall, place: str, as_text: bool) -> dict[str, Any]:
+    _check_kind(place, call.type)
+    _check_id(f"{place}.id", call.id)
+    _check_name(f"{place}.function.name", call.function.name)
+    text = call.function.arguments or "{}"
+    field = f"{place}.function.arguments"
+    try:
+        arguments = msgspec.json.decode(text, type=dict[str, Any])
+    except NO_MESSAGE as error:
+        raise invalid(field, f"{field} has to be a JSON object, as text") from error
+    function = {"name": call.function.name, "arguments": text if as_text else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def check_results(messages: Sequence[ChatMessage], field: str) -> None:
+    """Raises HeadraceError (400) for a tool message that names no call of a message before it."""
+    made: set[str] = set()
+    for index, message in enumerate(messages):
+        place = f"{field}[{index}].tool_call_id"
+        if message.role != "tool":
+            if message.tool_call_id is not None:
+                raise invalid(place, f"{place} is for messages of role tool")
+            made.update(call.id for call in message.tool_calls or ())
+        elif message.tool_call_id is None:
+            raise invalid(place, f"{place} is required: the call that this is the result of", code="missing_field")
+        elif message.tool_call_id not in made:
+            text = f"{place} is {shown(message.tool_call_id)!r}, which no message before it has in its tool_calls"
+            raise invalid(place, text)
+
+
+def _chosen(choice: ToolChoice, functions: Mapping[str, Function]) -> str:
+    name = choice.function.name
+    if name not in functions:
+        text = f"tool_choice.function.name is {shown(name)!r}, which is not among the tools"
+        raise invalid("tool_choice.function.name", text)
+    return name
+
+
+def _check_kind(place: str, kind: str | None) -> None:
+    if kind not in (None, "function"):
+        text = f"{place}.type is {shown(str(kind))!r}; only function is supported"
+        raise invalid(f"{place}.type", text, code="unsupported")
+
+
+def _check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        text = f"{field} has to have 1 to {MAX_NAME} letters, digits, underscores, dots and dashes"
+        raise invalid(field, text)
+
+
+def _check_id(field: str, given: str) -> None:
+    if not 1 <= len(given) <= MAX_ID_CHARS:
+        raise invalid(field, f"{field} has {len(given)} characters; 1 to {MAX_ID_CHARS} are allowed")

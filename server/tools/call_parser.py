@@ -1,0 +1,252 @@
+"""Reads the tool calls of a model family in generated text, as it comes. Pure.
+
+Text that turns out to be no call of an offered function is content, unchanged; nothing is lost but what frames calls,
+and white space after them. Arguments are passed on as the model writes them, from their first bracket on.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from headrace.core.config.server import ToolFormat
+from headrace.server.tools.char_reader import SPACE, CallPart, CharReader, NotACall, Parsing
+
+HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+MAX_NAME = 64  # characters of a function's name
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class ToolCallParser:
+    """The calls in one text. names: of the functions that were offered. parallel: False drops all calls but the first.
+
+    Where the text is split into pieces does not matter, and no text is an error.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], *, parallel: bool = True) -> None:
+        self._reader = CharReader()
+        self._parallel = parallel
+        self._parsing = _PARSERS[form](self._reader, names)
+        next(self._parsing)
+
+    def push(self, text: str) -> tuple[str, list[CallPart]]:
+        """Content and parts of calls that are certain now, those of one call joined."""
+        for char in text:
+            self._parsing.send(char)
+        return self._found()
+
+    def whole(self, text: str) -> tuple[str, list[CallPart]]:
+        """Content and calls of a whole text, in the place of push() and flush()."""
+        for char in text:
+            self._parsing.send(char)
+        return self.flush()
+
+    def flush(self) -> tuple[str, list[CallPart]]:
+        """The same when the text has ended. Nothing must be pushed after that."""
+        self._parsing.send("")
+        return self._found()
+
+    def _found(self) -> tuple[str, list[CallPart]]:
+        content, parts = self._reader.take()
+        return content, [part for part in parts if self._parallel or part.call == 0]
+
+
+Format = Callable[[CharReader, Collection[str]], Parsing[None]]
+
+
+def _parser(read: Format) -> Format:
+    """A parser that begins with the first character, and takes everything that follows what `read` reads as content."""
+
+    def parse(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+        reader.char = yield
+        yield from read(reader, names)
+        while True:
+            yield
+
+    return parse
+
+
+def _hermes(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, again for each call."""
+    while (yield from reader.content_until(HERMES_BEGIN)):
+        try:
+            yield from reader.space()
+            yield from _call_object(reader, names)
+            yield from reader.space()
+            yield from reader.expect(HERMES_END)
+            yield from reader.space()
+            reader.closed()
+        except NotACall:
+            reader.give_back()
+
+
+def _llama3_json(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """{"name": ..., "parameters": {...}} at the beginning of the text or after a tag; several with semicolons."""
+    while True:
+        try:
+            yield from reader.space()
+            if reader.char == PYTHON_TAG[0]:
+                yield from reader.expect(PYTHON_TAG)
+                yield from reader.space()
+            yield from _call_object(reader, names)
+            yield from reader.space()
+            while reader.char == ";":
+                yield from reader.advance()
+                yield from reader.space()
+                if reader.char:
+                    yield from _call_object(reader, names)
+                    yield from reader.space()
+            reader.closed()
+        except NotACall:
+            reader.give_back()
+        if not (yield from reader.content_until(PYTHON_TAG)):
+            return
+
+
+def _mistral(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """[TOOL_CALLS] and a JSON list of calls, or, since 2025, [TOOL_CALLS]name[ARGS]{...} for each call."""
+    while (yield from reader.content_until(MISTRAL_BEGIN)):
+        try:
+            yield from reader.space()
+            if reader.char == "[":
+                yield from _call_list(reader, names)
+            else:
+                yield from _named_call(reader, names)
+            yield from reader.space()
+            reader.closed()
+        except NotACall:
+            reader.give_back()
+
+
+def _call_list(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    yield from reader.advance()
+    while True:
+        yield from reader.space()
+        yield from _call_object(reader, names)
+        yield from reader.space()
+        if reader.char != ",":
+            break
+        yield from reader.advance()
+    yield from reader.expect("]")
+
+
+def _named_call(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    name = yield from _word(reader)
+    if reader.char == "[":
+        mark = yield from reader.expect(MISTRAL_ARGS, MISTRAL_ID)
+        if mark == MISTRAL_ID:
+            yield from _word(reader)
+            yield from reader.expect(MISTRAL_ARGS)
+    yield from reader.space()
+    yield from _arguments(reader, name, names)
+
+
+def _word(reader: CharReader) -> Parsing[str]:
+    seen = ""
+    while reader.char and reader.char not in SPACE + "[{":
+        if len(seen) == MAX_NAME:
+            raise NotACall
+        seen += reader.char
+        yield from reader.advance()
+    return seen
+
+
+def _deepseek_v3(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """Calls with marks around all and around each: function, separator, name, and the arguments in a block of code; in
+    V3.1 the name, separator and the arguments."""
+    while (yield from reader.content_until(DEEPSEEK_BEGIN)):
+        try:
+            yield from reader.space()
+            mark = yield from reader.expect(DEEPSEEK_CALL)
+            while mark == DEEPSEEK_CALL:
+                yield from _deepseek_call(reader, names)
+                yield from reader.space()
+                mark = yield from reader.expect(DEEPSEEK_CALL, DEEPSEEK_END)
+            yield from reader.space()
+            reader.closed()
+        except NotACall:
+            reader.give_back()
+
+
+def _deepseek_call(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    name = yield from reader.until(DEEPSEEK_SEPARATOR, MAX_NAME)
+    if reader.char != "{":
+        name = yield from reader.until("\n", MAX_NAME)
+        yield from reader.expect("```json")
+        yield from reader.space()
+    yield from _arguments(reader, name.strip(), names)
+    yield from reader.space()
+    if reader.char == "`":
+        yield from reader.expect("```")
+        yield from reader.space()
+    yield from reader.expect(DEEPSEEK_CALL_END)
+    reader.end()
+
+
+def _arguments(reader: CharReader, name: str, names: Collection[str]) -> Parsing[None]:
+    """The arguments of a call whose name has been read."""
+    if name not in names or reader.char != "{":
+        raise NotACall
+    reader.begin(name)
+    yield from reader.nested(reader.argument)
+    reader.end()
+
+
+def _call_object(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """A call that is one JSON object. What follows the arguments in it is left out."""
+    try:
+        yield from _call_fields(reader, names)
+    except NotACall:
+        if not reader.is_open:
+            raise
+    reader.end()
+
+
+def _call_fields(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    name, early = "", ""
+    yield from reader.expect("{")
+    yield from reader.space()
+    while True:
+        field = yield from reader.string()
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        if field == "name" and not name:
+            name = yield from reader.string()
+            if name not in names:
+                raise NotACall
+        elif field in _ARGUMENTS:
+            if reader.char != "{" or early or reader.is_open:
+                raise NotACall
+            if name:
+                reader.begin(name)
+                yield from reader.nested(reader.argument)
+            else:
+                early = yield from reader.value()
+        else:
+            yield from reader.value()
+        if early and name:
+            reader.begin(name)
+            reader.append(early)
+            early = ""
+        yield from reader.space()
+        if reader.char != ",":
+            break
+        yield from reader.advance()
+        yield from reader.space()
+    yield from reader.expect("}")
+    if not name:
+        raise NotACall
+    if not reader.is_open:  # a function without parameters
+        reader.begin(name)
+        reader.append("{}")
+
+
+_PARSERS: Mapping[ToolFormat, Format] = {
+    "hermes": _parser(_hermes),
+    "llama3_json": _parser(_llama3_json),
+    "mistral": _parser(_mistral),
+    "deepseek_v3": _parser(_deepseek_v3),
+}

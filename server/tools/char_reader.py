@@ -1,0 +1,206 @@
+"""Reads a text that comes in pieces one character at a time, for parsers that are written as generators. Pure.
+
+A parser is a generator that stops wherever it needs the next character, so where the text is split does not matter:
+
+    def parser(reader):                       reader = CharReader(); state = parser(reader); next(state)
+        yield from reader.space()             state.send("x")   one character
+        if reader.char == "{": ...            state.send("")    the text has ended
+
+A character that is read is held until it is known what it was: a part of a call, or content after all.
+"""
+
+import json
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeVar
+
+MAX_HELD = 1 << 16  # characters of what may become a call, before its name and the beginning of its arguments
+SPACE = " \t\n\r"
+T = TypeVar("T")
+Parsing = Generator[None, str, T]
+
+
+class NotACall(Exception):
+    """What has been read since the last call or content is no call."""
+
+
+class CallPart(NamedTuple):
+    """A part of a call, or all of it."""
+
+    call: int
+    """Number of the call in the text, from 0."""
+    name: str | None
+    """The function, in the first part of a call; None in all others."""
+    arguments: str
+    """Text to append to the arguments, a JSON object when it is complete."""
+
+
+class CharReader:
+    """The current character of a text, and what was found in it so far."""
+
+    def __init__(self) -> None:
+        self.char = ""
+        """The character that is to be read next; "" at the end of the text."""
+        self._held: list[str] = []
+        self._content: list[str] = []
+        self._parts: list[tuple[int, str | None, list[str]]] = []  # call, name, pieces of its arguments
+        self._calls = 0
+        self._open = False  # within a call that has begun
+        self._closing = False  # between a call and what closes it
+
+    def take(self) -> tuple[str, list[CallPart]]:
+        """Content and parts of calls that were found since the last time; those of one call are joined."""
+        content = "".join(self._content)
+        parts = [CallPart(call, name, "".join(pieces)) for call, name, pieces in self._parts]
+        self._content, self._parts = [], []
+        return content, parts
+
+    def begin(self, name: str) -> None:
+        """What is held is the beginning of a call."""
+        self._held.clear()
+        self._parts.append((self._calls, name, []))
+        self._calls += 1
+        self._open = True
+
+    def append(self, arguments: str) -> None:
+        """More of the arguments of the call that has begun."""
+        if not self._parts:
+            self._parts.append((self._calls - 1, None, []))
+        self._parts[-1][2].append(arguments)
+
+    def end(self) -> None:
+        """The call that has begun is complete; what closes it may follow."""
+        self._held.clear()
+        self._open = False
+        self._closing = True
+
+    def closed(self) -> None:
+        """What was read since the call was all part of it."""
+        self._held.clear()
+        self._closing = False
+
+    def give_back(self) -> None:
+        """What is held is content. The end of a call that the text breaks off in is dropped."""
+        if not (self._closing and not self.char):
+            self._content += self._held
+        self._held.clear()
+        self._closing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._open
+
+    def advance(self) -> Parsing[None]:
+        """Read the character, and hold it. Raises NotACall for too much that is held."""
+        if not self._open:  # no way back from there
+            if len(self._held) >= MAX_HELD:
+                raise NotACall
+            self._held.append(self.char)
+        self.char = yield
+
+    def pass_on(self) -> Parsing[None]:
+        """Read the character as content."""
+        self._content.append(self.char)
+        self.char = yield
+
+    def argument(self) -> Parsing[None]:
+        """Read the character as one of the arguments."""
+        self.append(self.char)
+        self.char = yield
+
+    def space(self) -> Parsing[None]:
+        """Read white space."""
+        while self.char and self.char in SPACE:
+            yield from self.advance()
+
+    def expect(self, *texts: str) -> Parsing[str]:
+        """Read one of these texts, none of which is the beginning of another. Raises NotACall for something else."""
+        seen = ""
+        while seen not in texts:
+            seen += self.char
+            if not self.char or not any(text.startswith(seen) for text in texts):
+                raise NotACall
+            yield from self.advance()
+        return seen
+
+    def until(self, mark: str, most: int) -> Parsing[str]:
+        """Read up to a mark, and the mark; returns the text before it. Raises NotACall if it has more than `most`
+        characters."""
+        seen: list[str] = []
+        while self.char != mark[0]:
+            if not self.char or len(seen) >= most:
+                raise NotACall
+            seen.append(self.char)
+            yield from self.advance()
+        yield from self.expect(mark)
+        return "".join(seen)
+
+    def content_until(self, mark: str) -> Parsing[bool]:
+        """Read content up to a mark, and the mark, which is held; False if the text ends before. The first character
+        of a mark must not be in it again."""
+        matched = 0
+        while self.char:
+            if self.char != mark[matched]:
+                self.give_back()
+                matched = 0
+            if self.char == mark[matched]:
+                yield from self.advance()
+                matched += 1
+                if matched == len(mark):
+                    return True
+            else:
+                yield from self.pass_on()
+        self.give_back()
+        return False
+
+    def string(self) -> Parsing[str]:
+        """Read a JSON string. Raises NotACall for something else."""
+        raw: list[str] = []
+        if self.char != '"':
+            raise NotACall
+        escaped = False
+        while True:
+            raw.append(self.char)
+            ends = self.char == '"' and not escaped and len(raw) > 1
+            escaped = self.char == "\\" and not escaped
+            yield from self.advance()
+            if ends:
+                break
+            if not self.char or len(raw) > MAX_HELD:
+                raise NotACall
+        try:
+            return str(json.loads("".join(raw), strict=False))
+        except ValueError:
+            raise NotACall from None
+
+    def nested(self, read: Callable[[], Parsing[None]]) -> Parsing[None]:
+        """Read a JSON object or list up to its last bracket, or the end of the text."""
+        depth, inside, escaped = 0, False, False
+        while self.char:
+            char = self.char
+            if inside:
+                inside = char != '"' or escaped
+                escaped = char == "\\" and not escaped
+            elif char == '"':
+                inside = True
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+            yield from read()
+            if depth == 0:
+                return
+
+    def value(self) -> Parsing[str]:
+        """Read any JSON value; returns its text. Raises NotACall where there is none, or not all of it."""
+        before = len(self._held)
+        if self.char == '"':
+            yield from self.string()
+        elif self.char in ("{", "["):
+            yield from self.nested(self.advance)
+        else:
+            while self.char and self.char not in ",}]" + SPACE:
+                yield from self.advance()
+        if not self.char or (not self._open and len(self._held) == before):
+            raise NotACall
+        return "".join(self._held[before:])

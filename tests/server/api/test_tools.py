@@ -1,0 +1,272 @@
+"""Tools of POST /v1/chat/completions: what the model gets to see, what comes back, and what is refused."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionToolParam
+
+from headrace.core.messages.frontend import Submit
+from headrace.core.types import packed
+from headrace.engine.grammar.checker import CheckerConfig
+from headrace.server.frontend.grammar_checker import GrammarChecker
+from headrace.server.frontend.service import Service
+from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, listening, running, saying
+
+STUB = load_tokenizer("stub:vocab=300", "")  # its chat template has tools, as hermes writes them
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather of a city", "parameters": CITY},
+}
+TIME: ChatCompletionToolParam = {"type": "function", "function": {"name": "get_time"}}
+PARIS = '{"city": "Paris"}'
+CALLS = (
+    f'Let me see.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+USER = {"role": "user", "content": "hi"}
+CHAT = "/v1/chat/completions"
+CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
+
+
+@asynccontextmanager
+async def served(script: Script, tokenizer: Tokenizer = STUB) -> AsyncIterator[tuple[Service, FakeLink]]:
+    link = FakeLink(script)
+    async with running(link, tokenizer, length=4000) as service:
+        service.model._grammars = GrammarChecker(CheckerConfig("stub:vocab=300", "", 300))
+        yield service, link
+
+
+async def posted(script: Script, body: dict[str, Any], path: str = CHAT) -> tuple[httpx.Response, FakeLink]:
+    async with served(script) as (service, link), client(service) as http:
+        return await http.post(path, json={"messages": [USER], **body}), link
+
+
+@asynccontextmanager
+async def sdk(script: Script) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        served(script) as (service, _),
+        listening(service) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0) as ai,
+    ):
+        yield ai
+
+
+@in_loop
+async def test_calls_are_those_of_the_official_sdk() -> None:
+    async with sdk(saying(STUB, CALLS, "stop")) as ai:
+        answer = await ai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], tools=[WEATHER, TIME]
+        )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see.\n"
+    calls = choice.message.tool_calls
+    assert calls is not None
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls if call.type == "function"] == [
+        ("function", "get_weather", PARIS),
+        ("function", "get_time", "{}"),
+    ]
+    assert len({call.id for call in calls}) == 2
+
+
+@in_loop
+async def test_a_stream_adds_up_to_the_same() -> None:
+    async with (
+        sdk(saying(STUB, CALLS, "stop")) as ai,
+        ai.chat.completions.stream(
+            model="tiny", messages=[{"role": "user", "content": "x"}], tools=[WEATHER, TIME], n=2
+        ) as stream,
+    ):
+        events = [event async for event in stream]
+        done = await stream.get_final_completion()
+    for choice in done.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see.\n"
+        assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()] == [
+            ("get_weather", PARIS),
+            ("get_time", "{}"),
+        ]
+    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(pieces) > len(PARIS), "arguments come as they are written"
+
+
+@in_loop
+async def test_chunks_have_id_and_name_once_and_first() -> None:
+    answer, _ = await posted(saying(STUB, CALLS, "stop"), {"tools": [WEATHER, TIME], "stream": True})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [part for chunk in chunks for c in chunk["choices"] for part in c["delta"].get("tool_calls", ())]
+    for index in (0, 1):
+        first, *rest = [part for part in parts if part["index"] == index]
+        assert set(first) == {"index", "id", "type", "function"}
+        assert all(set(part) == {"index", "function"} and set(part["function"]) == {"arguments"} for part in rest)
+    assert not any(chunk["choices"][0]["delta"].get("content") == "" for chunk in chunks[1:])
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@in_loop
+async def test_logprobs_are_of_every_token() -> None:
+    answer, _ = await posted(
+        saying(STUB, CALLS, "stop"), {"tools": [WEATHER, TIME], "stream": True, "logprobs": True, "top_logprobs": 1}
+    )
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    entries = [
+        entry for chunk in chunks for c in chunk["choices"] for entry in (c["logprobs"] or {"content": []})["content"]
+    ]
+    assert "".join(entry["token"] for entry in entries) == CALLS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_text_without_calls_stays_text(stream: bool) -> None:
+    for text, reason in (("a < b <tool_call>{}", "stop"), ("plain <tool", "length"), ("", "stop")):
+        answer, _ = await posted(saying(STUB, text, reason), {"tools": [WEATHER], "stream": stream})
+        if stream:
+            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            said = "".join(choice["delta"].get("content", "") for choice in choices)
+            assert (said, choices[-1]["finish_reason"]) == (text, reason)
+        else:
+            (choice,) = json_of(answer)["choices"]
+            assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+            assert choice["finish_reason"] == reason
+
+
+@in_loop
+async def test_calls_are_not_read_where_none_are_asked_for() -> None:
+    for body in ({"tools": [WEATHER], "tool_choice": "none"}, {}, {"tools": []}):
+        answer, link = await posted(saying(STUB, CALLS, "stop"), body)
+        (choice,) = json_of(answer)["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
+        assert prompt_of(link) == "user: hi\nassistant: "
+
+
+@in_loop
+async def test_one_call_without_parallel_ones() -> None:
+    answer, _ = await posted(saying(STUB, CALLS, "stop"), {"tools": [WEATHER, TIME], "parallel_tool_calls": False})
+    (choice,) = json_of(answer)["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+
+
+@in_loop
+async def test_calls_that_have_to_be_made_are_a_constraint() -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, single in (("required", False), (named, True)):
+        _, link = await posted(saying(STUB, CALLS, "stop"), {"tools": [WEATHER, TIME], "tool_choice": choice})
+        (submit,) = link.of(Submit)
+        assert submit.constraint is not None
+        assert submit.constraint.kind == "grammar"
+        assert submit.sampling.grammar == submit.constraint.key
+        assert ("get_time" in submit.constraint.text) is not single
+        assert ("{0," in submit.constraint.text) is not single
+
+
+@in_loop
+async def test_the_model_sees_tools_calls_and_results() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    body = {"messages": messages, "tools": [WEATHER]}
+    answer, link = await posted(saying(STUB, "It is sunny.", "stop"), body)
+    assert answer.status_code == 200, answer.text
+    function = json.dumps({"name": "get_weather", "arguments": {"city": "Paris"}})
+    expected = (
+        f"tools: {json.dumps([WEATHER])}\nuser: hi\nassistant: <tool_call>{function}</tool_call>\n"
+        "tool: sunny\nassistant: "
+    )
+    assert prompt_of(link) == expected
+    answer, _ = await posted(saying(STUB, ""), body, "/tokenize")
+    assert json_of(answer)["tokens"] == STUB.encode(expected)
+
+
+def prompt_of(link: FakeLink) -> str:
+    (submit,) = link.of(Submit)
+    return STUB.decode(packed.unpack(submit.prompt).tolist())
+
+
+def calling(**changed: Any) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | changed]}]}
+
+
+def function_with(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "only function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    (function_with(name="a b"), "tools[0].function.name", "1 to 64 letters"),
+    (function_with(name="x" * 65), "tools[0].function.name", "1 to 64 letters"),
+    (function_with(parameters={"type": "string"}), "tools[0].function.parameters.type", "object"),
+    (function_with(parameters=[]), "tools[0].function.parameters", "an object"),
+    (function_with(examples=[]), "tools[0].function.examples", "unknown field"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "two functions"),
+    (
+        {"tools": [{"function": {"name": f"f{number}"}} for number in range(129)]},
+        "tools",
+        "has 129 functions; at most 128",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'any'"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice.function.name",
+        "not among the tools",
+    ),
+    ({"tools": [WEATHER], "tool_choice": {"type": "custom", "function": {"name": "f"}}}, "tool_choice.type", "only"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.function", ""),
+    ({"tools": [WEATHER], "tool_choice": "required", "regex": "a"}, "regex", "given together"),
+    ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradict"),
+    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools", "given together"),
+    (
+        {**function_with(parameters={"properties": {"a": {"not": {}}}}), "tool_choice": "required"},
+        "tools[0].function.parameters",
+        "cannot be kept to",
+    ),
+    (calling(type="custom"), "messages[1].tool_calls[0].type", "only function"),
+    (calling(id=""), "messages[1].tool_calls[0].id", "1 to 128"),
+    (calling(kind="x"), "messages[1].tool_calls[0].kind", "unknown field"),
+    (calling(function={"name": "f", "arguments": "[1]"}), "messages[1].tool_calls[0].function.arguments", "object"),
+    (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments", "object"),
+    (calling(function={"name": "", "arguments": ""}), "messages[1].tool_calls[0].function.name", "1 to 64"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "required"),
+    (
+        {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "c1"}]},
+        "messages[1].tool_call_id",
+        "no message before it",
+    ),
+    ({"messages": [USER | {"tool_call_id": "c1"}]}, "messages[0].tool_call_id", "role tool"),
+]
+
+
+@in_loop
+async def test_what_is_wrong_is_refused_by_name() -> None:
+    async with served(saying(STUB, "x")) as (service, link), client(service) as http:
+        for body, field, words in REFUSED:
+            answer = await http.post(CHAT, json={"messages": [USER], **body})
+            error = json_of(answer)["error"]
+            assert (answer.status_code, error["param"]) == (400, field), (body, error)
+            assert words in error["message"], error
+        assert not link.of(Submit)
+
+
+@in_loop
+async def test_a_model_whose_template_has_no_tools_is_refused(tokenizer: Tokenizer) -> None:
+    async with served(saying(tokenizer, "x"), tokenizer) as (service, _), client(service) as http:
+        for path in (CHAT, "/tokenize"):
+            answer = await http.post(path, json={"messages": [USER], "tools": [WEATHER]})
+            error = json_of(answer)["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "no_tools", "tools")
+        answer = await http.post(CHAT, json={"messages": [USER], "tools": [WEATHER], "tool_choice": "none"})
+        assert answer.status_code == 200
+        answer = await http.post("/tokenize", json={"prompt": "x", "tools": [WEATHER]})
+        assert json_of(answer)["error"]["param"] == "tools"

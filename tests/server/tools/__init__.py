@@ -1,0 +1,1 @@
+"""Tool calls in generated text."""
