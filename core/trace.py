@@ -1,4 +1,5 @@
-"""Traces recorded for GET /debug/trace: plans and transfers of stages, phases of requests, load of the scheduler.
+"""Traces recorded for GET /debug/trace: plans and transfers of stages, phases of requests, load of the scheduler; and
+the spans of requests that are part of a distributed trace.
 
 Times are seconds of the recording process's monotonic clock. Processes of one machine share that clock; a stage on
 another machine does not, so each stage reports the offset of its clock from the time of day.
@@ -121,6 +122,18 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Entries beyond the buffer's limit."""
     layout: Layout = Layout()
     """Of the ranks, for their names."""
+
+
+class RequestSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a scheduler did for one request of a distributed trace: a phase, or a chunk of its prefill."""
+
+    phase: str
+    """The phase; "" for a chunk."""
+    start: float
+    end: float
+    first: int = 0
+    """A chunk computes the positions [first, first + count)."""
+    count: int = 0
 
 
 class Buffer(Generic[T]):

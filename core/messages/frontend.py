@@ -4,7 +4,7 @@ import msgspec
 
 from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
-from headrace.core.trace import SchedulerTrace
+from headrace.core.trace import RequestSpan, SchedulerTrace
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
@@ -60,6 +60,9 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
 
     constraint: Constraint | None = None
     """What the generated text has to match; it compiles, as the front end has made sure."""
+
+    traceparent: str = ""
+    """The span, as W3C Trace Context writes it, whose children the spans of this request are; "": none are wanted."""
 
     moved: bool = False
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
@@ -287,6 +290,29 @@ class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+class RequestTraced(SchedulerReply, frozen=True, kw_only=True):
+    """The spans of a request that was submitted with a traceparent. Sent at its end, before that is reported."""
+
+    rid: str
+    traceparent: str
+    spans: tuple[RequestSpan, ...]
+    """In order of their ends."""
+
+    dropped: int = 0
+    """Spans beyond the limit for one request."""
+
+    usage: Usage
+    handoff: HandoffStats = HandoffStats()
+    peer: str = ""
+    """Name of the server at the other end of its transfer."""
+
+    error: str = ""
+    """Code of what it failed with."""
+
+    paused_s: float = 0.0
+    """Seconds that the times are behind the machine's monotonic clock (LoopClock)."""
+
+
 class Drained(SchedulerReply, frozen=True, kw_only=True):
     """No request is left."""
 
@@ -352,6 +378,7 @@ AnySchedulerReply = (
     | Held
     | RequestFinished
     | RequestFailed
+    | RequestTraced
     | Drained
     | StatsReply
     | StatusReply

@@ -74,11 +74,11 @@ class StageGroup:
             replica.bubbles.computed(event.stage, event.duration_s, now)
             plan = replica.plans.get(event.seq)
             if plan is not None:  # else the last stage's message has overtaken it
-                replica.plans.reported(plan, event.stage, now)
+                replica.plans.reported(plan, event.stage, event.duration_s, now)
                 metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
                 self._learn(replica, plan, event, now)
             return
-        plan = replica.plans.pop(event.seq, now)
+        plan = replica.plans.pop(event.seq, event.duration_s, now)
         if plan is None:
             state.drop("unknown_plan")
             return

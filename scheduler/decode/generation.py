@@ -104,6 +104,9 @@ class TokenGeneration:
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:
         state, request = self._state, row.request
+        if request.span_log is not None and request.phase is Phase.RUNNING:
+            started = max(request.since, plan.started or 0.0)
+            request.span_log.chunk(request.computed, row.end - request.computed, started, now)
         request.computed = row.end
         assert request.lease is not None, "a request in a plan has pages"
         if row.sampled and sampled is None:

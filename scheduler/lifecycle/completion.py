@@ -12,7 +12,7 @@ every plan in flight with the request is done
 ReleaseRequest           the lease and the metadata row end, here and nowhere else
 """
 
-from headrace.core.messages.frontend import RequestFailed, RequestFinished
+from headrace.core.messages.frontend import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.types.errors import CANCELLED, ErrorInfo
@@ -142,6 +142,7 @@ class Completion:
         """Take a request out of every queue, index and deadline of live requests."""
         state = self._state
         state.enter(request, phase, now)
+        self._report_spans(request)
         outcome = "finished" if phase is Phase.DONE else "failed"
         state.metrics.counters.add("requests_total", labels=(outcome, reason))
         state.requests.end(request)
@@ -153,6 +154,23 @@ class Completion:
         state.prefills.detach(request)
         if isinstance(request.route, SendTo):
             self._end_ticket(request, request.route.ticket, now)
+
+    def _report_spans(self, request: Request) -> None:
+        spans = request.span_log
+        if spans is None:
+            return
+        self._state.out.add(
+            RequestTraced(
+                rid=request.rid,
+                traceparent=request.submit.traceparent,
+                spans=tuple(spans.spans),
+                dropped=spans.dropped,
+                usage=request.usage(),
+                handoff=request.handoff(self._state.config.page_size),
+                peer=self._state.peer_of(request),
+                error=request.error.code if request.error is not None else "",
+            )
+        )
 
     def _end_ticket(self, request: Request, ticket: str, now: float) -> None:
         """Remember how the ticket's use ended: for stale messages, or for a peer that has not reserved yet."""

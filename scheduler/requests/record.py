@@ -33,6 +33,7 @@ from headrace.core.types.request import (
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.requests.span_log import SpanLog
 from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
 
 
@@ -158,6 +159,9 @@ class Request:
     error: ErrorInfo | None = None
     """Why it has failed."""
 
+    span_log: SpanLog | None = None
+    """Set for a request that is part of a distributed trace."""
+
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """By position in the prompt."""
 
@@ -180,6 +184,8 @@ class Request:
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
+        if self.submit.traceparent:
+            self.span_log = SpanLog()
 
     @property
     def rid(self) -> str:
@@ -321,6 +327,8 @@ class Request:
         """Change the phase; return the seconds spent in the one before."""
         elapsed = now - self.since
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + elapsed
+        if self.span_log is not None:
+            self.span_log.phase(self.phase.value, self.since, now)
         self.phase = phase
         self.since = now
         return elapsed

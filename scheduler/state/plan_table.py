@@ -39,6 +39,9 @@ class Plan:
     begun: float = 0.0
     """Time at which the last stage had nothing to do before it: its order, or the end of the plan before."""
 
+    started: float | None = None
+    """Time at which the first stage began to compute it, once that is known."""
+
     reported: set[int] = field(default_factory=set)
     """Stages that have computed it."""
 
@@ -114,23 +117,27 @@ class PlanTable:
         """Those that the first stage has not reported, oldest first."""
         return (plan for plan in self if self._first_stage not in plan.reported)
 
-    def reported(self, plan: Plan, stage: int, now: float) -> None:
-        """A stage that is not the last has computed a plan."""
+    def reported(self, plan: Plan, stage: int, duration_s: float, now: float) -> None:
+        """A stage that is not the last has computed a plan in so many seconds."""
         plan.reported.add(stage)
         if stage == self._first_stage:
             self.first_begun = now
+            plan.started = now - duration_s
 
     def get(self, seq: int) -> Plan | None:
         """The plan in flight with this number."""
         return self._plans.get(seq)
 
-    def pop(self, seq: int, now: float) -> Plan | None:
-        """Take out a plan that is done. Its rows still count, until leave() is called for each of them."""
+    def pop(self, seq: int, duration_s: float, now: float) -> Plan | None:
+        """Take out a plan that is done, for which the last stage took so many seconds. Its rows still count, until
+        leave() is called for each of them."""
         plan = self._plans.pop(seq, None)
         if plan is None:
             return None
         if self._first_stage not in plan.reported:
             self.first_begun = now
+        if plan.started is None:
+            plan.started = now - duration_s
         if (following := self.oldest) is not None:
             following.begun = now
         return plan

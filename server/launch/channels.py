@@ -10,6 +10,7 @@ import msgspec
 from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     AnySchedulerReply,
+    RequestTraced,
     ServerInfo,
     StageDown,
     StageLost,
@@ -127,7 +128,7 @@ class FrontChannel:
             stats = join([command.stats, *(source.statistics() for source in self._stats_sources)])
             experts = self._experts.expert_loads() if self._experts is not None else ()
             command = msgspec.structs.replace(command, stats=stats, experts=experts)
-        elif isinstance(command, Traced):
+        elif isinstance(command, Traced | RequestTraced):
             command = msgspec.structs.replace(command, paused_s=self._paused_s())
         self._send(command)
         self._schedule_flush(now)
