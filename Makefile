@@ -46,7 +46,7 @@ help: ## Show this list.
 
 venv: $(STAMP) ## Make the virtual environment .venv with everything pinned.
 
-$(STAMP): $(addprefix requirements/,server.txt dev.txt model.txt torch.txt torch.sha256 cuda.txt) pyproject.toml $(COMPILED)
+$(STAMP): $(addprefix requirements/,server.txt dev.txt model.txt torch.txt tracing.txt torch.sha256 cuda.txt) pyproject.toml $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headrace needs Python 3.11 or newer; name one with: make venv PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \

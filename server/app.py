@@ -70,5 +70,12 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
         app.include_router(router)
     server = service.config.server
     app.add_middleware(ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys))
-    app.add_middleware(RequestMetrics, metrics=service.metrics, clock=service.clock, recent=service.recent)
+    app.add_middleware(
+        RequestMetrics,
+        metrics=service.metrics,
+        clock=service.clock,
+        recent=service.recent,
+        sampler=service.sampler,
+        record_span=service.record_span,
+    )
     return app

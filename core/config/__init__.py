@@ -6,6 +6,7 @@ from headrace.core.config.model import Compile, Dtype, EngineConfig, ExpertExcha
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
+from headrace.core.config.tracing import TracingConfig
 from headrace.core.config.transfer import KvEventsConfig, TransferConfig
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "SchedulerConfig",
     "ServerConfig",
     "StageConfig",
+    "TracingConfig",
     "TransferConfig",
 ]

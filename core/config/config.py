@@ -6,6 +6,7 @@ from headrace.core.config.model import EngineConfig, ModelConfig
 from headrace.core.config.scheduler import SchedulerConfig
 from headrace.core.config.server import ServerConfig
 from headrace.core.config.stages import GroupConfig
+from headrace.core.config.tracing import TracingConfig
 from headrace.core.config.transfer import KvEventsConfig, TransferConfig
 
 
@@ -19,6 +20,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def model_name(self) -> str:

@@ -1,5 +1,7 @@
 """Checks for settings that contradict each other; each error says what to write instead."""
 
+import re
+from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from headrace.core.config import Config, GroupConfig, SchedulerConfig
@@ -7,8 +9,10 @@ from headrace.core.types.addresses import is_loopback
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.named_values import named_values
 from headrace.core.types.tenants import priority_ranges, tenant_keys
 
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol)
 
 
@@ -25,6 +29,7 @@ def check(config: Config) -> None:
     _check_kv_events(config)
     _check_nixl(config)
     _check_curve(config)
+    _check_tracing(config)
 
 
 def _check_role(config: Config) -> None:
@@ -60,6 +65,39 @@ def _check_url(url: str) -> None:
         raise ConfigError(f"--prefill {url} is no URL of a server; write it like http://127.0.0.1:8001")
     if parts.path or parts.query or parts.fragment:
         raise ConfigError(f"--prefill {url}: write the server's address only, http://{parts.netloc}")
+
+
+def _check_tracing(config: Config) -> None:
+    tracing = config.tracing
+    named_values(tracing.attributes, "--trace-attribute")
+    for name, value in named_values(tracing.headers, "--otlp-header").items():
+        if not _HEADER_NAME.fullmatch(name) or not value.isascii():
+            raise ConfigError("--otlp-header: the name or the value of one of them is not of an HTTP header")
+    if not tracing.endpoint:
+        return
+    parts = urlsplit(tracing.endpoint)
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.username or parts.query or parts.fragment:
+        raise ConfigError(
+            "--otlp-traces-endpoint (OTEL_EXPORTER_OTLP_ENDPOINT) is no address of a collector; write it like "
+            "http://127.0.0.1:4318, and a key with --otlp-header"
+        )
+    if not installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
+        raise ConfigError(
+            "--otlp-traces-endpoint (OTEL_EXPORTER_OTLP_ENDPOINT) needs OpenTelemetry's SDK: "
+            "pip install 'headrace[tracing]'"
+        )
+
+
+def installed(*modules: str) -> bool:
+    """Whether these modules can be imported; the packages around them are."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:
+        return False
 
 
 def _check_binds(config: Config) -> None:

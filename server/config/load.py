@@ -57,13 +57,14 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Values of the environment variables that are set, by key. A list is separated by commas."""
     values: dict[str, Any] = {}
     for setting in SETTINGS:
-        given = environ.get(setting.flag.variable, "") if setting.flag.variable else ""
+        variable = setting.flag.variable
+        given = environ.get(variable, "").strip() if variable else ""
         if not given:
             continue
         if setting.kind == "list":
             values[setting.key] = tuple(item.strip() for item in given.split(",") if item.strip())
         else:
-            values[setting.key] = given.strip()
+            values[setting.key] = parse_value(setting, given, variable)
     return values
 
 

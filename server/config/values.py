@@ -55,6 +55,8 @@ def _expected(setting: Setting) -> str:
     if setting.choices:
         return ("names out of " if setting.kind == "choices" else "one of ") + ", ".join(setting.choices)
     words, low, high = _EXPECTED[setting.kind], setting.flag.low, setting.flag.high
+    if setting.flag.unit == "share":
+        words = "a number"
     if low is not None and high is not None:
         return f"{words} from {low:g} to {high:g}"
     return words if low is None else f"{words}, at least {low:g}"

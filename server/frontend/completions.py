@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from headrace.core.messages.frontend import Progress, RefuseTicket, ReleaseTicket, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
+from headrace.core.types.request import SamplingParams
 from headrace.server.frontend.generation import GenerationRunner
 from headrace.server.frontend.generation_request import (
     Emit,
@@ -133,7 +134,7 @@ class Completions:
 class _NoObserver:
     """Of prompts that no HTTP request has brought."""
 
-    def began(self, rid: str) -> None:
+    def began(self, rid: str, sampling: SamplingParams) -> None:
         pass
 
     def first_token(self, seconds: float) -> None:
@@ -150,7 +151,7 @@ class _NoObserver:
 def _observed(request: GenerationRequest) -> Iterator[RequestObserver]:
     """The observer of an admitted request, which sees it begin, and fail."""
     observer = request.observer or _NoObserver()
-    observer.began(request.rid)
+    observer.began(request.rid, request.sampling)
     try:
         yield observer
     except HeadraceError as error:

@@ -28,6 +28,7 @@ from headrace.core.types.request import (
     SamplingParams,
     SendTo,
 )
+from headrace.server.frontend.call_span import CallSpan
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.hidden_states import joined
 from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
@@ -35,6 +36,7 @@ from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
 from headrace.server.frontend.scheduler_client import Call, SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_call import PrefillProgress, client_error
@@ -64,6 +66,7 @@ class GenerationRunner:
         clock: Clock,
         *,
         local: bool = False,
+        record_span: RecordSpan = lambda _span: None,
     ) -> None:
         self._client = client
         self._model = model
@@ -71,6 +74,7 @@ class GenerationRunner:
         self._clock = clock
         self._failover = PrefillFailover(prefills, metrics, clock) if prefills is not None else None
         self._local = local
+        self._record_span = record_span
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue the prompt to its end on this server. Raises HeadraceError; cancelling it cancels the request."""
@@ -157,10 +161,11 @@ class GenerationRunner:
         """Reserve pages here, have the chosen prefill server compute the prompt, and continue from its KV. sampling:
         with all stop tokens. moved: another server has refused or failed it."""
         ticket = secrets.token_hex(16)
+        span = CallSpan(request.context, choice.server.url, self._clock, self._record_span)
         submit = _submit(request, sampling, FetchFrom(choice.server.url, ticket), moved=moved)
         async with (
             self._client.open(submit) as call,
-            pool.prefill_call(choice, prefill_body(request, ticket), request.context.headers()) as prefill,
+            pool.prefill_call(choice, prefill_body(request, ticket), span) as prefill,
         ):
 
             def on_progress(progress: PrefillProgress) -> None:
@@ -283,6 +288,7 @@ def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRout
         deadline_s=request.deadline_s,
         cache_salt=request.cache_salt,
         progress=request.progress,
+        traceparent=request.context.parent,
         moved=moved,
     )
 

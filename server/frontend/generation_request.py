@@ -18,7 +18,7 @@ from headrace.server.upstream.handoff_params import KvSource
 class RequestObserver(Protocol):
     """Sees the prompts of one HTTP request begin and end, for the request log."""
 
-    def began(self, rid: str) -> None:
+    def began(self, rid: str, sampling: SamplingParams) -> None:
         """A prompt was admitted under this request id."""
         ...
 

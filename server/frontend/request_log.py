@@ -8,14 +8,17 @@ import msgspec
 
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.request import SamplingParams
 from headrace.server.frontend.generation_request import GenerationResult
 from headrace.server.frontend.recent_events import RecentEvents
 from headrace.server.frontend.request_context import RequestContext
+from headrace.server.telemetry.spans import ServedSpan
 
 log = logging.getLogger(__name__)
 
 REFUSALS_PER_S = 5.0  # lines about requests that were refused before a prompt was admitted: any client can cause them
 REFUSALS_AT_ONCE = 50
+MAX_REASONS = 128  # of a span, which has one for each choice
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")  # needs no quotes
 
 
@@ -24,6 +27,7 @@ class RequestRecord:
 
     def __init__(self, context: RequestContext) -> None:
         self.context = context
+        self._sampling: SamplingParams | None = None
         self._rids: list[str] = []
         self._results: list[GenerationResult] = []
         self._first_token_s: float | None = None
@@ -39,9 +43,10 @@ class RequestRecord:
         """HTTP status of what it failed with, also in the middle of a stream; 0 if it did not."""
         return self._error.status if self._error is not None else 0
 
-    def began(self, rid: str) -> None:
+    def began(self, rid: str, sampling: SamplingParams) -> None:
         """A prompt was admitted under this request id."""
         self._rids.append(rid)
+        self._sampling = self._sampling or sampling
 
     def first_token(self, seconds: float) -> None:
         """The first token of a choice came so many seconds after its prompt was admitted."""
@@ -72,15 +77,42 @@ class RequestRecord:
             fields["error"] = self._error.message
         return fields
 
+    def span(self, route: str, status: int, start: float, end: float) -> ServedSpan:
+        """What its span is made of. start, end: of the response, seconds of the machine's monotonic clock."""
+        context = self.context
+        return ServedSpan(
+            traceparent=context.traceparent,
+            tracestate=context.tracestate,
+            parent_id=context.parent_id,
+            route=route,
+            status=status,
+            start=start,
+            end=end,
+            request_id=context.request_id,
+            rid=self._rids[0] if self._rids else "",
+            prompts=len(self._rids),
+            sampling=self._sampling,
+            usages=tuple(result.usage for result in self._results),
+            finish_reasons=self._reasons()[:MAX_REASONS],
+            first_token_s=self._first_token_s,
+            error=self._error.code if self._error is not None else self._unfinished(),
+        )
+
+    def _reasons(self) -> tuple[str, ...]:
+        return tuple(result.finish_reason or "handed_over" for result in self._results)
+
     def _outcome(self, status: int) -> str:
         if self._error is not None:
             return self._error.code
-        if len(self._results) < len(self._rids):
-            return "disconnected"
+        if left := self._unfinished():
+            return left
         if status >= 400:
             return "refused"
-        reasons = dict.fromkeys(result.finish_reason or "handed_over" for result in self._results)
-        return ",".join(reasons)
+        return ",".join(dict.fromkeys(self._reasons()))
+
+    def _unfinished(self) -> str:
+        """The outcome if a choice has not ended, and nothing has failed."""
+        return "disconnected" if len(self._results) < len(self._rids) else ""
 
     def _tokens_and_times(self) -> dict[str, str | int | float]:
         usages = [result.usage for result in self._results]

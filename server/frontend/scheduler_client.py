@@ -26,6 +26,7 @@ from headrace.core.messages.frontend import (
     QueryStats,
     RequestFailed,
     RequestFinished,
+    RequestTraced,
     Reserved,
     ServerInfo,
     StageDown,
@@ -155,6 +156,7 @@ class SchedulerClient:
         on_stage_down: Callable[[StageDown], None] = lambda _down: None,
         on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None,
         on_status: Callable[[StatusReply], None] = lambda _reply: None,
+        on_spans: Callable[[RequestTraced], None] = lambda _spans: None,
         inspect: Callable[[], Activity | None] = lambda: None,
         hang_s: float = LOST_S,
     ) -> None:
@@ -165,6 +167,7 @@ class SchedulerClient:
         self._on_stage_down = on_stage_down
         self._on_trace = on_trace
         self._on_status = on_status
+        self._on_spans = on_spans
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: set[str] = set()  # rids of held requests
@@ -368,6 +371,8 @@ class SchedulerClient:
                 self._on_trace(message)
             case StatusReply():
                 self._on_status(message)
+            case RequestTraced():
+                self._on_spans(message)
             case PrefillState():
                 self._on_prefill(message)
                 self._notify()

@@ -18,6 +18,7 @@ from headrace.server.frontend.control_address import ControlAddress
 from headrace.server.frontend.generation import GenerationRunner
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.recent_events import RecentEvents
+from headrace.server.frontend.request_context import TraceSampler
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.scheduler_link import SchedulerLink
 from headrace.server.frontend.served_model import ServedModel
@@ -26,6 +27,8 @@ from headrace.server.frontend.statistics_log import StatisticsLog
 from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.frontend.status_query import StatusQuery
 from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.telemetry.span_exporter import SpanExporter, SpanSink
+from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import PrefillPool
@@ -68,6 +71,9 @@ class Service:
         self.prefills = _prefill_pool(config.server, link.send, prefill_transport, self.clock)
         self._on_stages_ready = on_stages_ready
         self._on_stage_down = on_stage_down
+        self._spans = SpanExporter(self._open_spans) if config.tracing.endpoint else None
+        self.sampler = TraceSampler(config.tracing.sample_ratio) if self._spans is not None else None
+        self.record_span: RecordSpan = self._spans.record if self._spans is not None else lambda _span: None
         query = StatusQuery(link.send, self.clock)
         self._client = SchedulerClient(
             link,
@@ -77,6 +83,7 @@ class Service:
             on_stage_down=self._stage_down,
             on_trace=self.tracer.take,
             on_status=query.take,
+            on_spans=self.record_span,
             inspect=inspect_scheduler,
             hang_s=config.scheduler.stage_timeout_s,
         )
@@ -99,7 +106,15 @@ class Service:
         local = config.server.fallback == "local"
         self.completions = Completions(
             self._client,
-            GenerationRunner(self._client, self.model, self.prefills, self.metrics, self.clock, local=local),
+            GenerationRunner(
+                self._client,
+                self.model,
+                self.prefills,
+                self.metrics,
+                self.clock,
+                local=local,
+                record_span=self.record_span,
+            ),
             self.readiness,
             self.prefills,
             self.metrics,
@@ -113,18 +128,23 @@ class Service:
         self._client.start()
         await self.model.load()
         self.metrics.set_build(headrace_version(), self.config.server.role, self.model.name)
+        if self._spans is not None:
+            self._spans.start()
+            self.metrics.include(self._spans.statistics)
         if self.prefills is not None:
             self.prefills.start()
         self._statistics_log = asyncio.create_task(StatisticsLog(self.stats.snapshot, self.clock).run())
 
     async def stop(self) -> None:
-        """End every task. Requests that are still open fail."""
+        """End every task. Requests that are still open fail. Spans that are left are sent, for FLUSH_S at most."""
         if self._statistics_log is not None:
             self._statistics_log.cancel()
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()
         await self.model.close()
+        if self._spans is not None and self._spans.started:
+            await asyncio.to_thread(self._spans.stop)
 
     async def drain(
         self, timeout_s: float, grace_s: float = 0.0, on_grace_over: Callable[[], None] = lambda: None
@@ -159,6 +179,12 @@ class Service:
     def shut_down(self) -> None:
         """End the scheduler and its stages; unfinished requests fail, peers are told."""
         self._client.post(Shutdown())
+
+    def _open_spans(self) -> SpanSink:
+        """Called in the exporter's thread."""
+        from headrace.server.telemetry.otlp_sink import OtlpSink  # needs the extra "tracing"
+
+        return OtlpSink(self.config.tracing, self.config.server.role, headrace_version(), self.model.name)
 
     def _prefill_changed(self, state: PrefillState) -> None:
         if self.prefills is not None:

@@ -203,6 +203,17 @@ FRONT: tuple[MetricSpec, ...] = (
         ("outcome",),
         zeros=(("finished",), ("failed",), ("cancelled",)),
     ),
+    MetricSpec(
+        "trace_spans_exported_total", "counter", "Spans that the collector of --otlp-traces-endpoint has taken."
+    ),
+    MetricSpec(
+        "trace_spans_lost_total",
+        "counter",
+        "Spans that were lost, by reason: queue_full (the collector was too slow), not_taken (it was not reached, or "
+        "refused them).",
+        ("reason",),
+        zeros=(("queue_full",), ("not_taken",)),
+    ),
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 

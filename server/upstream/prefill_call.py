@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import httpx
 import msgspec
@@ -77,6 +77,22 @@ class PrefillResponse(msgspec.Struct, frozen=True):
     hidden_states: HiddenField | None = None
 
 
+class CallObserver(Protocol):
+    """Sees one call to a prefill server, for a trace."""
+
+    def headers(self) -> dict[str, str]:
+        """Ids of the request, and of the span whose child the prefill server's is."""
+        ...
+
+    def began(self) -> None:
+        """The prompt is sent."""
+        ...
+
+    def ended(self, error: str) -> None:
+        """The call is over. error: code of what it failed with, "cancelled" if it was given up, "" if it went well."""
+        ...
+
+
 class PrefillCall:
     """One prompt sent to a prefill server, as an async context.
 
@@ -90,7 +106,7 @@ class PrefillCall:
         http: httpx.AsyncClient,
         url: str,
         body: dict[str, Any],
-        headers: dict[str, str],
+        observer: CallObserver,
         *,
         posted: Callable[[], None],
         answered: Callable[[], None],
@@ -99,7 +115,7 @@ class PrefillCall:
         self._http = http
         self._url = url
         self._body = body
-        self._headers = headers
+        self._observer = observer
         self._posted = posted
         self._answered = answered
         self._running = running
@@ -119,6 +135,7 @@ class PrefillCall:
     def start(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
         """Send the prompt. on_error is called once if the prefill server refuses or fails it."""
         self._posted()
+        self._observer.began()
         self._task = asyncio.create_task(self._run(on_progress, on_error))
         self._running.add(self._task)
         self._task.add_done_callback(self._running.discard)
@@ -147,15 +164,20 @@ class PrefillCall:
                 await asyncio.wait_for(asyncio.shield(self._task), timeout_s)
 
     async def _run(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
+        outcome = CANCELLED
         try:
             self._response = await self._post(on_progress)
+            outcome = ""
         except HeadraceError as error:
+            outcome = error.info.code
             self._error = msgspec.structs.replace(error.info, at_prefill=True)
             log.debug("prefill server %s: %s", self._url, self._error.message)
             self._answered()
             on_error(self._error)
         else:
             self._answered()
+        finally:
+            self._observer.ended(outcome)
 
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""
@@ -177,7 +199,8 @@ class PrefillCall:
     ) -> PrefillResponse:
         """Raises HeadraceError for an error response, httpx.HTTPError."""
         url = f"{self._url}/v1/prefill"
-        given: dict[str, Any] = {"json": self._body, "headers": self._headers, "extensions": {"trace": connection.saw}}
+        given: dict[str, Any] = {"json": self._body, "headers": self._observer.headers()}
+        given["extensions"] = {"trace": connection.saw}
         async with self._http.stream("POST", url, **given) as response:
             if response.status_code != 200:
                 raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))

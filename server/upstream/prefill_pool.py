@@ -32,7 +32,7 @@ from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
-from headrace.server.upstream.prefill_call import PrefillCall
+from headrace.server.upstream.prefill_call import CallObserver, PrefillCall
 from headrace.server.upstream.server_watch import ServerWatch
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
@@ -286,15 +286,15 @@ class PrefillPool:
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def prefill_call(self, choice: Choice, body: dict[str, Any], headers: dict[str, str]) -> PrefillCall:
-        """A prompt to send to the server that was chosen for it. headers: ids of the request."""
+    def prefill_call(self, choice: Choice, body: dict[str, Any], observer: CallObserver) -> PrefillCall:
+        """A prompt to send to the server that was chosen for it."""
         router, sent = self._router, choice.sent
 
         return PrefillCall(
             self._http,
             choice.server.url,
             body,
-            headers,
+            observer,
             posted=lambda: router.posted(sent, self._clock.now()),
             answered=lambda: router.done(sent),
             running=self._calls,

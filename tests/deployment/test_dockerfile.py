@@ -59,6 +59,7 @@ def test_the_image_is_built_from_the_pinned_requirements() -> None:
     (install,) = (rest for rest in values(BUILD, "RUN") if "requirements/server.txt" in rest)
     pinned = "--require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt"
     assert f"pip install ${{PIP_ARGS}} {pinned}" in install
+    assert "-r requirements/tracing.txt" in install
     assert "requirements/install-torch python ${PIP_ARGS}" in install
 
 

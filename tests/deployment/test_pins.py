@@ -17,6 +17,7 @@ from tests.deployment.files import ROOT
 
 LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})*)")
 FILES = ("requirements/server.txt", "requirements/dev.txt")
+TRACING = "requirements/tracing.txt"  # a part of dev.txt
 PEERS = (
     "requirements/audit.txt",
     "requirements/charts.txt",
@@ -93,9 +94,10 @@ esac
 
 
 def test_every_dependency_of_the_project_is_pinned_within_its_bounds() -> None:
-    pinned = pins("requirements/server.txt") | pins("requirements/torch.txt")
+    pinned = pins("requirements/server.txt") | pins("requirements/torch.txt") | pins(TRACING)
     table = project()
-    for text in [*table["dependencies"], *table["optional-dependencies"]["server"]]:
+    extras = table["optional-dependencies"]
+    for text in [*table["dependencies"], *extras["server"], *extras["tracing"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
 
@@ -126,13 +128,13 @@ def test_other_programs_are_pinned(name: str) -> None:
 
 def test_installed_versions_are_the_pinned_ones() -> None:
     """Else the tests would be about another program than the one that the files describe."""
-    for package, pinned in pins("requirements/server.txt").items():
+    for package, pinned in (pins("requirements/server.txt") | pins(TRACING)).items():
         if package != "setuptools":
             assert version(package) == pinned, package
 
 
 @pytest.mark.parametrize(
-    "name", [*FILES, *PEERS, "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml", "Dockerfile"]
+    "name", [*FILES, TRACING, *PEERS, "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml", "Dockerfile"]
 )
 def test_nothing_names_a_package_index(name: str) -> None:
     text = (ROOT / name).read_text()

@@ -10,9 +10,10 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
 from headrace.server.frontend.recent_events import RecentEvents
-from headrace.server.frontend.request_context import REQUEST_ID_HEADER, read_context
+from headrace.server.frontend.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.telemetry.spans import RecordSpan
 
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/query")  # need no key
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
@@ -50,12 +51,22 @@ class ApiKeys:
 
 class RequestMetrics:
     """Counts responses by route and status, logs requests with prompts, and says in X-Request-Id which id they have in
-    the logs: the client's, or one that is made up."""
+    the logs: the client's, or one that is made up. sampler, record_span: of those whose spans are recorded."""
 
-    def __init__(self, app: ASGIApp, metrics: FrontMetrics, clock: Clock, recent: RecentEvents) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: FrontMetrics,
+        clock: Clock,
+        recent: RecentEvents,
+        sampler: TraceSampler | None = None,
+        record_span: RecordSpan = lambda _span: None,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._clock = clock
+        self._sampler = sampler
+        self._record_span = record_span
         self._log = RequestLog(clock.now(), recent)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +76,11 @@ class RequestMetrics:
             return
         started = self._clock.now()
         status = CLIENT_DISCONNECTED
-        record = RequestRecord(read_context(scope["headers"]))
+        context = read_context(scope["headers"])
+        logged = scope["method"] == "POST"  # not the probes of orchestrators, which are refused until a server is ready
+        if self._sampler is not None and logged:
+            context = self._sampler.sample(context)
+        record = RequestRecord(context)
         scope.setdefault("state", {})["record"] = record
         request_id = (REQUEST_ID_HEADER.encode(), record.context.request_id.encode())
 
@@ -81,8 +96,10 @@ class RequestMetrics:
         finally:
             route, now = _template(scope.get("route")), self._clock.now()
             self._metrics.observe_request(route, status, now - started)
-            if scope["method"] == "POST":  # not the probes of orchestrators, which are refused until a server is ready
+            if logged:
                 self._log.write(record, route, status, now - started, now)
+            if context.recorded:
+                self._record_span(record.span(route, status, started, now))
 
 
 def _template(route: BaseRoute | None) -> str:

@@ -1,6 +1,7 @@
 """Configuration from flags, files and environment, and the errors for mistakes."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.core.config import Config, GroupConfig, SchedulerConfig
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.named_values import named_values
 from headrace.server.config.flags import add_flags
 from headrace.server.config.load import load
 from headrace.server.config.settings import BY_KEY, SETTINGS
@@ -54,6 +56,10 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
     samples["dp-external"] = ('"1/3@[::1]:9000"', ["--dp-external", "1/3@[::1]:9000"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
+    samples["trace-sample-ratio"] = ("0.5", ["--trace-sample-ratio", "0.5"])
+    samples["otlp-traces-endpoint"] = ('"http://a:1"', ["--otlp-traces-endpoint", "http://a:1"])
+    samples["otlp-header"] = ('["a=k"]', ["--otlp-header", "a=k"])
+    samples["trace-attribute"] = ('["a=k", "b=l"]', ["--trace-attribute", "a=k", "--trace-attribute", "b=l"])
     samples["tenant-key"] = ('["a=k"]', ["--tenant-key", "a=k"])
     samples["priority-range"] = ('["0:9"]', ["--priority-range", "0:9"])
     samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
@@ -164,6 +170,14 @@ MISTAKES = [
     (["--tenant-key", "alone"], "NAME=KEY"),
     (["--tenant-key", "a=k", "--tenant-key", "b=k"], "another tenant"),
     (["--model", " "], "a text"),
+    (["--otlp-traces-endpoint", "collector:4318"], "write it like http://127.0.0.1:4318"),
+    (["--otlp-traces-endpoint", "http://u:p@collector:4318"], "a key with --otlp-header"),
+    (["--otlp-traces-endpoint", "http://collector:99999"], "write it like http://127.0.0.1:4318"),
+    (["--otlp-header", "sesame"], "^--otlp-header: value 1 is not of the form NAME=VALUE$"),
+    (["--otlp-header", "a=b", "--otlp-header", "c=%0a"], "value 2"),
+    (["--otlp-header", "a b=sesame"], "^--otlp-header: the name or the value of one of them"),
+    (["--trace-attribute", "=x"], "--trace-attribute: value 1"),
+    (["--trace-sample-ratio", "2"], "expected a number from 0 to 1, got '2'"),
     (["--stage-host", "10.0.0.1"], "--stages external"),
     (["--stage-port", "8300"], "--stages external"),
     (["--stages", "external"], "--dtype"),
@@ -265,8 +279,35 @@ def test_sizes(given: object, value: int) -> None:
     assert parse_value(BY_KEY["window-bytes"], given, "here") == value
 
 
+def test_variables_of_opentelemetry_set_what_flags_set() -> None:
+    """As its specification writes them: lists with commas, values percent-encoded."""
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20k, x-team=a",
+        "OTEL_TRACES_SAMPLER_ARG": "0.25",
+        "OTEL_SERVICE_NAME": "pair",
+        "OTEL_RESOURCE_ATTRIBUTES": "k8s.pod.name=p,deployment.environment.name=test",
+    }
+    tracing = configure("--trace-service-name", "mine", **variables).tracing
+    assert (tracing.endpoint, tracing.sample_ratio, tracing.service_name) == ("http://c:4318", 0.25, "mine")
+    assert named_values(tracing.headers, "") == {"authorization": "Bearer k", "x-team": "a"}
+    assert named_values(tracing.attributes, "")["k8s.pod.name"] == "p"
+    assert not configure(OTEL_EXPORTER_OTLP_ENDPOINT=" ").tracing.endpoint
+    with pytest.raises(ConfigError, match=r"^OTEL_TRACES_SAMPLER_ARG: expected a number from 0 to 1, got 'x'$"):
+        configure(OTEL_TRACES_SAMPLER_ARG="x")
+
+
+def test_without_the_sdk_tracing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--otlp-traces-endpoint", "http://127.0.0.1:4318"]
+    configure(*flags)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"^--otlp-traces-endpoint .*: pip install 'headrace\[tracing\]'$"):
+        configure(*flags)
+    configure()
+
+
 def test_secrets_are_never_printed() -> None:
-    text = to_toml(configure("--api-key", "sesame"))
+    text = to_toml(configure("--api-key", "sesame", "--otlp-header", "x-key=sesame"))
     assert "sesame" not in text
     with pytest.raises(ConfigError) as caught:
         parse_value(BY_KEY["api-key"], 12345, "api-key")

@@ -19,9 +19,11 @@ from headrace.core.messages.frontend import (
     Reserved,
     Submit,
 )
-from headrace.core.runtime.clock import Clock, VirtualClock
+from headrace.core.runtime.clock import Clock, SystemClock, VirtualClock
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.request import DecodeHere
+from headrace.server.frontend.call_span import CallSpan
+from headrace.server.frontend.request_context import RequestContext
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_call import PrefillCall
@@ -343,7 +345,8 @@ async def test_moves_are_logged_once_a_second_for_each_server_and_reason(
 
 
 def _call(http: httpx.AsyncClient, url: str) -> PrefillCall:
-    return PrefillCall(http, url, {}, {}, posted=lambda: None, answered=lambda: None, running=set())
+    span = CallSpan(RequestContext("an id"), url, SystemClock(), lambda _span: None)
+    return PrefillCall(http, url, {}, span, posted=lambda: None, answered=lambda: None, running=set())
 
 
 async def _post(http: httpx.AsyncClient, url: str) -> ErrorInfo | None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.server.frontend.request_context import RequestContext, read_context
+from headrace.server.frontend.request_context import RequestContext, TraceSampler, read_context
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -56,3 +56,37 @@ def test_whatever_is_sent_the_ids_are_headers_again(sent: list[tuple[bytes, byte
         assert value.isascii()
         assert value.isprintable()
         assert name.isprintable()
+
+
+def test_a_sampled_header_is_followed_whatever_the_share() -> None:
+    client = read_context(headers(traceparent=PARENT, tracestate="vendor=1"))
+    context = TraceSampler(0.0).sample(client)
+    assert context.recorded
+    assert context.parent_id == "00f067aa0ba902b7"
+    assert context.traceparent[:36] == PARENT[:36]
+    assert context.traceparent[36:52] != context.parent_id
+    assert context.parent == context.traceparent == context.headers()["traceparent"]
+    assert context.headers()["tracestate"] == "vendor=1"
+    call = context.child()
+    assert (call.parent_id, call.trace_id) == (context.traceparent[36:52], TRACE)
+    assert read_context(headers(traceparent=call.traceparent)).traceparent == call.traceparent
+
+
+def test_a_header_that_is_not_sampled_goes_on_as_it_is() -> None:
+    client = read_context(headers(traceparent=PARENT[:-2] + "02"))
+    context = TraceSampler(1.0).sample(client)
+    assert context == client
+    assert context.parent == ""
+
+
+@pytest.mark.parametrize(("ratio", "low", "high"), [(0.0, 0, 0), (0.25, 180, 320), (1.0, 1000, 1000)])
+def test_a_share_of_the_traces_that_begin_here_is_recorded(ratio: float, low: int, high: int) -> None:
+    sampler = TraceSampler(ratio)
+    contexts = [sampler.sample(read_context(headers(tracestate="vendor=1"))) for _ in range(1000)]
+    assert low <= sum(context.recorded for context in contexts) <= high
+    assert len({context.trace_id for context in contexts}) == 1000
+    for context in contexts:
+        assert read_context(headers(traceparent=context.traceparent)).traceparent == context.traceparent
+        assert context.traceparent.endswith("-01" if context.recorded else "-00")
+        assert (context.parent_id, context.tracestate) == ("", "")
+        assert (context.parent != "") == context.recorded
