@@ -306,13 +306,15 @@ def _outgoing_route(request: GenerationRequest) -> AnyRoute:
 def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> GenerationDelta:
     """The text of new tokens, up to the one that ends it."""
     pieces: list[str] = []
-    shown = 0
+    shown = ended = 0
     for token in event.tokens:
         pieces.append(text.push(token))
-        shown += not (text.stopped and token in ends)
+        ended = text.stopped and token in ends
+        shown += not ended
         if text.stopped:
             break
-    return GenerationDelta("".join(pieces), event.tokens[:shown], event.logprobs[:shown])
+    logprobs = event.logprobs
+    return GenerationDelta("".join(pieces), event.tokens[:shown], logprobs[:shown], logprobs[shown : shown + ended])
 
 
 def _finish_reason(reason: str) -> FinishReason | None:

@@ -95,6 +95,8 @@ class GenerationDelta(msgspec.Struct, frozen=True):
     """Token ids, without the one that ends the text."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token if requested, else empty."""
+    end_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the token that ends the text, if requested and there is one."""
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.request import TokenLogprob
+from headrace.server.tokenizer.detokenizer import Detokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
 
@@ -65,21 +66,28 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
     return {"token": tokenizer.piece(token), "logprob": logprob, "bytes": list(tokenizer.piece_bytes(token))}
 
 
-def completion_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """The "logprobs" object of a completion choice. offset: characters of the text before the first token."""
-    names = [token_name(tokenizer, value.token) for value in values]
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprob | None]], offset: int = 0
+) -> dict[str, Any]:
+    """The "logprobs" object of a completion choice, of tokens and their logprobs. offset: characters of the text before
+    the first token. The alternatives include the token itself, as OpenAI's do: one more where it is none of them."""
+    text = Detokenizer(tokenizer)
     offsets = []
-    for value in values:
+    for token, _ in tokens:
         offsets.append(offset)
-        offset += len(tokenizer.piece(value.token))
+        offset += len(text.push(token))
     return {
-        "tokens": names,
-        "token_logprobs": [value.logprob for value in values],
-        "top_logprobs": [
-            {token_name(tokenizer, token): logprob for token, logprob in top_logprobs(value)} for value in values
-        ],
+        "tokens": [token_name(tokenizer, token) for token, _ in tokens],
+        "token_logprobs": [None if value is None else value.logprob for _, value in tokens],
+        "top_logprobs": [None if value is None else _alternatives(tokenizer, value) for _, value in tokens],
         "text_offset": offsets,
     }
+
+
+def _alternatives(tokenizer: Tokenizer, value: TokenLogprob) -> dict[str, float]:
+    found = {token_name(tokenizer, token): logprob for token, logprob in top_logprobs(value)}
+    found.setdefault(token_name(tokenizer, value.token), value.logprob)
+    return found
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

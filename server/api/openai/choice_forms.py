@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from headrace.core.types.request import FinishReason, TokenLogprob
+from headrace.server.api.openai.echo import Echo
 from headrace.server.api.response.choices import Choice
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries
@@ -26,8 +27,8 @@ class ChoiceForm(Protocol):
         """The chunk of new text; None if there is nothing to say yet. offset: characters of the choice before it."""
         ...
 
-    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
-        """The chunk that ends a choice."""
+    def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """The chunk that ends a choice, and has "prompt_logprobs" if requested."""
         ...
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
@@ -36,40 +37,53 @@ class ChoiceForm(Protocol):
 
 
 class CompletionForm:
-    """POST /v1/completions."""
+    """POST /v1/completions. echo: the prompts, if they are to come before their texts. Logprobs are those of the whole
+    text and of the token that ended it, so that there is one for each of the completion tokens."""
 
     name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, logprobs: bool, echo: Echo | None = None) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._echo = echo
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """There is none."""
-        return None
+        """A chunk with the prompt, if it is echoed."""
+        return None if self._echo is None else _text_chunk(index, self._echo.text(index))
 
     def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
         """A chunk with "text"."""
-        logprobs = self._logprobs_object(delta.logprobs, offset)
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        return _text_chunk(index, delta.text, self._logprobs_object(delta.logprobs, offset))
 
-    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+    def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason."""
-        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
-
-    def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        """A choice with "text", and "prompt_logprobs" if requested."""
+        ended = self._logprobs_object(choice.end_logprobs, len(choice.text)) if choice.end_logprobs else None
         return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": self._logprobs_object(choice.logprobs, 0),
-            "finish_reason": result.finish_reason,
+            **_text_chunk(index, "", ended, result.finish_reason),
             **_prompt_logprobs(self._tokenizer, result),
         }
 
-    def _logprobs_object(self, values: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-        return completion_logprobs(self._tokenizer, values, offset) if self._logprobs else None
+    def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        """A choice with "text", and "prompt_logprobs" if requested and not part of an echo."""
+        values = (*choice.logprobs, *choice.end_logprobs)
+        if self._echo is None:
+            text, logprobs = choice.text, self._logprobs_object(values)
+        else:
+            text = self._echo.text(index) + choice.text
+            logprobs = self._logprobs_object(values, prompt=self._echo.logprobs(index, result))
+        more = {} if self._echo and self._logprobs else _prompt_logprobs(self._tokenizer, result)
+        return {**_text_chunk(index, text, logprobs, result.finish_reason), **more}
+
+    def _logprobs_object(
+        self,
+        values: Sequence[TokenLogprob],
+        offset: int = 0,
+        prompt: Sequence[tuple[int, TokenLogprob | None]] = (),
+    ) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        return completion_logprobs(self._tokenizer, [*prompt, *((value.token, value) for value in values)], offset)
 
 
 class ChatForm:
@@ -97,9 +111,10 @@ class ChatForm:
             "finish_reason": None,
         }
 
-    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+    def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason."""
-        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+        ended = {"index": index, "delta": {}, "logprobs": None, "finish_reason": result.finish_reason}
+        return {**ended, **_prompt_logprobs(self._tokenizer, result)}
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A choice with "message", and "prompt_logprobs" if requested."""
@@ -113,6 +128,12 @@ class ChatForm:
 
     def _logprobs_object(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, values) if self._logprobs else None
+
+
+def _text_chunk(
+    index: int, text: str, logprobs: dict[str, Any] | None = None, reason: FinishReason | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _prompt_logprobs(tokenizer: Tokenizer, result: GenerationResult) -> dict[str, Any]:

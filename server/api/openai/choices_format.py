@@ -7,7 +7,9 @@ from headrace.core.messages.frontend import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import ChoiceForm
+from headrace.server.api.openai.echo import without_completion
 from headrace.server.api.request.completion_request import CompletionRequest
+from headrace.server.api.request.schema import StreamOptions
 from headrace.server.api.response.choices import Choice, Output
 from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.streaming import EventWriter
@@ -16,19 +18,22 @@ from headrace.server.frontend.generation_request import GenerationDelta, Generat
 
 
 class ChoicesFormat:
-    """The ResponseFormat with "choices", numbered prompt by prompt. include_usage: end a stream with its usage."""
+    """The ResponseFormat with "choices", numbered prompt by prompt."""
 
     def __init__(
-        self, completion: CompletionRequest, model_name: str, form: ChoiceForm, *, include_usage: bool
+        self, completion: CompletionRequest, model_name: str, form: ChoiceForm, options: StreamOptions | None
     ) -> None:
         self._choices_per_prompt = completion.choices
+        self._prompt_only = completion.prompt_only
         self._form = form
-        self._include_usage = include_usage
+        self._include_usage = options is not None and bool(options.include_usage)
         self._head = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}
         self._opened: set[int] = set()
 
     async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All choices, with usage and the "headrace" report."""
+        if self._prompt_only:
+            outputs = [without_completion(output) for output in outputs]
         return {
             **self._head,
             "object": self._form.name,
@@ -52,7 +57,7 @@ class ChoicesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""
         await self._open(events, index)
-        await self._write_chunk(events, [self._form.last(index, result.finish_reason)])
+        await self._write_chunk(events, [self._form.last(index, choice, result)])
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """A chunk of usage if requested, and [DONE]."""

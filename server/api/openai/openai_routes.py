@@ -14,6 +14,7 @@ from headrace.core.types.errors import invalid
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
+from headrace.server.api.openai.echo import Echo, prepare_echo
 from headrace.server.api.openai.responses_format import ResponsesFormat, input_messages, refuse_unsupported_responses
 from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.completion_request import CompletionRequest
@@ -28,7 +29,7 @@ from headrace.server.api.request.sampling import (
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
 from headrace.server.api.request.tools import forced_calls, shown_tokens, tool_use
-from headrace.server.api.response.completion_endpoint import CompletionEndpoint, MakeFormat
+from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.generation_request import GenerationRequest
@@ -43,16 +44,19 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     router = APIRouter()
     started = int(wall_time())
 
-    def choices_format(form: type[CompletionForm] | type[ChatForm]) -> MakeFormat[OpenAIBody]:
-        def make(body: OpenAIBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
-            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            logprobs = completion.base.sampling.logprobs is not None
-            choice_form: ChoiceForm = form(model.tokenizer, logprobs=logprobs)
-            if completion.tools is not None:
-                choice_form = ToolChatForm(model.tokenizer, completion.tools, logprobs=logprobs)
-            return ChoicesFormat(completion, model.name, choice_form, include_usage=include_usage)
+    def completions_format(
+        body: CompletionBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
+    ) -> ChoicesFormat:
+        echo = Echo(model.tokenizer, body, completion, requests) if body.echo else None
+        form = CompletionForm(model.tokenizer, logprobs=body.logprobs is not None, echo=echo)
+        return ChoicesFormat(completion, model.name, form, body.stream_options)
 
-        return make
+    def chat_format(body: ChatBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
+        logprobs = completion.base.sampling.logprobs is not None
+        form: ChoiceForm = ChatForm(model.tokenizer, logprobs=logprobs)
+        if completion.tools is not None:
+            form = ToolChatForm(model.tokenizer, completion.tools, logprobs=logprobs)
+        return ChoicesFormat(completion, model.name, form, body.stream_options)
 
     def responses_format(
         _body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
@@ -73,11 +77,11 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
         check = partial(_check_completion, model)
-        return await endpoint.respond(http, CompletionBody, check, choices_format(CompletionForm))
+        return await endpoint.respond(http, CompletionBody, check, completions_format)
 
     @router.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), choices_format(ChatForm))
+        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), chat_format)
 
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
@@ -89,13 +93,16 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_fields({"best_of": body.best_of not in (None, 1, body.n)})
+    prompt_only = body.max_tokens == 0
+    prepare_echo(body)
     constraint = await _check(model, body)
     prompts = completion_prompts(body.prompt)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
     check_logprobs_start(sampling, tokens)
-    return CompletionRequest(_base_request("cmpl", body, sampling, constraint), tokens, body.n or 1)
+    base = _base_request("cmpl", body, sampling, constraint)
+    return CompletionRequest(base, tokens, body.n or 1, prompt_only=prompt_only)
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:

@@ -36,10 +36,11 @@ class ToolChatForm:
         fields = self._fields(index, *found)
         return {**self._chat.delta(index, delta, offset), "delta": fields} if fields or delta.logprobs else None
 
-    def last(self, index: int, reason: FinishReason | None) -> dict[str, Any]:
+    def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason, and what was held back."""
         fields = self._fields(index, *self._parser(index).flush())
-        return {**self._chat.last(index, reason), "delta": fields, "finish_reason": self._reason(index, reason)}
+        reason = self._reason(index, result.finish_reason)
+        return {**self._chat.last(index, choice, result), "delta": fields, "finish_reason": reason}
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A choice with "message", which has the calls."""

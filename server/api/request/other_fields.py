@@ -113,7 +113,6 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.CompletionBody: _table(
         _OPENAI,
         _refused("the tokenizer decides", "add_special_tokens", True),
-        _refused("prompt_logprobs has the logprobs of the prompt", "echo"),
         _refused("text is continued at its end", "suffix"),
         _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
         _refused("POST /v1/chat/completions has them", "tools functions"),

@@ -30,6 +30,7 @@ Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # far beyond these, logits
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Biases = Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_INT64)]
+MaxTokensOrNone = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Position = Annotated[int, Meta(ge=0, le=MAX_INT32)]

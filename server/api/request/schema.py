@@ -16,6 +16,7 @@ from headrace.server.api.request.ranges import (
     DeadlineS,
     DraftTopK,
     MaxTokens,
+    MaxTokensOrNone,
     MinP,
     MinTokens,
     ObjectiveMs,
@@ -250,6 +251,10 @@ class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    """The prompt comes before the text, and with logprobs its logprobs before those of the text."""
+    max_tokens: MaxTokensOrNone | None = None
+    """0, which needs echo, scores the prompt alone."""
     logprobs: Alternatives | None = None
     best_of: int | None = None
     """No other number than n: all continuations are returned."""

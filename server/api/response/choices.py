@@ -20,12 +20,14 @@ class Choice:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.end_logprobs: tuple[TokenLogprob, ...] = ()
 
     def add(self, delta: GenerationDelta) -> None:
         """Append a delta."""
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.end_logprobs += delta.end_logprobs
 
 
 Output = tuple[Choice, GenerationResult]  # one finished choice

@@ -57,7 +57,6 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "extra_key": "s" * 257}, 400, "extra_key", "at most 256"),
     ({"prompt": ["x", "y"], "cache_salt": ["s", "t"]}, 400, "cache_salt", "expected a string, got a list"),
     ({"prompt": "x", "priority": 1 << 40}, 400, "priority", "from"),
-    ({"prompt": "x", "echo": True}, 400, "echo", "not supported"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
     ({"prompt": "x", "best_of": 3}, 400, "best_of", "not supported"),
     ({"prompt": "x", "frequency_penalty": 2.5}, 400, "frequency_penalty", "is 2.5; it has to be from -2 to 2"),

@@ -96,12 +96,18 @@ async def test_a_token_that_contains_the_stop_ends_it_in_the_engine(tokenizer: T
 
 @in_loop
 async def test_the_end_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
+    """A completion's logprobs are those of all completion tokens, in a stream too."""
     link = FakeLink(saying(tokenizer, "hello<eos>", reason="stop"))
     async with running(link, tokenizer) as service, client(service) as http:
         answer = json_of(await http.post("/v1/completions", json={"prompt": "x", "logprobs": 1}))
+        lines = (await http.post("/v1/completions", json={"prompt": "x", "logprobs": 1, "stream": True})).text
     assert answer["choices"][0]["text"] == "hello"
-    assert answer["choices"][0]["logprobs"]["tokens"] == ["hello"]
+    whole = answer["choices"][0]["logprobs"]
+    assert (whole["tokens"], whole["text_offset"]) == (["hello", "<eos>"], [0, 5])
     assert answer["usage"]["completion_tokens"] == 2
+    parts = [choice["logprobs"] for chunk in events(lines) for choice in chunk["choices"] if choice["logprobs"]]  # type: ignore[attr-defined]
+    for field, values in whole.items():
+        assert [value for part in parts for value in part[field]] == values
 
 
 @in_loop
@@ -112,8 +118,10 @@ async def test_completion_logprobs(tokenizer: Tokenizer) -> None:
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["hello", " ", "bytes:\\xc3", "bytes:\\xa9"]
     assert logprobs["token_logprobs"] == [-0.25] * 4
-    assert logprobs["text_offset"][:2] == [0, 5]
-    assert all(len(tops) == 2 for tops in logprobs["top_logprobs"])
+    assert logprobs["text_offset"] == [0, 5, 6, 6]
+    for name, tops in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert tops[name] == -0.25, "the token itself is among the alternatives"
+        assert len(tops) in (2, 3)
 
 
 @in_loop
