@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.allow_list import Rules, is_named
 from headrace.core.types.discovery import parse_query
 from headrace.integrations.peer.commands import ControlPortReply, LookUpControlPort
@@ -49,7 +48,7 @@ class ControlPortLookup:
     def _answer(self, lookup: LookUpControlPort) -> None:
         try:
             self._report(ControlPortReply(name=lookup.name, control_port=self._get(lookup)))
-        except (OSError, http.client.HTTPException, ValueError, *NO_MESSAGE) as error:
+        except Exception as error:  # whatever it is, the answer is waited for
             reason = f"lookup over HTTP: {type(error).__name__} {error}"
             self._report(ControlPortReply(name=lookup.name, reason=reason))
 

@@ -37,6 +37,7 @@ from headrace.core.messages.frontend import (
     Tokens,
     Traced,
 )
+from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
 from headrace.core.stats import Stats
@@ -193,7 +194,7 @@ class SchedulerClient:
         self._wake_s = self._loop.time()
         self._silence.heard(self._clock.now())
         self._link.open(self._take, self._link_lost)
-        self._probing = asyncio.create_task(self._probe())
+        self._probing = asyncio.create_task(keep_running("the watch over the scheduler", self._probe))
 
     async def stop(self) -> None:
         """Close the link; open requests fail with 503."""

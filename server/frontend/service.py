@@ -9,6 +9,7 @@ import httpx
 
 from headrace.core.config import Config, ServerConfig
 from headrace.core.messages.frontend import AnyFrontendRequest, Drain, PrefillState, Shutdown, StageDown, StageLost
+from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
 from headrace.core.types.allow_list import allowed_prefills
@@ -133,7 +134,8 @@ class Service:
             self.metrics.include(self._spans.statistics)
         if self.prefills is not None:
             self.prefills.start()
-        self._statistics_log = asyncio.create_task(StatisticsLog(self.stats.snapshot, self.clock).run())
+        statistics_log = StatisticsLog(self.stats.snapshot, self.clock)
+        self._statistics_log = asyncio.create_task(keep_running("the log of statistics", statistics_log.run))
 
     async def stop(self) -> None:
         """End every task. Requests that are still open fail. Spans that are left are sent, for FLUSH_S at most."""

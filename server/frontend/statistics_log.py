@@ -25,18 +25,18 @@ class StatisticsLog:
     def __init__(self, snapshot: Callable[[], Awaitable[list[Stats]]], clock: Clock) -> None:
         self._snapshot = snapshot
         self._clock = clock
+        self._before: Values = {}  # counters begin at 0
+        self._then = clock.now()
 
     async def run(self) -> None:
-        """Write lines until cancelled."""
-        before: Values = {}  # counters begin at 0
-        then = self._clock.now()
+        """Write lines until cancelled. May be run again after a failure."""
         while True:
             await asyncio.sleep(PERIOD_S)
             after, now = values(await self._snapshot()), self._clock.now()
-            if fields := summary(before, after, now - then):
+            if fields := summary(self._before, after, now - self._then):
                 text = " ".join(f"{name}={value}" for name, value in fields.items())
                 log.info("statistics %s", text, extra={"fields": fields})
-            before, then = after, now
+            self._before, self._then = after, now
 
 
 def values(parts: Iterable[Stats]) -> Values:

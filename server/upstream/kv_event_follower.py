@@ -60,7 +60,8 @@ class KvEventFollower:
         self._decoder = msgspec.msgpack.Decoder(KvEventBatch)
 
     async def run(self) -> None:
-        """Follow until cancelled. The server may be unreachable: then nothing comes."""
+        """Follow until cancelled, from the first batch that the server has. Nothing comes while it is unreachable."""
+        self._next = None
         self._forget()
         context = zmq.asyncio.Context()
         try:

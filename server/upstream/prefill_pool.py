@@ -21,6 +21,7 @@ import msgspec
 
 from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
+from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.types.addresses import url
@@ -140,7 +141,7 @@ class PrefillPool:
 
     def start(self) -> None:
         """Begin to connect to the configured servers."""
-        self._tasks = [asyncio.create_task(self._maintain(server)) for server in self._servers.values()]
+        self._tasks = [asyncio.create_task(self._kept(server)) for server in self._servers.values()]
 
     async def stop(self) -> None:
         """Cancel all tasks and prompts, and close the HTTP connections."""
@@ -273,7 +274,7 @@ class PrefillPool:
         server = PrefillServer(url(scheme, host, address.port))
         self._named[server.url] = server
         if address.kind == "http":
-            self._named_tasks[server.url] = asyncio.create_task(self._maintain(server))
+            self._named_tasks[server.url] = asyncio.create_task(self._kept(server))
         else:
             self._connect(server, Discovery((), address.engine, address.port))
         return server
@@ -299,6 +300,9 @@ class PrefillPool:
             answered=lambda: router.done(sent),
             running=self._calls,
         )
+
+    async def _kept(self, server: PrefillServer) -> None:
+        await keep_running(f"the maintenance of prefill server {server.url}", lambda: self._maintain(server))
 
     async def _maintain(self, server: PrefillServer) -> None:
         """Discover a server, have the scheduler connect to it, and begin again when it is down."""
@@ -332,9 +336,10 @@ class PrefillPool:
             self._post(RemovePrefill(name=server.url))
             if (number := self._number(server)) is not None:
                 self._router.reset(number)
-        server.target = found
+            server.target = None
         endpoint = server.endpoint(found.control_port)
         self._post(AddPrefill(name=server.url, endpoint=endpoint, server_key=self._keys.of(server.url)))
+        server.target = found
 
     def _number(self, server: PrefillServer) -> int | None:
         """The number of a configured server in the router."""

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
@@ -118,7 +119,7 @@ class ServerWatch:
             lambda events: self._router.apply(self._number, events),
             lambda: self._router.forget_cache(self._number),
         )
-        task = asyncio.create_task(follower.run())
+        task = asyncio.create_task(keep_running(f"following the KV events of {self._host}", follower.run))
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from headrace.core.types.allow_list import parse_allowed
+from headrace.integrations.peer import lookup
 from headrace.integrations.peer.commands import ControlPortReply, LookUpControlPort
 from headrace.integrations.peer.lookup import ControlPortLookup
 from headrace.server.launch.free_port import free_port
@@ -90,6 +91,15 @@ def test_a_query_without_an_address(web: Web, worker_addr: bytes) -> None:
     found = ask(web.server_port)
     assert found.control_port == 0
     assert found.reason
+
+
+def test_an_error_that_nobody_foresaw_is_an_answer_too(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(body: bytes) -> None:
+        raise AttributeError("an error that nobody foresaw")
+
+    monkeypatch.setattr(lookup, "parse_query", parse)
+    web.answer, web.query = (401, b""), (200, b"{}")
+    assert ask(web.server_port).reason == "lookup over HTTP: AttributeError an error that nobody foresaw"
 
 
 def test_a_port_without_a_server() -> None:

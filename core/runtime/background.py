@@ -1,0 +1,35 @@
+"""Background tasks of an event loop that nobody waits for: one that fails is logged, and begins again."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A task that has run for so long before it failed begins again after the first pause."""
+
+
+async def keep_running(what: str, work: Callable[[], Awaitable[None]], clock: Clock | None = None) -> None:
+    """Run the work until it returns, or until cancelled. Whatever else it raises is logged, and it begins again after a
+    pause that grows with each failure.
+
+    what: the work, in the log. work: can begin again where it failed.
+    """
+    backoff, clock = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), clock or SystemClock()
+    while True:
+        began = clock.now()
+        try:
+            await work()
+            return
+        except Exception:
+            if clock.now() - began > STEADY_S:
+                backoff.reset()
+            pause_s = backoff.next_delay()
+            log.exception("%s has failed, and begins again in %g s", what, pause_s)
+        await asyncio.sleep(pause_s)
