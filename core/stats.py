@@ -103,16 +103,21 @@ class Histograms:
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def observe(
-        self, name: str, value: float, labels: tuple[str, ...] = (), bounds: tuple[float, ...] = SECONDS
+        self,
+        name: str,
+        value: float,
+        labels: tuple[str, ...] = (),
+        bounds: tuple[float, ...] = SECONDS,
+        times: int = 1,
     ) -> None:
-        """Add an observation. bounds: taken from the first observation of each (name, labels)."""
+        """Add an observation, so many times. bounds: taken from the first observation of each (name, labels)."""
         key = (name, labels)
         if key not in self._counts:
             self._bounds[key] = bounds
             self._counts[key] = [0] * (len(bounds) + 1)
             self._sums[key] = 0.0
-        self._counts[key][bisect_left(self._bounds[key], value)] += 1
-        self._sums[key] += value
+        self._counts[key][bisect_left(self._bounds[key], value)] += times
+        self._sums[key] += value * times
 
     def snapshot(self) -> tuple[HistogramSample, ...]:
         """All histograms."""

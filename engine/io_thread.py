@@ -46,6 +46,7 @@ from headrace.core.messages.orders import (
     StorePages,
 )
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEvent, StageFailed, StageHeartbeat
+from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
@@ -290,7 +291,8 @@ class StageIoThread(threading.Thread):
             self._control.send(self._events.encode(event))
 
     def _statistics(self) -> Stats:
-        logged = Stats((Sample("stage_orders_total", self._check.count, (str(self._stage),)),))
+        orders = Sample("stage_orders_total", self._check.count, (str(self._stage),))
+        logged = Stats((orders, *process_usage(f"rank_{self._stage}")))
         copied = [self._copies.copier.statistics()] if self._copies is not None else []
         experts = [self._experts.statistics()] if self._experts is not None else []
         parts = (part.statistics() for part in (self._sender, self._receiver, self._meter))

@@ -12,6 +12,7 @@ from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.binding import Binding, bind
 from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.state.metrics import ADMISSION
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
@@ -123,7 +124,7 @@ class Admission:
     def _refuse(self, submit: Submit, error: ErrorInfo) -> None:
         """Answer the client, and tell the server that waits for the other half of the ticket."""
         state = self._state
-        state.metrics.counters.add("requests_total", labels=("refused", error.code))
+        state.metrics.failed(ADMISSION, error)
         state.out.add(RequestFailed(rid=submit.rid, error=error))
         match submit.route:
             case SendTo(ticket=ticket) if ticket:

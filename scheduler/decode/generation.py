@@ -3,9 +3,10 @@
 from headrace.core.messages.frontend import HiddenPart, Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
+from headrace.core.types.outcomes import DISCARDED
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.prefill.handoff import HANDED_OVER, KvHandoff
+from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.requests.record import Phase, Request
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
 from headrace.scheduler.state.state import State
@@ -133,7 +134,7 @@ class TokenGeneration:
         if isinstance(request.route, SendTo):
             self._handoff.first_token(plan, request, sampled, reason, now)
         else:
-            self._completion.complete(request, reason or HANDED_OVER, now)
+            self._completion.complete(request, reason or DISCARDED, now)
 
     def _append(self, request: Request, sampled: SampledToken) -> str:
         """Report a token; returns why the request ends with it, "" if it does not."""

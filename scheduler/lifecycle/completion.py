@@ -35,7 +35,8 @@ class Completion:
         if request.ended:
             return
         request.error = error
-        self._end(request, Phase.FAILED, error.code, now)
+        self._state.metrics.failed(request.phase.value, error)
+        self._end(request, Phase.FAILED, now)
         self._state.out.add(RequestFailed(rid=request.rid, error=error))
         outgoing = request.outgoing
         if outgoing is not None and outgoing.final_reply is None:  # else the peer's cancel came first: answer that
@@ -45,7 +46,7 @@ class Completion:
 
     def complete(self, request: Request, reason: str, now: float, first: FirstToken | None = None) -> None:
         """End a request that went well. first: it ended with its first token, and the peer gets no KV."""
-        self._end(request, Phase.DONE, reason, now)
+        self._end(request, Phase.DONE, now)
         self._state.out.add(
             RequestFinished(
                 rid=request.rid,
@@ -138,13 +139,11 @@ class Completion:
             state.tickets.forget(request.outgoing.key)
         state.prefills.end_fetch(request)
 
-    def _end(self, request: Request, phase: Phase, reason: str, now: float) -> None:
+    def _end(self, request: Request, phase: Phase, now: float) -> None:
         """Take a request out of every queue, index and deadline of live requests."""
         state = self._state
         state.enter(request, phase, now)
         self._report_spans(request)
-        outcome = "finished" if phase is Phase.DONE else "failed"
-        state.metrics.counters.add("requests_total", labels=(outcome, reason))
         state.requests.end(request)
         for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
             state.deadlines.clear(timer, request.arrival)

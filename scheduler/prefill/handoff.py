@@ -11,6 +11,7 @@ from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.geometry import ceil_div
+from headrace.core.types.outcomes import HANDOFF
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
@@ -20,8 +21,6 @@ from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.state import State
-
-HANDED_OVER = "handoff"  # finish reason of a request that decodes elsewhere
 
 
 class KvHandoff:
@@ -92,7 +91,7 @@ class KvHandoff:
             return
         self._set_deadline(request, outgoing)
         if outgoing.acknowledged:
-            self._completion.complete(request, HANDED_OVER, now)
+            self._completion.complete(request, HANDOFF, now)
 
     def send_failed(self, event: SendFailed, now: float) -> None:
         """The peer refused a chunk, or it could not be sent."""

@@ -1,14 +1,15 @@
 """What the scheduler measures: counters, durations, the speed of plans, and a trace on demand."""
 
 from headrace.core.stats import Counters, Histograms
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.outcomes import end_of
 from headrace.scheduler.requests.record import Phase, Request
-from headrace.scheduler.state.metrics import ERRORS
+from headrace.scheduler.state.metrics import ANONYMOUS, ERRORS, SALTED
 from headrace.scheduler.state.plan_log import PlanLog
 from headrace.scheduler.state.trace_log import TraceLog
 
 RATE_SMOOTHING = 0.2  # weight of the newest plan in the throughput estimate
 MAX_TENANTS = 64  # labels of a counter by tenant; those that come later are "other" together
-SALTED, ANONYMOUS = "salted", "anonymous"  # a salt is a secret, and no label
 
 
 class PlanRate:
@@ -68,6 +69,10 @@ class Measurements:
         """Predicted seconds of a request's prefill are in a plan."""
         tenant = request.submit.tenant or (SALTED if request.submit.cache_salt else ANONYMOUS)
         self.counters.add("tenant_seconds_total", seconds, (tenant,), MAX_TENANTS)
+
+    def failed(self, phase: str, error: ErrorInfo) -> None:
+        """A request has failed in a phase, or was refused at admission."""
+        self.counters.add("request_failures_total", labels=(phase, end_of(error).reason))
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""

@@ -19,6 +19,7 @@ from headrace.server.frontend.hidden_states import HiddenLimits
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.telemetry.token_times import TokenTimes
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_pool import PrefillPool
 
@@ -62,7 +63,9 @@ class Completions:
         generated = request.sampling.max_tokens
         self._admit(request, generated)
         with self._hidden.taken(request, generated), _observed(request) as observer:
-            result = await self._runner.complete(request, self._timed(emit, observer))
+            times = TokenTimes(self._metrics, self._clock)
+            result = await self._runner.complete(request, _timed(emit, times, observer))
+            times.ended(result.usage)
             observer.ended(result)
         return result
 
@@ -75,6 +78,7 @@ class Completions:
             first, result = await self._runner.prefill(request, emit)
             first_token_s = self._clock.now() - started - result.timing.transfer_s
             self._metrics.observe_first_token(first_token_s)
+            self._metrics.observe_end(self._clock.now() - started, result.usage)
             observer.first_token(first_token_s)
             observer.ended(result)
         return first, result
@@ -103,6 +107,8 @@ class Completions:
             return
         self.refuse_tickets([request.ticket] if request.ticket else [], error)
         self.release_sources([request.kv_source] if request.kv_source else [], error.message)
+        if request.observer is not None:
+            request.observer.refused(error)
         raise HeadraceError(error)
 
     def _refusal(self, request: GenerationRequest, generated: int) -> ErrorInfo | None:
@@ -115,20 +121,16 @@ class Completions:
             return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
         return self._hidden.refusal(request, generated)
 
-    def _timed(self, emit: Emit, observer: RequestObserver) -> Emit:
-        """Observe the time to the first token."""
-        started: float | None = self._clock.now()
 
-        async def watch(event: Progress | GenerationDelta) -> None:
-            nonlocal started
-            if started is not None and isinstance(event, GenerationDelta):
-                first_token_s = self._clock.now() - started
-                self._metrics.observe_first_token(first_token_s)
-                observer.first_token(first_token_s)
-                started = None
-            await emit(event)
+def _timed(emit: Emit, times: TokenTimes, observer: RequestObserver) -> Emit:
+    """Observe when tokens come."""
 
-        return watch
+    async def watch(event: Progress | GenerationDelta) -> None:
+        if isinstance(event, GenerationDelta) and (first_token_s := times.came(len(event.tokens))) is not None:
+            observer.first_token(first_token_s)
+        await emit(event)
+
+    return watch
 
 
 class _NoObserver:
@@ -144,6 +146,9 @@ class _NoObserver:
         pass
 
     def failed(self, error: ErrorInfo) -> None:
+        pass
+
+    def refused(self, error: ErrorInfo) -> None:
         pass
 
 

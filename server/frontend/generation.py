@@ -18,6 +18,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.outcomes import HELD
 from headrace.core.types.request import (
     AnyRoute,
     DecodeHere,
@@ -326,6 +327,7 @@ def _result(
 ) -> GenerationResult:
     return GenerationResult(
         finish_reason=reason,
+        kv="" if reason else event.reason,
         usage=msgspec.structs.replace(event.usage, completion_tokens=completion_tokens),
         timing=event.timing,
         handoff=event.handoff,
@@ -338,6 +340,7 @@ def _result(
 def _held(event: Held, hidden: HiddenStates | None) -> GenerationResult:
     return GenerationResult(
         finish_reason=None,
+        kv=HELD,
         usage=event.usage,
         timing=event.timing,
         prompt_logprobs=event.prompt_logprobs,

@@ -34,6 +34,10 @@ class RequestObserver(Protocol):
         """A choice failed."""
         ...
 
+    def refused(self, error: ErrorInfo) -> None:
+        """A choice was not admitted."""
+        ...
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One validated prompt with its sampling parameters. An HTTP request has one for each prompt and choice."""
@@ -114,6 +118,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last prompt token, or of all tokens computed, where requested."""
     peer: str = ""
     """The prefill server that the KV came from, or the decode server that it went to."""
+    kv: str = ""
+    """What became of the KV of a prompt that does not go on here: handoff, held or discarded."""
     lease_s: float | None = None
     """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
 

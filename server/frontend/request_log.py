@@ -7,7 +7,8 @@ import re
 import msgspec
 
 from headrace.core.runtime.rate_limit import TokenBucket
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.outcomes import HANDOFF, End, end_of, end_of_answer
 from headrace.core.types.request import SamplingParams
 from headrace.server.frontend.generation_request import GenerationResult
 from headrace.server.frontend.recent_events import RecentEvents
@@ -32,6 +33,8 @@ class RequestRecord:
         self._results: list[GenerationResult] = []
         self._first_token_s: float | None = None
         self._error: ErrorInfo | None = None
+        self._ends: list[End] = []
+        self._open = 0  # prompts and choices that were admitted and have not ended
 
     @property
     def has_prompt(self) -> bool:
@@ -47,6 +50,7 @@ class RequestRecord:
         """A prompt was admitted under this request id."""
         self._rids.append(rid)
         self._sampling = self._sampling or sampling
+        self._open += 1
 
     def first_token(self, seconds: float) -> None:
         """The first token of a choice came so many seconds after its prompt was admitted."""
@@ -55,10 +59,32 @@ class RequestRecord:
     def ended(self, result: GenerationResult) -> None:
         """A choice ended well."""
         self._results.append(result)
+        self._ends.append(End("finished", result.finish_reason or result.kv))
+        self._open -= 1
 
     def failed(self, error: ErrorInfo) -> None:
-        """The request failed. The first error stays."""
+        """A choice failed. The first error stays."""
+        self._open -= 1
+        self.refused(error)
+
+    def refused(self, error: ErrorInfo) -> None:
+        """A choice was not admitted."""
+        self._ends.append(end_of(error))
+        self.answered(error)
+
+    def answered(self, error: ErrorInfo) -> None:
+        """The client was answered with an error."""
         self._error = self._error or error
+
+    def ends(self, status: int) -> list[End]:
+        """How its prompts and choices have ended, as they are counted; one end if it had none. status: of the
+        response."""
+        left = [End("cancelled", CANCELLED)] * self._open  # the client disconnected, or another choice failed
+        if self._ends or left:
+            return [*self._ends, *left]
+        if self._error is not None:
+            return [end_of(self._error)]
+        return [end_of_answer(status)] if status >= 400 else []
 
     def fields(self, route: str, status: int, seconds: float) -> dict[str, str | int | float]:
         """What is logged, by name. seconds: from the request's head to the end of the response."""
@@ -99,7 +125,8 @@ class RequestRecord:
         )
 
     def _reasons(self) -> tuple[str, ...]:
-        return tuple(result.finish_reason or "handed_over" for result in self._results)
+        reasons = (result.finish_reason or result.kv for result in self._results)
+        return tuple("handed_over" if reason == HANDOFF else reason for reason in reasons)
 
     def _outcome(self, status: int) -> str:
         if self._error is not None:

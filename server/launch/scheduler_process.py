@@ -18,6 +18,7 @@ import zmq
 
 from headrace.core.config import KvEventsConfig, LogFormat, Role, SchedulerConfig, StageConfig, TransferConfig
 from headrace.core.messages.stage_events import StageReady
+from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.logs import configure_logging
@@ -81,15 +82,16 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "text"
 
 
-class Pauses:
-    """Counts the time in which this process did not run though it was due."""
+class ProcessStatistics:
+    """What this process takes, and the time in which it did not run though it was due."""
 
     def __init__(self, clock: LoopClock) -> None:
         self._clock = clock
 
     def statistics(self) -> Stats:
         """For /metrics."""
-        return Stats((Sample("scheduler_paused_seconds_total", self._clock.paused_s),))
+        paused = Sample("scheduler_paused_seconds_total", self._clock.paused_s)
+        return Stats((paused, *process_usage("scheduler")))
 
 
 def run(config: SchedulerProcessConfig) -> None:
@@ -112,7 +114,10 @@ def run(config: SchedulerProcessConfig) -> None:
         instance=instance,
         control_port=control_server.port if control_server else 0,
         on_stage_down=stages.stage_down,
-        stats_sources=[Pauses(clock), *(each for each in (stages, control_server, control_client, publisher) if each)],
+        stats_sources=[
+            ProcessStatistics(clock),
+            *(each for each in (stages, control_server, control_client, publisher) if each),
+        ],
         experts=stages,
         paused_s=lambda: clock.paused_s,
     )

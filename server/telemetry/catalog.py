@@ -1,11 +1,38 @@
 """All metrics of a server, by the part that counts them. Those of the scheduler: headrace.scheduler.state.metrics."""
 
-from headrace.core.stats import MetricSpec
+from collections.abc import Iterable
+
+from headrace.core.stats import TOKENS, MetricSpec
+from headrace.core.types.outcomes import ENDS
 from headrace.scheduler.routing.failover import MOVE_REASONS
 from headrace.scheduler.state.metrics import CATALOG as SCHEDULER
+from headrace.server.telemetry import label_values
+from headrace.server.telemetry.routes import PROMPT_ROUTES, STATUSES
+
+# The buckets of vLLM, with finer ones below them.
+E2E_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+
+
+def _each(values: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Label values of a metric with one label."""
+    return tuple((value,) for value in values)
+
 
 TRANSFER: tuple[MetricSpec, ...] = (
-    MetricSpec("bytes_sent_total", "counter", "Bytes of KV sent to peers, by transfer backend.", ("backend",)),
+    MetricSpec(
+        "bytes_sent_total",
+        "counter",
+        "Bytes of KV sent to peers, by transfer backend.",
+        ("backend",),
+        _each(label_values.BACKENDS),
+    ),
     MetricSpec("chunks_sent_total", "counter", "KV chunks sent to peers."),
     MetricSpec("unacked_bytes", "gauge", "Bytes of KV sent to peers and not yet acknowledged."),
     MetricSpec("queued_chunks", "gauge", "KV chunks waiting for a peer to connect or to acknowledge earlier chunks."),
@@ -14,39 +41,65 @@ TRANSFER: tuple[MetricSpec, ...] = (
         "counter",
         "Bytes of KV received into the pool, by transfer backend.",
         ("backend",),
+        _each(label_values.BACKENDS),
     ),
     MetricSpec("chunks_received_total", "counter", "KV chunks received into the pool."),
     MetricSpec(
-        "chunks_rejected_total", "counter", "KV chunks that this server refused to accept, by reason.", ("reason",)
+        "chunks_rejected_total",
+        "counter",
+        "KV chunks that this server refused to accept, by reason.",
+        ("reason",),
+        _each(label_values.CHUNKS),
     ),
-    MetricSpec("nacks_total", "counter", "KV chunks of this server that peers refused, by reason.", ("reason",)),
+    MetricSpec(
+        "nacks_total",
+        "counter",
+        "KV chunks of this server that peers refused, by reason.",
+        ("reason",),
+        _each(label_values.CHUNKS),
+    ),
     MetricSpec("checksum_failures_total", "counter", "Received KV payloads with a wrong checksum."),
     MetricSpec(
-        "malformed_frames_total", "counter", "Received frames that could not be decoded, by socket.", ("socket",)
+        "malformed_frames_total",
+        "counter",
+        "Received frames that could not be decoded, by socket.",
+        ("socket",),
+        _each(label_values.DECODING),
     ),
     MetricSpec(
         "stale_messages_total",
         "counter",
         "Messages dropped because they belong to another generation or state, by message.",
         ("message",),
+        _each(label_values.STALE),
     ),
     MetricSpec(
         "refusals_total",
         "counter",
         "Refusals that this server sent to peers, by socket and reason.",
         ("socket", "reason"),
+        label_values.REFUSALS,
     ),
     MetricSpec(
-        "handshakes_refused_total", "counter", "Refused CURVE handshakes, by socket and reason.", ("socket", "reason")
+        "handshakes_refused_total",
+        "counter",
+        "Refused CURVE handshakes, by socket and reason.",
+        ("socket", "reason"),
+        label_values.HANDSHAKES,
     ),
     MetricSpec(
-        "refused_here_total", "counter", "Refusals that this server received from peers, by reason.", ("reason",)
+        "refused_here_total",
+        "counter",
+        "Refusals that this server received from peers, by reason.",
+        ("reason",),
+        _each(label_values.REFUSED_HERE),
     ),
     MetricSpec(
         "reservations_refused_total",
         "counter",
         "Page reservations refused at the control endpoint, by reason.",
         ("reason",),
+        _each(label_values.RESERVATIONS),
     ),
     MetricSpec("control_sessions", "gauge", "Decode peers with an open session at the control endpoint."),
     MetricSpec(
@@ -55,6 +108,7 @@ TRANSFER: tuple[MetricSpec, ...] = (
         "Sessions of decode peers that gave way to a new peer above --max-peers, by cause: idle (without tickets for "
         "longest), share (one of many of a key or host, to a peer of another).",
         ("cause",),
+        _each(label_values.DISPLACED),
     ),
     MetricSpec("peers_gone_total", "counter", "Peers given up because they were silent for too long."),
     MetricSpec("open_tickets", "gauge", "Tickets that peers have reserved and that have not ended."),
@@ -78,12 +132,14 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
         "Connections that this server has closed, by reason: shed (there were too many, and it was the oldest that was "
         "idle or without a session), refused, ended, no_session, unread.",
         ("socket", "reason"),
+        label_values.CLOSED,
     ),
     MetricSpec(
         "accept_failures_total",
         "counter",
         "Failed attempts to accept a connection, for want of descriptors or memory.",
         ("socket",),
+        _each(("http", "stages")),
     ),
     MetricSpec("http_body_bytes", "gauge", "Bytes of request bodies of which more is to come."),
     MetricSpec(
@@ -94,11 +150,29 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
 )
 
 KV_EVENTS: tuple[MetricSpec, ...] = (
-    MetricSpec("kv_events_published_total", "counter", "Published KV cache events, by kind.", ("event",)),
-    MetricSpec("kv_event_blocks_total", "counter", "Pages in published KV cache events, by kind.", ("event",)),
+    MetricSpec(
+        "kv_events_published_total",
+        "counter",
+        "Published KV cache events, by kind.",
+        ("event",),
+        _each(("stored", "removed", "cleared")),
+    ),
+    MetricSpec(
+        "kv_event_blocks_total",
+        "counter",
+        "Pages in published KV cache events, by kind.",
+        ("event",),
+        _each(("stored", "removed", "cleared")),
+    ),
     MetricSpec("kv_event_batches_total", "counter", "Published batches of KV cache events."),
     MetricSpec("kv_event_batches_replayed_total", "counter", "Batches of KV cache events sent again to subscribers."),
-    MetricSpec("kv_event_replays_total", "counter", "Replay requests of subscribers, by outcome.", ("outcome",)),
+    MetricSpec(
+        "kv_event_replays_total",
+        "counter",
+        "Replay requests of subscribers, by outcome.",
+        ("outcome",),
+        _each(("accepted", "refused")),
+    ),
 )
 
 STAGES: tuple[MetricSpec, ...] = (
@@ -174,16 +248,51 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
     MetricSpec("ready", "gauge", "1 if the server would accept a request, else 0."),
     MetricSpec(
+        "requests_total",
+        "counter",
+        "Requests that ended, as their clients were answered, by outcome (finished, failed, refused, cancelled), "
+        "reason and route. Each prompt and choice is one; a request that is refused before it has a prompt is one.",
+        ("outcome", "reason", "route"),
+        tuple((*end, route) for route in PROMPT_ROUTES for end in ENDS),
+    ),
+    MetricSpec(
+        "e2e_request_latency_seconds",
+        "histogram",
+        "Time from the arrival of a request to its end, of those that ended well.",
+        bounds=E2E_SECONDS,
+    ),
+    MetricSpec(
+        "inter_token_latency_seconds",
+        "histogram",
+        "Time from one token of a request to the next, as its client sees them.",
+        bounds=TOKEN_SECONDS,
+    ),
+    MetricSpec(
+        "request_time_per_output_token_seconds",
+        "histogram",
+        "Mean time of a request's tokens after the first one.",
+        bounds=TOKEN_SECONDS,
+    ),
+    MetricSpec("request_prompt_tokens", "histogram", "Prompt tokens of a request that ended well.", bounds=TOKENS),
+    MetricSpec(
+        "request_generation_tokens",
+        "histogram",
+        "Tokens that the client of a request that ended well was sent.",
+        bounds=TOKENS,
+    ),
+    MetricSpec(
         "http_requests_total",
         "counter",
         "HTTP requests, by route and status; 499 if the client disconnected first.",
         ("route", "status"),
+        tuple((route, str(status)) for route in PROMPT_ROUTES for status in STATUSES),
     ),
     MetricSpec(
         "http_request_duration_seconds",
         "histogram",
         "Time from the arrival of an HTTP request to the end of its response.",
         ("route",),
+        _each(PROMPT_ROUTES),
     ),
     MetricSpec("time_to_first_token_seconds", "histogram", "Time from the arrival of a request to its first token."),
     MetricSpec(
@@ -217,4 +326,22 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
 )
 
-CATALOG: tuple[MetricSpec, ...] = (*SCHEDULER, *STAGES, *TRANSFER, *CONNECTIONS, *KV_EVENTS, *FRONT)
+PROCESSES: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "process_resident_memory_bytes",
+        "gauge",
+        "Resident memory of each process: front_end, scheduler, rank_0 and so on. Pages that they share count in each.",
+        ("process",),
+    ),
+    MetricSpec("process_cpu_seconds_total", "counter", "CPU time of each process, user and system.", ("process",)),
+)
+
+CATALOG: tuple[MetricSpec, ...] = (
+    *SCHEDULER,
+    *STAGES,
+    *TRANSFER,
+    *CONNECTIONS,
+    *KV_EVENTS,
+    *FRONT,
+    *PROCESSES,
+)

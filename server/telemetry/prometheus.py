@@ -7,8 +7,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from headrace.core.stats import Counters, Histograms, HistogramSample, MetricSpec, Sample, Stats
-from headrace.server.telemetry.catalog import CATALOG
+from headrace.core.process_usage import process_usage
+from headrace.core.stats import TOKENS, Counters, Histograms, HistogramSample, MetricSpec, Sample, Stats
+from headrace.core.types.outcomes import End
+from headrace.core.types.request import Usage
+from headrace.server.telemetry.catalog import CATALOG, E2E_SECONDS, TOKEN_SECONDS
 
 PREFIX = "headrace_"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -36,6 +39,25 @@ class FrontMetrics:
         self._counters.add("http_requests_total", labels=(route, str(status)))
         self._histograms.observe("http_request_duration_seconds", duration_s, (route,))
 
+    def count_ends(self, route: str, ends: Iterable[End]) -> None:
+        """Count the ends of the prompts and choices of one HTTP request."""
+        for outcome, reason in ends:
+            self._counters.add("requests_total", labels=(outcome, reason, route))
+
+    def observe_end(self, duration_s: float, usage: Usage) -> None:
+        """Count the time and the tokens of a request that ended well."""
+        self._histograms.observe("e2e_request_latency_seconds", duration_s, bounds=E2E_SECONDS)
+        self._histograms.observe("request_prompt_tokens", usage.prompt_tokens, bounds=TOKENS)
+        self._histograms.observe("request_generation_tokens", usage.completion_tokens, bounds=TOKENS)
+
+    def observe_tokens(self, duration_s: float, tokens: int) -> None:
+        """Count the time from the tokens before to these, each token with its share."""
+        self._histograms.observe("inter_token_latency_seconds", duration_s / tokens, bounds=TOKEN_SECONDS, times=tokens)
+
+    def observe_mean_token_time(self, seconds: float) -> None:
+        """Count a request's mean time per token after its first one."""
+        self._histograms.observe("request_time_per_output_token_seconds", seconds, bounds=TOKEN_SECONDS)
+
     def observe_first_token(self, duration_s: float) -> None:
         """Count the time from a request's arrival to its first token."""
         self._histograms.observe("time_to_first_token_seconds", duration_s)
@@ -52,7 +74,8 @@ class FrontMetrics:
         """A snapshot."""
         build = Sample("build_info", 1.0, self._build)
         included = (sample for source in self._sources for sample in source())
-        return Stats((*self._counters.snapshot(), build, *included), self._histograms.snapshot())
+        own = (build, *process_usage("front_end"))
+        return Stats((*self._counters.snapshot(), *own, *included), self._histograms.snapshot())
 
 
 def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec] = CATALOG) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from headrace.server.telemetry.catalog import CATALOG
 from tests.deployment.files import ROOT
 
-PACKAGES = ("scheduler", "transfer", "engine", "server")
+PACKAGES = ("core", "scheduler", "transfer", "engine", "server")
 COUNTING = ("add", "observe")  # methods of headrace.core.stats.Counters and Histograms
 SAMPLES = ("Sample", "HistogramSample")
 

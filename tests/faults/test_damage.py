@@ -151,7 +151,10 @@ def test_damaged_pages_of_the_disk_tier_are_not_used(tmp_path: Path) -> None:
         damage(tmp_path / "kv", 2)
         check(server)
         assert server.metrics()['headrace_kv_tier_pages_total{result="load_failed",tier="disk"}'] > 0
-        assert server.metrics()['headrace_requests_total{outcome="finished",reason="length"}'] == 4 * PROMPTS
+        assert (
+            server.metrics()['headrace_requests_total{outcome="finished",reason="length",route="/v1/completions"}']
+            == 4 * PROMPTS
+        )
 
 
 def damage(folder: Path, seed: int) -> None:

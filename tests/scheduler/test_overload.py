@@ -40,7 +40,7 @@ def test_an_objective_that_cannot_be_met_is_refused_with_both_times() -> None:
     assert "predicted in 3.000 s" in error.message
     assert "slo_ttft_ms wants it in 2.500 s" in error.message
     assert error.retry_after_s == pytest.approx(0.5 / (1 - 2 / 120), abs=0.001)
-    assert queue.metric("requests_total", "refused", "slo_unreachable") == 1
+    assert queue.metric("request_failures_total", "admission", "slo_unreachable") == 1
     assert refusals(queue) == {"objective": 1}
     queue.submit("c", 16, slo_ttft_s=3.0)
     assert queue.ended("c") == 0, "just in time"

@@ -52,7 +52,7 @@ def install_handlers(app: FastAPI) -> None:
     async def headrace_error(request: Request, error: HeadraceError) -> Response:
         record: RequestRecord | None = request.scope.get("state", {}).get("record")
         if record is not None:
-            record.failed(error.info)
+            record.answered(error.info)
         return error_response(error.info)
 
     @app.exception_handler(HTTPException)

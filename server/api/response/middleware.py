@@ -13,6 +13,7 @@ from headrace.server.frontend.recent_events import RecentEvents
 from headrace.server.frontend.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.telemetry.spans import RecordSpan
 
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/query")  # need no key
@@ -40,7 +41,11 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
-        await error_response(ErrorInfo(code="invalid_api_key", message=message, status=401))(scope, receive, send)
+        error = ErrorInfo(code="invalid_api_key", message=message, status=401)
+        record: RequestRecord | None = scope.get("state", {}).get("record")
+        if record is not None:
+            record.answered(error)
+        await error_response(error)(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str | None:
         """The tenant whose key the request has, "" for a key without a name; None for no key."""
@@ -96,6 +101,8 @@ class RequestMetrics:
         finally:
             route, now = _template(scope.get("route")), self._clock.now()
             self._metrics.observe_request(route, status, now - started)
+            if logged and scope["path"] in PROMPT_ROUTES:
+                self._metrics.count_ends(scope["path"], record.ends(status))
             if logged:
                 self._log.write(record, route, status, now - started, now)
             if context.recorded:
