@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
-from tests.e2e.schemas import check_texts
+from tests.e2e.schemas import check_texts, random_schema
 
 MODEL = ("--model", "stub:layers=2,hidden=16,us_per_token=0,vocab=300", "--max-model-len", "4000",
          "--served-model-name", "tested")  # fmt: skip
@@ -196,3 +197,25 @@ def test_texts_of_a_thousand_random_schemas(sizes: tuple[str, str]) -> None:
         check_texts(decode.post, range(1000), at_a_time=8)
         for server in (prefill, decode):
             wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages are free")
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))])
+def test_calls_that_have_to_be_made_match_the_schema_of_their_function(
+    servers: tuple[Server, Server], seed: int
+) -> None:
+    """Whole and streamed; the chat template of the stub model has tools."""
+    functions = {f"f{number}": random_schema(Random(10 * seed + number)) for number in range(3)}
+    functions = {name: each if each.get("type") == "object" else PERSON for name, each in functions.items()}
+    tools = [{"type": "function", "function": {"name": name, "parameters": each}} for name, each in functions.items()]
+    body = {"messages": [{"role": "user", "content": "go"}], "tools": tools, "max_tokens": 3000, "seed": seed}
+    for choice in ("required", {"type": "function", "function": {"name": "f1"}}):
+        asked = {**body, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = servers[1].post("/v1/chat/completions", asked).json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+        jsonschema.validate(json.loads(call["function"]["arguments"]), functions[call["function"]["name"]])
+        assert choice == "required" or call["function"]["name"] == "f1"
+        lines = servers[1].post("/v1/chat/completions", {**asked, "stream": True}).text.splitlines()
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+        parts = [part["function"] for delta in deltas for part in delta.get("tool_calls", ())]
+        assert "".join(part["arguments"] for part in parts) == call["function"]["arguments"]
