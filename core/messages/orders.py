@@ -19,6 +19,7 @@ import msgspec
 from headrace.core.types.backends import ZMQ, PoolMemory
 from headrace.core.types.constraint import GrammarStart
 from headrace.core.types.coordinate import Agreement
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import unpack
@@ -191,6 +192,8 @@ class PrepareReceive(Order, frozen=True, kw_only=True):
     """Packed page ids in this stage's pool; the first holds position start."""
     row: int
     """Metadata row to be filled."""
+    draft: DraftTerms = NO_DRAFT
+    """Draft data that was asked for: no other may come."""
 
 
 class CancelReceive(Order, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ Events have been checked against the peer's hello.
 import msgspec
 
 from headrace.core.types.backends import ZMQ, PoolMemory
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import FirstToken
@@ -73,6 +74,9 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
 
     prompt_hash: str = ""
     """Of the prompt that the peer has (headrace.core.types.packed.prompt_hash); "" if it does not say."""
+
+    draft: DraftTerms = NO_DRAFT
+    """Draft data that the peer asks for."""
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
@@ -237,6 +241,7 @@ class AskReserve(PeerEffect, frozen=True, kw_only=True):
     row: int
     wait: bool = True
     prompt_hash: str = ""
+    draft: DraftTerms = NO_DRAFT
 
 
 class AskRenew(PeerEffect, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ They may cross a process boundary.
 
 import msgspec
 
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.request import FirstToken
 
 
@@ -68,6 +69,8 @@ class LoadKv(Command, frozen=True, kw_only=True):
     """Length of the prompt."""
     prompt_hash: str = ""
     """Of the prompt (headrace.core.types.packed.prompt_hash), compared by the prefill server; "" skips that."""
+    draft: DraftTerms = NO_DRAFT
+    """Draft data to send along; Loaded.first.draft has what the prefill server had of it."""
 
     @property
     def count(self) -> int:
@@ -106,7 +109,7 @@ class Loaded(LoadResult, frozen=True, kw_only=True):
     start: int
     count: int
     first: FirstToken
-    """Metadata row: first token, its logprobs, token counts."""
+    """Metadata row: first token, its logprobs, token counts; and the draft data that came with it."""
     seconds: float
     """From the command to this result."""
 

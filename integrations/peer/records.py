@@ -95,6 +95,7 @@ class TicketRecord:
             count=self.load.count,
             pages=self.packed_pages,
             row=self.row,
+            draft=self.load.draft,
         )
 
     def ask_reserve(self) -> AskReserve:
@@ -110,6 +111,7 @@ class TicketRecord:
             row=self.row,
             wait=self.ticket.wait,
             prompt_hash=self.load.prompt_hash,
+            draft=self.load.draft,
         )
 
     def loaded(self, first: FirstToken, now: float) -> Loaded:

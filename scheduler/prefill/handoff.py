@@ -5,6 +5,8 @@ Forward [0, 512)   SendChunk [0, 512)   Forward [512, 1000)   (first token known
 A request that is computed before its peer reserves is sent then, in chunks of about the same size.
 """
 
+import msgspec
+
 from headrace.core.messages.frontend import Progress
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import EndPeer
@@ -46,6 +48,7 @@ class KvHandoff:
         does not; then the peer is sent the token alone."""
         request.first = request.make_first_token(sampled.token, sampled.logprob, reason)
         request.first_token_plan = plan.seq
+        request.draft_tokens = sampled.draft
         if reason:
             self._completion.complete(request, reason, now, request.first)
             return
@@ -161,7 +164,9 @@ class KvHandoff:
             total = request.prompt_tokens
             self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
         outgoing.last_ordered = True
-        self._send(request, outgoing, request.prompt_tokens, request.first_token_plan, request.first)
+        assert request.first is not None, "it is computed"
+        last = msgspec.structs.replace(request.first, draft=request.peer_draft())
+        self._send(request, outgoing, request.prompt_tokens, request.first_token_plan, last)
         self.reached(request, outgoing.chunks - 1, now)
 
     def _set_deadline(self, request: Request, outgoing: OutgoingTransfer) -> None:

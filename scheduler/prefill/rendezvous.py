@@ -188,6 +188,7 @@ class Rendezvous:
             dst_row=event.row,
             cached_tokens=event.cached_tokens,
             sent=event.cached_tokens,
+            draft=event.draft,
         )
         state.peers.attach(request)
         state.tickets.match(request.outgoing.key, request)

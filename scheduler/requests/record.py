@@ -14,7 +14,7 @@ from enum import Enum
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import GrammarStart
-from headrace.core.types.draft import NO_DRAFT, DraftTerms, HiddenStates
+from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
@@ -168,6 +168,9 @@ class Request:
     last_hidden: HiddenStates | None = None
     """Of the last prompt token, where its KV is sent and a client or the peer has asked for it."""
 
+    draft_tokens: DraftTokens | None = None
+    """Of the first generated token, likewise."""
+
     route: AnyRoute = field(init=False)
     """submit.route"""
 
@@ -302,6 +305,15 @@ class Request:
         sampling = self.submit.sampling
         peer = self.outgoing.draft if self.outgoing is not None else NO_DRAFT
         return DraftTerms(peer.hidden or sampling.hidden_states is not None, max(peer.top_k, sampling.draft_top_k))
+
+    def peer_draft(self) -> Draft | None:
+        """What there is of the draft data that the peer asks for; None for nothing."""
+        if self.outgoing is None:
+            return None
+        wanted = self.outgoing.draft
+        hidden = self.last_hidden if wanted.hidden else None
+        tokens = None if self.draft_tokens is None else self.draft_tokens.best(wanted.top_k)
+        return None if hidden is None and tokens is None else Draft(hidden, tokens)
 
     def hidden_wanted(self, end: int, count: int) -> int:
         """The last positions of a row of count tokens whose hidden states are wanted. end: the one after it."""

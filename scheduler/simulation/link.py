@@ -196,6 +196,7 @@ class SimulatedLink:
                     row=effect.row,
                     wait=effect.wait,
                     prompt_hash=effect.prompt_hash,
+                    draft=effect.draft,
                 )
                 self._send(self._to_prefill, self._prefill, reserved)
             case AskCancel(ticket=ticket, generation=0):  # it was not reserved

@@ -86,6 +86,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         needs: dict[Feature, bool] = {
             "structured_outputs": self.constraint is not None,
             "penalties": self.sampling.adjusts_logits,
+            "hidden_states": self.sampling.hidden_states is not None,
         }
         return tuple(feature for feature, needed in needs.items() if needed)
 

@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 20
 PLAIN = {"Accept-Encoding": "identity"}
 
 
-Feature = Literal["structured_outputs", "penalties"]
+Feature = Literal["structured_outputs", "penalties", "hidden_states"]
 """What servers of earlier versions do not know, by its name in the response to GET /v1/handoff."""
 
 
@@ -34,10 +34,18 @@ class Discovery(msgspec.Struct, frozen=True):
     """It masks the first token of requests with a constraint; servers of earlier versions do not."""
     penalties: bool = False
     """It knows penalties and logit_bias; servers of earlier versions refuse them."""
+    hidden_states: bool = False
+    """It knows hidden_states; servers of earlier versions refuse it."""
 
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""
-        return self.structured_outputs if feature == "structured_outputs" else self.penalties
+        match feature:
+            case "structured_outputs":
+                return self.structured_outputs
+            case "penalties":
+                return self.penalties
+            case "hidden_states":
+                return self.hidden_states
 
 
 class DiscoveryClient:

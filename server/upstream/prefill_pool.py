@@ -49,6 +49,7 @@ NO_PREFILL_SERVER = "no_prefill_server"
 MISSING: dict[Feature, tuple[str, str]] = {  # code and name of what no prefill server knows
     "structured_outputs": ("no_structured_output", "structured output"),
     "penalties": ("no_penalties", "penalties and logit_bias"),
+    "hidden_states": ("no_hidden_states", "hidden states"),
 }
 
 

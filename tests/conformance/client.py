@@ -122,8 +122,8 @@ class Client:
                 return socket
             assert message["code"] == "no_session", message
 
-    def prefill(self, ticket: str, tokens: int = 40) -> "Prefill":
-        return Prefill(self.target.url, ticket, tokens)
+    def prefill(self, ticket: str, tokens: int = 40, **fields: Any) -> "Prefill":
+        return Prefill(self.target.url, ticket, tokens, **fields)
 
     def _connect(self, endpoint: str) -> Any:
         socket = self.context.socket(zmq.DEALER)
@@ -141,11 +141,12 @@ class Client:
 class Prefill:
     """POST /v1/prefill under way on a thread; answer() waits for its end."""
 
-    def __init__(self, url: str, ticket: str, tokens: int) -> None:
+    def __init__(self, url: str, ticket: str, tokens: int, **fields: Any) -> None:
         body = {
             "prompt_token_ids": [(7 * i + len(ticket)) % 250 for i in range(tokens)],
             "ticket": ticket,
             "max_tokens": 8,
+            **fields,
         }
         self._answers: list[httpx.Response] = []
         self._thread = threading.Thread(

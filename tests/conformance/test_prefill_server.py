@@ -1,5 +1,7 @@
 """docs/protocol.md from the peer's side, against any prefill server (see conftest.py)."""
 
+import base64
+import struct
 import time
 from typing import Any
 
@@ -214,3 +216,58 @@ def test_a_silent_peer_loses_its_session_and_its_tickets(client: Client) -> None
     time.sleep(timeout_s + 1)
     assert client.ask({"type": "Ping", "number": 1})["code"] == "no_session"
     assert prefill.answer().status_code >= 400
+
+
+@pytest.mark.parametrize("first", ["reserve", "prompt"])
+def test_draft_data_comes_in_a_frame_of_its_own_where_the_reserve_asks(client: Client, first: str) -> None:
+    """Taken apart by hand. A prompt that is computed before the Reserve says itself what of it is kept."""
+    client.hello()
+    data = client.attached()
+    ticket = f"draft-{first}"
+    if first == "reserve":
+        client.reserve(ticket, tokens=40, hidden=True, draft_top_k=3)
+        assert client.silent()
+        prefill = client.prefill(ticket, 40)
+    else:
+        prefill = client.prefill(ticket, 40, hidden_states="all", draft_top_k=3, handoff="hold")
+        assert prefill.answer().status_code == 200
+        client.reserve(ticket, tokens=40, hidden=True, draft_top_k=3)
+    chunk, frames = client.take(data)
+    assert chunk["total"] == 1
+    assert chunk["checksum"] == xxhash.xxh3_64_intdigest(b"".join(frames))
+    row, draft, *payload = frames
+    assert (len(row), len(draft)) == (256, chunk["draft_bytes"])
+    assert chunk["payload_bytes"] == sum(map(len, payload)) == 40 * client.target.token_bytes
+    version, dtype, count, name, generation, position, size = struct.unpack_from("<HBxHxxQQII", draft)
+    assert (version, count, generation, position) == (1, 3, 1, 39)
+    assert name == xxhash.xxh3_64_intdigest(ticket.encode())
+    ids = struct.unpack_from("<3i", draft, 32)
+    probs = struct.unpack_from("<3f", draft, 44)
+    assert list(probs) == sorted(probs, reverse=True)
+    assert 0 <= probs[2] <= probs[0] <= 1
+    assert len(set(ids)) == 3
+    assert len(draft) == 56 + size * {1: 4, 2: 2, 3: 2}[dtype]
+    answer(data, chunk)
+    assert client.heard()["type"] == "Finished"
+    response = prefill.answer().json()
+    if first == "prompt":
+        assert response["draft"]["top_ids"] == list(ids)
+        found = response["hidden_states"]
+        assert (found["start"], found["shape"]) == (0, [40, size])
+        assert found["dtype"] == {1: "float32", 2: "bfloat16", 3: "float16"}[dtype]
+        assert base64.b64decode(found["data"])[-(len(draft) - 56) :] == draft[56:]
+    else:
+        assert (response["draft"], response["hidden_states"]) == (None, None)
+
+
+def test_no_draft_frame_comes_unasked(client: Client) -> None:
+    client.hello()
+    data = client.attached()
+    client.reserve("plain", tokens=40)
+    prefill = client.prefill("plain", 40, hidden_states="last", draft_top_k=3)
+    chunk, frames = client.take(data)
+    assert "draft_bytes" not in chunk
+    assert sum(map(len, frames)) == 256 + chunk["payload_bytes"]
+    answer(data, chunk)
+    assert client.heard()["type"] == "Finished"
+    assert prefill.answer().json()["hidden_states"]["shape"][0] == 1

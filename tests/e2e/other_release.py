@@ -11,7 +11,7 @@ Release = Literal["earlier", "later"]
 # Not in messages of the first release, or without meaning between servers that move KV over TCP and report no reasons.
 ADDED_SINCE = (
     "components", "memory", "wait", "prompt_hash", "retry_after_s", "stage", "reason", "renew", "peer_stage",
-    "checksum_shm", "nixl",
+    "checksum_shm", "nixl", "hidden", "draft_top_k",
 )  # fmt: skip
 
 HOOK = f"""

@@ -16,6 +16,7 @@ from headrace.core.messages.stage_events import (
     StageReady,
 )
 from headrace.core.stats import Stats
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
@@ -130,6 +131,7 @@ class Bench:
         cached: int = 0,
         page_size: int = PAGE,
         wait: bool = True,
+        draft: DraftTerms = NO_DRAFT,
     ) -> list[Effect]:
         count = -(-tokens // page_size) - cached // page_size
         return self.do(
@@ -142,6 +144,7 @@ class Bench:
                 pages=pack(range(500, 500 + count)),
                 row=7,
                 wait=wait,
+                draft=draft,
             )
         )
 

@@ -20,6 +20,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import KvReceived, ReceiveFailed, SessionClosed
 from headrace.core.types.backends import NIXL, writes_directly
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.backends.strided_pool import ArrayPageStore
@@ -28,7 +29,7 @@ from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import make_hello
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, poison, slots_of
+from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, draft_of, poison, slots_of
 
 FINGERPRINT = "model"  # of the prefill side
 POISONED = bytes([POISON]) * (1 << 16)  # more than any pool here
@@ -49,6 +50,7 @@ class Incoming:
     end: str = ""
     cancelling: bool = False
     row: int = -1
+    draft: DraftTerms = NO_DRAFT
 
 
 class DecodeSide(Side):
@@ -100,6 +102,7 @@ class DecodeSide(Side):
         row = min(set(range(64)) - {each.row for each in self.open.values()})
         one.row = row
         names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": row}
+        names["draft"] = one.draft = DraftTerms(use % 3 == 0, 2 * (use % 4 == 0))
         order = PrepareReceive(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
         self.apply(self.receiver, order)
         if not one.end:
@@ -118,8 +121,11 @@ class DecodeSide(Side):
             case SessionClosed(session=session):
                 for one in self.of_session(session):
                     self.finish(one)
-            case KvReceived(request=request) if request in self.open:
-                self.arrived(self.open[request])
+            case KvReceived(request=request, first=first) if request in self.open:
+                one = self.open[request]
+                expected = draft_of(one.ticket, one.generation, one.tokens, one.draft)
+                assert first.draft == expected, "draft data of another use, or none (G4)"
+                self.arrived(one)
             case ReceiveFailed(request=request, code=code) if request in self.open:
                 assert code not in ("bad_chunk", "bad_metadata", "bad_reservation"), event
                 assert code != "checksum_mismatch" or self.world.network.damaged, event

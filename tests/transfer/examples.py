@@ -7,10 +7,11 @@ from msgspec.structs import replace
 
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.draft import Draft, DraftTokens, HiddenStates
 from headrace.core.types.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken, TokenLogprob
-from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol import checksum, draft_frame, metadata
 from headrace.transfer.protocol.messages import (
     Ack,
     AnswerMessage,
@@ -50,6 +51,9 @@ SHARED = SharedMemory(
 TICKET = "ticket-1"
 FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogprob(42, -0.5, (42, 7), (-0.5, -1.5)))
 ROW = metadata.encode(TICKET, 1, FIRST)
+ROW_2 = metadata.encode(TICKET, 2, FIRST)
+DRAFT = Draft(HiddenStates(2, 4, "bfloat16", bytes(range(0xE0, 0xE8))), DraftTokens((42, 7), (0.5, 0.25)))
+DRAFT_FRAME = draft_frame.encode(TICKET, 2, DRAFT)
 PAGE_0 = bytes(range(16))  # [1, 2, 1, 2, 2 * 2]: two tokens
 PAGE_1 = bytes(range(0xA0, 0xA8))  # [1, 2, 1, 1, 2 * 2]: one token
 LATENT_0 = bytes(range(0xC0, 0xCC))  # [1, 1, 1, 2, 3 * 2]: two tokens
@@ -219,6 +223,23 @@ EXAMPLES = (
             checksum="xxh3_64", backend="zmq", heartbeat_s=1.0, timeout_s=3.0, model="tiny",
         ),
         CONTROL,
+    ),
+    Example(
+        "peer to control endpoint",
+        Reserve(
+            ticket=TICKET, generation=2, prompt_tokens=3, cached_tokens=2, pages=pack([9]), row=5, hidden=True,
+            draft_top_k=2,
+        ),
+        PEER,
+    ),
+    Example(
+        "stage to peer",
+        Chunk(
+            ticket=TICKET, generation=2, chunk=0, start=2, count=1, pages=pack([9]), row=5, payload_bytes=8,
+            checksum=checksum.of_frames((ROW_2, DRAFT_FRAME, PAGE_1)), total=1, draft_bytes=len(DRAFT_FRAME),
+        ),
+        STAGE,
+        (ROW_2, DRAFT_FRAME, PAGE_1),
     ),
 )  # fmt: skip
 

@@ -32,7 +32,7 @@ from tests.transfer.harness import random_store
 from tests.transfer.memory_agents import VERSION, AgentTransport
 from tests.transfer.memory_pools import HOST, MemoryTransport
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, poison, slots_of
+from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, draft_of, poison, slots_of
 
 
 @dataclass(eq=False)
@@ -168,8 +168,10 @@ class PrefillSide(Side):
             pages=pack(one.pages[first : first + pages_for(self.geometry.page_size, start, end - start)]),
             dst_pages=pack(unpack(reserved.pages)[skip : skip + pages_for(size, start, end - start)]),
             row=0, dst_row=reserved.row,
-            last=FirstToken(token=7, prompt_tokens=reserved.prompt_tokens, cached_tokens=0)
-            if number + 1 == one.chunks else None,
+            last=FirstToken(
+                token=7, prompt_tokens=reserved.prompt_tokens, cached_tokens=0,
+                draft=draft_of(reserved.ticket, reserved.generation, reserved.prompt_tokens, reserved.draft),
+            ) if number + 1 == one.chunks else None,
         )  # fmt: skip
         self.apply(self.sender, order)
 

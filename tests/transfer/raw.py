@@ -7,6 +7,7 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.runtime.codec import Codec
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.data.receiver import Receiver
@@ -78,10 +79,10 @@ class RawStage:
         self.say(Attached(stage=0))
         self.expect(1)
 
-    def expect(self, request: int, generation: int = 1) -> None:
+    def expect(self, request: int, generation: int = 1, draft: DraftTerms = NO_DRAFT) -> None:
         order = PrepareReceive(
             seq=0, request=request, session=SESSION, ticket="t", generation=generation, start=0, count=32,
-            pages=pack([4, 5]), row=3,
+            pages=pack([4, 5]), row=3, draft=draft,
         )  # fmt: skip
         self.loop.apply(self.receiver, order)
 

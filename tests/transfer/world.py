@@ -8,6 +8,7 @@ import numpy as np
 
 from headrace.core.config import TransferConfig
 from headrace.core.types.backends import ZMQ
+from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from tests.transfer.harness import AnyPort
@@ -26,6 +27,15 @@ def content(ticket: str, generation: int, position: int, size: int) -> np.ndarra
     """The KV of a position: other bytes for every use of every ticket."""
     number = (hash((int(ticket[1:]), generation, position)) * 0x9E3779B97F4A7C15) % (1 << 64)
     return np.resize(np.frombuffer(number.to_bytes(8, "little"), np.uint8), size)
+
+
+def draft_of(ticket: str, generation: int, prompt_tokens: int, terms: DraftTerms) -> Draft | None:
+    """The draft data of a use that asks for some."""
+    if terms == NO_DRAFT:
+        return None
+    state = content(ticket, generation, prompt_tokens, 24).tobytes()
+    hidden = HiddenStates(prompt_tokens - 1, 6, "float32", state) if terms.hidden else None
+    return Draft(hidden, DraftTokens((generation, 3), (0.5, 0.25)).best(terms.top_k))
 
 
 def slots_of(store: ArrayPageStore, page: int, slot: int, position: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -188,6 +188,8 @@ class ControlClient:
             row=command.row,
             wait=command.wait,
             prompt_hash=command.prompt_hash,
+            hidden=command.draft.hidden,
+            draft_top_k=command.draft.top_k,
         )
         prefill.control.renewals.pop(ticket, None)
         return self._act(prefill, Step([reserve], []), now)

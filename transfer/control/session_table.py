@@ -24,6 +24,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
+from headrace.core.types.draft import MAX_DRAFT_TOKENS, DraftTerms
 from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.transfer.control.backend_health import BackendHealth
@@ -291,6 +292,7 @@ class SessionTable:
             row=reserve.row,
             wait=reserve.wait,
             prompt_hash=reserve.prompt_hash,
+            draft=DraftTerms(reserve.hidden, min(reserve.draft_top_k, MAX_DRAFT_TOKENS)),
         )
         return Outcome([], [event])
 

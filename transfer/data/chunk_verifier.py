@@ -1,16 +1,17 @@
-"""Checks the checksum and the metadata row of a received chunk, before anything of it is written into the pool."""
+"""Checks checksum, metadata row and draft frame of a received chunk, before anything of it is written into the pool."""
 
 from collections.abc import Sequence
 from itertools import chain
 
 from headrace.core.config import TransferConfig
+from headrace.core.messages.orders import PrepareReceive
 from headrace.core.stats import Counters
 from headrace.core.types.backends import FAKE, SHM, ZMQ
 from headrace.core.types.errors import CHECKSUM
 from headrace.core.types.packed import unpack
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
-from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
 from headrace.transfer.protocol.layout import PageStore
 from headrace.transfer.protocol.messages import Chunk
 
@@ -46,6 +47,8 @@ class ChunkVerifier:
                 text = f"checksum {found:016x}, the header says {header.checksum:016x}"
                 return RejectChunk(CHECKSUM, text, accept.inbound)
         problem = _metadata_error(header, frames[0]) if header.total else ""
+        if header.draft_bytes and not problem:
+            problem = _draft_error(header, frames[1], accept.inbound.order)
         return RejectChunk(messages.BAD_METADATA, problem, accept.inbound) if problem else accept
 
     def _insists(self, backend: str, header: Chunk) -> bool:
@@ -53,6 +56,20 @@ class ChunkVerifier:
         if backend == FAKE:
             return False
         return self._config.checksum_shm if header.written and backend == SHM else self._config.checksum
+
+
+def _draft_error(header: Chunk, frame: memoryview, order: PrepareReceive) -> str:
+    """How a draft frame is not one of this ticket and generation, or not of what was asked for; "" when it is."""
+    try:
+        draft = draft_frame.decode(frame, header.ticket, header.generation)
+    except ValueError as error:
+        return str(error)
+    last = order.start + order.count - 1
+    if draft.hidden is not None and (draft.hidden.start != last or not order.draft.hidden):
+        return f"a hidden state of position {draft.hidden.start} that was not asked for; the prompt ends at {last}"
+    if draft.tokens is not None and len(draft.tokens.ids) > order.draft.top_k:
+        return f"{len(draft.tokens.ids)} draft tokens, and {order.draft.top_k} were asked for"
+    return ""
 
 
 def _metadata_error(header: Chunk, frame: memoryview) -> str:

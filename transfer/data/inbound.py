@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.core.messages.orders import PrepareReceive
+from headrace.core.types.draft import NO_DRAFT
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, packed_length
 from headrace.core.types.request import FirstToken
-from headrace.transfer.protocol import messages, metadata
+from headrace.transfer.protocol import draft_frame, messages, metadata
 from headrace.transfer.protocol.layout import Copy, carried, copies, pages_for
 from headrace.transfer.protocol.messages import Chunk
 
@@ -198,6 +199,10 @@ class InboundTable:
             return "an empty chunk that is not the last"
         if header.chunk > expect.count:
             return f"chunk number {header.chunk} of {expect.count} tokens"
+        if header.draft_bytes and (not header.total or expect.draft == NO_DRAFT):
+            return f"a draft frame of {header.draft_bytes} bytes that was not asked for, or not with the last chunk"
+        if header.draft_bytes > draft_frame.MAX_BYTES:
+            return f"a draft frame of {header.draft_bytes} bytes; at most {draft_frame.MAX_BYTES} may come"
         if header.row != expect.row:
             return f"metadata row {header.row}, reserved was {expect.row}"
         first = start // self._geometry.page_size - expect.start // self._geometry.page_size
@@ -211,6 +216,7 @@ def _size_problem(header: Chunk, plan: list[Copy], frames: list[int]) -> str:
     """How the frames of a chunk differ from those of its plan; "" when they do not."""
     payload = [frame.bytes for frame, _ in carried(plan)]
     expected = [metadata.ROW_BYTES] if header.total else []
+    expected += [header.draft_bytes] if header.draft_bytes else []
     if header.payload_bytes != sum(payload):
         return f"a payload of {header.payload_bytes} bytes; expected {sum(payload)}"
     if not header.written:

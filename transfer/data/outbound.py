@@ -139,18 +139,18 @@ class Outbound:
             for part in lane.in_flight.values():
                 yield lane, part
 
-    def enqueue(self, session: OutSession, order: SendChunk, row: bytes) -> None:
+    def enqueue(self, session: OutSession, order: SendChunk, row: bytes, draft: bytes = b"") -> None:
         """Queue a chunk on every lane, unless its request has been cancelled or has failed: CancelSend overtakes
         SendChunk orders that wait for their pages to be computed.
 
-        row: encoded metadata row of the last chunk; b"" for others."""
+        row: encoded metadata row of the last chunk; b"" for others. draft: its draft frame; b"" where there is none."""
         owner = self._requests.setdefault(order.request, OutgoingSends(order.request))
         owner.session = session
         if not owner.open:
             return
         lanes = session.lanes.values()
         token_bytes = sum(lane.part.token_bytes for lane in lanes)
-        chunk = OutChunk(order, owner, row, order.count * token_bytes, len(lanes))
+        chunk = OutChunk(order, owner, row, draft, order.count * token_bytes, len(lanes))
         for lane in lanes:
             lane.queue.append(OutPart(chunk, order.count * lane.part.token_bytes))
 

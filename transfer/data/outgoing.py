@@ -43,6 +43,8 @@ class OutChunk:
     owner: OutgoingSends
     row: bytes
     """Metadata row of the last chunk, which every part of it carries; b"" in other chunks."""
+    draft: bytes
+    """Draft frame of the last chunk, likewise; b"" where there is none."""
     bytes: int
     """Payload over all parts."""
     unsettled: int
@@ -78,8 +80,8 @@ class OutPart:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that count against the window: payload and metadata row."""
-        return self.payload_bytes + len(self.chunk.row)
+        """Bytes that count against the window: payload, metadata row and draft frame."""
+        return self.payload_bytes + len(self.chunk.row) + len(self.chunk.draft)
 
     def header(self, digest: int | None) -> Chunk:
         """The message that announces it. digest: checksum of its row and payload; None where the lane has none."""
@@ -96,6 +98,7 @@ class OutPart:
             checksum=digest,
             total=order.chunk + 1 if order.last else 0,
             written=self.write is not None,
+            draft_bytes=len(self.chunk.draft),
         )
 
     def trace(self, peer_stage: int, outcome: Outcome, now: float) -> TransferTrace:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import assert_never
 
+import msgspec
 import zmq
 
 from headrace.core.config import TransferConfig
@@ -42,7 +43,7 @@ from headrace.transfer.data.chunk_verifier import ChunkVerifier
 from headrace.transfer.data.data_line import DataLine
 from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.data.revocation import Revocations
-from headrace.transfer.protocol import checksum, messages
+from headrace.transfer.protocol import checksum, draft_frame, messages
 from headrace.transfer.protocol.layout import PageStore, overlap
 from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
 from headrace.transfer.protocol.metadata import MetadataRows
@@ -273,6 +274,9 @@ class Receiver:
         inbound = accept.inbound
         request = inbound.order.request
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
+        if first is not None and header.draft_bytes:
+            draft = draft_frame.decode(frames.pop(0).buffer, header.ticket, header.generation)
+            first = msgspec.structs.replace(first, draft=draft)
         if not header.written:
             buffers = [frame.buffer for frame in frames]
             payload.write_frames(self._store, accept.copies, unpack(header.pages), buffers)

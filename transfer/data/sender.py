@@ -1,7 +1,7 @@
 """KV sender of a prefill stage: ships computed pages to attached peers, as an EventSource of the stage's I/O thread.
 
-    SendChunk ──► outbound queue ──window──► [header][metadata row][page]...[page] ──► peer ──Ack──► ChunkAcked
-                               └─ copies into the peer's pool ─► [header: written][metadata row] ──┘
+    SendChunk ──► outbound queue ──window──► [header][row][draft frame][page]...[page] ──► peer ──Ack──► ChunkAcked
+                               └─ copies into the peer's pool ─► [header: written][row][…] ──┘
 
 It owns the data ROUTER; outbound.py has the queues and windows, transmitter.py sends parts. In frames, pages leave
 without a copy, straight from the pool, so a page is in use until libzmq has let go of it. Neither that nor the end of a
@@ -28,7 +28,7 @@ from headrace.transfer.data.outgoing import Lane, OutPart
 from headrace.transfer.data.peer_pools import PeerPools
 from headrace.transfer.data.send_checks import attached_lane, page_error
 from headrace.transfer.data.transmitter import PageOutOfRange, Transmitter
-from headrace.transfer.protocol import messages, metadata
+from headrace.transfer.protocol import draft_frame, messages, metadata
 from headrace.transfer.protocol.layout import SourceStore
 from headrace.transfer.protocol.messages import (
     Ack,
@@ -245,10 +245,10 @@ class Sender:
         if problem:
             return self._fail(order.request, messages.BAD_CHUNK, problem)
         try:
-            row = metadata.encode(order.ticket, order.generation, order.last) if order.last else b""
+            row, draft = _last_frames(order)
         except ValueError as error:
             return self._fail(order.request, messages.BAD_METADATA, str(error))
-        self._outbound.enqueue(session, order, row)
+        self._outbound.enqueue(session, order, row, draft)
         return [event for lane in session.lanes.values() for event in self._pump(lane, now)]
 
     def _note(self, lane: Lane, part: OutPart, outcome: Outcome, now: float) -> None:
@@ -300,3 +300,13 @@ class Sender:
         else:
             self._listener.refuse(arrival, self._sent.encode(refusal), now)
         return []
+
+
+def _last_frames(order: SendChunk) -> tuple[bytes, bytes]:
+    """Metadata row and draft frame of a chunk, b"" for those that it has not. Raises ValueError for what they cannot
+    hold."""
+    last = order.last
+    if last is None:
+        return b"", b""
+    row = metadata.encode(order.ticket, order.generation, last)
+    return row, b"" if last.draft is None else draft_frame.encode(order.ticket, order.generation, last.draft)

@@ -70,14 +70,14 @@ class Transmitter:
         order = part.chunk.order
         plan = copies(self._geometry, lane.destination, order.start, order.count)
         frames = payload.frames(self._store, plan, unpack(order.pages))
-        digest = checksum.of_frames([part.chunk.row, *frames]) if lane.checksum else None
+        digest = checksum.of_frames([part.chunk.row, part.chunk.draft, *frames]) if lane.checksum else None
         self._transmit(lane, part, digest, frames, now)
 
     def _write(self, lane: Lane, remote: RemotePages, part: OutPart) -> None:
         """Start writing a part into the peer's pages. Raises IndexError for pages that its pool does not have."""
         order = part.chunk.order
         passage = payload.Passage(self._geometry, lane.destination, order.start, order.count)
-        digest = checksum.Digest(part.chunk.row) if lane.checksum else None
+        digest = checksum.Digest(part.chunk.row + part.chunk.draft) if lane.checksum else None
         payload.write_through(self._store, remote, passage, unpack(order.pages), unpack(order.dst_pages), digest)
         part.checksum = digest.intdigest() if digest is not None else None
         part.write = remote.flush()
@@ -85,10 +85,11 @@ class Transmitter:
         self._counters.add("bytes_sent_total", part.payload_bytes, (lane.backend,))
 
     def _transmit(self, lane: Lane, part: OutPart, digest: int | None, frames: list[Bytes], now: float) -> None:
-        """Put a part on the lane's connection: header, metadata row, and payload frames unless it was written."""
+        """Put a part on the lane's connection: header, metadata row, draft frame, and payload frames unless it was
+        written."""
         header = self._codec.encode(part.header(digest))
-        row = [part.chunk.row] if part.chunk.row else []
-        handles = self._listener.put_tracked([lane.route or b"", header, *row], frames)
+        beside = [frame for frame in (part.chunk.row, part.chunk.draft) if frame]
+        handles = self._listener.put_tracked([lane.route or b"", header, *beside], frames)
         if handles is None:
             self._lose(lane, now)
             return

@@ -165,6 +165,10 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Wait for a prompt that has not come yet; False has an unknown ticket answered by Failed at once."""
     prompt_hash: Annotated[str, Meta(max_length=64)] = ""
     """SHA-256 of the prompt's token ids as packed int32, in hexadecimal; "" skips the comparison."""
+    hidden: bool = False
+    """Send the hidden state of the last prompt token, in a draft frame."""
+    draft_top_k: Size = 0
+    """Send so many of the most likely first tokens, in a draft frame."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -249,7 +253,8 @@ class Attached(Message, frozen=True, kw_only=True):
 class Chunk(Message, frozen=True, kw_only=True):
     """Stage to peer: header of tokens [start, start + count) of a ticket.
 
-    The metadata row follows it if total is set, and one payload frame per source page unless written is set.
+    The metadata row follows it if total is set, then a draft frame if draft_bytes is set, and one payload frame per
+    source page unless written is set.
     """
 
     ticket: Ticket
@@ -268,6 +273,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     """0 but in the last chunk, where it is chunk + 1."""
     written: bool = False
     """The payload is in the pages already (shared memory, NIXL)."""
+    draft_bytes: Size = 0
+    """Size of the draft frame that follows the metadata row; 0: there is none."""
 
 
 class Ack(Message, frozen=True, kw_only=True):

@@ -83,6 +83,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 "page_size": config.engine.page_size,
                 "structured_outputs": True,
                 "penalties": True,
+                "hidden_states": True,
                 "kv_events": _kv_events(config.kv_events),
                 "load": _load(join(await stats.snapshot())),
             }

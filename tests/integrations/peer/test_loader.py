@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskRenew, ConnectPrefill, TicketFailed, TicketFinished
-from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed, ReceivePrepared
+from headrace.core.types.draft import Draft, DraftTerms, DraftTokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.integrations.peer.commands import (
     CancelLoad,
     LoadCancelled,
     Loaded,
     LoadFailed,
+    LoadKv,
     RejectTicket,
     ReleaseLoad,
     RenewLease,
@@ -167,3 +170,18 @@ def test_a_refused_load_releases_what_was_kept() -> None:
     assert isinstance(cancel, AskCancel)
     assert bench.answers() == [LoadFailed(id="a", code="c", message="m")]
     assert bench.empty()
+
+
+def test_draft_data_is_asked_for_and_comes_with_the_load() -> None:
+    bench = Bench()
+    terms = DraftTerms(hidden=True, top_k=4)
+    bench.do(RenewLease(id="a", ticket=ticket("a")))
+    bench.up()
+    [expect] = bench.do(LoadKv(id="a", ticket=ticket("a"), start=0, tokens=10, draft=terms))
+    [ask] = bench.hear(ReceivePrepared(stage=0, request=expect.request))
+    assert (expect.draft, ask.draft) == (terms, terms)
+    first = msgspec.structs.replace(FIRST, draft=Draft(None, DraftTokens((5,), (0.5,))))
+    bench.hear(KvReceived(stage=0, request=expect.request, first=first, bytes=1, chunks=1))
+    [loaded] = bench.answers()
+    assert isinstance(loaded, Loaded)
+    assert loaded.first == first

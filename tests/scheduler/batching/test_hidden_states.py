@@ -1,10 +1,12 @@
 """Hidden states and draft data: which rows are asked for them, and what is passed on to the client."""
 
+import pytest
+
 from headrace.core.messages.frontend import HiddenPart, RequestFinished, Tokens
-from headrace.core.messages.orders import Forward
+from headrace.core.messages.orders import Forward, SendChunk
 from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
-from headrace.core.types.draft import DraftTokens, HiddenStates
-from headrace.core.types.request import DecodeHere, Discard
+from headrace.core.types.draft import Draft, DraftTerms, DraftTokens, HiddenStates
+from headrace.core.types.request import DecodeHere, Discard, FirstToken, SendTo
 from tests.scheduler.bench import Bench
 
 DRAFT = DraftTokens((7, 8, 9), (0.5, 0.25, 0.125))
@@ -24,7 +26,7 @@ def report(bench: Bench, forward: Forward | None, *tokens: int) -> None:
     assert forward is not None
     sampled = [row for row in forward.rows if row.sample is not None]
     samples = tuple(
-        SampledToken(row.request, token, None, DRAFT if row.draft_top_k else None)
+        SampledToken(row.request, token, None, DRAFT.best(row.draft_top_k))
         for row, token in zip(sampled, tokens, strict=True)
     )
     bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.003, samples=samples, hidden=states(forward)))
@@ -92,7 +94,7 @@ def test_rows_of_others_are_asked_for_nothing() -> None:
     report(bench, forward, 3, 4)
     assert parts(bench, "a") == []
     drafts = {tokens.rid: tokens.draft for tokens in bench.all(Tokens)}
-    assert drafts == {"a": None, "b": DraftTokens((7, 8), (0.5, 0.25))}
+    assert drafts == {"a": None, "b": DRAFT.best(2)}
 
 
 def test_draft_data_is_of_the_first_token_alone() -> None:
@@ -113,3 +115,52 @@ def test_states_of_a_request_that_has_ended_are_dropped() -> None:
     bench.abort("a")
     report(bench, forward, 3)
     assert parts(bench) == []
+
+
+BOTH = DraftTerms(hidden=True, top_k=2)
+
+
+def sent(bench: Bench) -> FirstToken:
+    last = bench.last(SendChunk).last
+    assert last is not None
+    return last
+
+
+def test_a_peer_that_asks_gets_the_last_state_and_the_first_tokens() -> None:
+    """In the last chunk; the client, who has not asked, gets neither."""
+    bench = Bench(chunk_tokens=4)
+    bench.join()
+    bench.submit("a", 10, route=SendTo("t"))
+    bench.reserve(draft=BOTH)
+    wanted = []
+    while (forward := bench.plan()) is not None:
+        wanted += [(row.hidden, row.draft_top_k) for row in forward.rows]
+        report(bench, forward, *[5 for row in forward.rows if row.sample is not None])
+    assert wanted == [(0, 0), (0, 0), (1, 2)]
+    assert [send.last is None for send in bench.all(SendChunk)] == [True, True, False]
+    state = HiddenStates(9, 2, "float16", bytes([9, 0, 0, 0]))
+    assert sent(bench).draft == Draft(state, DraftTokens((7, 8), (0.5, 0.25)))
+    assert (parts(bench), bench.one(Tokens).draft) == ([], None)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_peer_that_comes_late_gets_what_the_prompt_asked_for(early: bool) -> None:
+    bench = Bench()
+    bench.join()
+    asks = {"hidden_states": "all", "draft_top_k": 1} if early else {}
+    bench.submit("a", 10, route=SendTo("t", hold=True), **asks)
+    report(bench, bench.plan(), 5)
+    bench.reserve(draft=BOTH)
+    state = HiddenStates(9, 2, "float16", bytes([0, 0, 0, 0]))
+    assert sent(bench).draft == (Draft(state, DraftTokens((7,), (0.5,))) if early else None)
+
+
+def test_a_peer_that_does_not_ask_gets_nothing_whatever_the_client_asks() -> None:
+    bench = Bench()
+    bench.join()
+    bench.submit("a", 10, route=SendTo("t"), hidden_states="last", draft_top_k=3)
+    bench.reserve()
+    report(bench, bench.plan(), 5)
+    assert sent(bench).draft is None
+    assert parts(bench) == [(9, 1)]
+    assert bench.one(Tokens).draft == DRAFT

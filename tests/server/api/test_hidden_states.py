@@ -228,9 +228,25 @@ def far_answer(states: HiddenStates | None) -> dict[str, Any]:
     return ANSWER | {"hidden_states": {"start": states.start, "shape": shape, "dtype": states.dtype, "data": data}}
 
 
+def knowing(states: HiddenStates | None) -> Prefills:
+    """A prefill server that knows hidden states, and answers with these."""
+    prefills = Prefills(lambda _body: httpx.Response(200, json=far_answer(states)))
+    prefills.more = {"hidden_states": True}
+    return prefills
+
+
+@in_loop
+async def test_an_earlier_prefill_server_is_not_asked(tokenizer: Tokenizer) -> None:
+    prefills = Prefills()
+    async with decode(FakeLink(computing(tokenizer)), tokenizer, prefills) as (_, http):
+        answer = await http.post("/generate", json={"input_ids": [1, 2, 3], "return_hidden_states": True})
+    assert (answer.status_code, json_of(answer)["error"]["code"]) == (503, "no_hidden_states")
+    assert not prefills.posts
+
+
 @in_loop
 async def test_a_decode_server_joins_the_prompts_states_with_its_own(tokenizer: Tokenizer) -> None:
-    prefills = Prefills(lambda _body: httpx.Response(200, json=far_answer(made_up(0, 3))))
+    prefills = knowing(made_up(0, 3))
     async with decode(FakeLink(computing(tokenizer)), tokenizer, prefills) as (_, http):
         answer = json_of(await http.post("/generate", json={"input_ids": [1, 2, 3], "return_hidden_states": True}))
     prompt, *generated = answer["meta_info"]["hidden_states"]
@@ -254,7 +270,7 @@ async def test_a_decode_server_joins_the_prompts_states_with_its_own(tokenizer: 
 async def test_a_prefill_server_that_sends_others_or_none_fails_the_request(
     tokenizer: Tokenizer, states: HiddenStates | None
 ) -> None:
-    prefills = Prefills(lambda _body: httpx.Response(200, json=far_answer(states)))
+    prefills = knowing(states)
     async with decode(FakeLink(computing(tokenizer)), tokenizer, prefills) as (_, http):
         answer = await http.post("/generate", json={"input_ids": [1, 2, 3], "return_hidden_states": True})
     assert (answer.status_code, json_of(answer)["error"]["code"]) == (502, "prefill_failed")

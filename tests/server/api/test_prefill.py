@@ -162,6 +162,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "page_size": 16,
             "structured_outputs": True,
             "penalties": True,
+            "hidden_states": True,
             "kv_events": None,
             "load": None,
         }

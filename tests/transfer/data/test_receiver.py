@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import CancelReceive
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
+from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.packed import pack
-from headrace.transfer.protocol import checksum, metadata
+from headrace.transfer.protocol import checksum, draft_frame, metadata
 from headrace.transfer.protocol.messages import Ack, Nack
 from tests.transfer.harness import CONFIG, FIRST, value, zmq_context
 from tests.transfer.raw import RawStage
@@ -177,3 +178,67 @@ def test_a_silent_stage_is_attached_to_again() -> None:
 
         stage.loop.until(attached_again)  # its pings go unanswered
         stage.close()
+
+
+BOTH = DraftTerms(hidden=True, top_k=2)
+STATE = HiddenStates(31, 2, "float16", b"abcd")
+DRAFT = Draft(STATE, DraftTokens((5, 6), (0.5, 0.25)))
+
+
+def asking(context: Any, terms: DraftTerms) -> RawStage:
+    """A stage whose peer expects request 2, of generation 2, with draft data."""
+    made = RawStage(context)
+    made.loop.apply(made.receiver, CancelReceive(seq=0, request=1))
+    made.expect(2, generation=2, draft=terms)
+    return made
+
+
+def send_draft(stage: RawStage, frame: bytes, **changes: Any) -> None:
+    frames = [metadata.encode("t", 2, FIRST), frame, stage.page(2)]
+    stage.send(1, frames, **{"generation": 2, "draft_bytes": len(frame)} | changes)
+
+
+def test_a_draft_frame_comes_with_the_first_token(context: Any) -> None:
+    stage = asking(context, BOTH)
+    stage.send(0, generation=2)
+    send_draft(stage, draft_frame.encode("t", 2, DRAFT))
+    assert [type(stage.answer()) for _ in range(2)] == [Ack, Ack]
+    assert stage.loop.wait_for(stage.receiver, KvReceived).first.draft == DRAFT
+    stage.close()
+
+
+def test_no_draft_frame_is_no_error(context: Any) -> None:
+    stage = asking(context, BOTH)
+    stage.send(0, generation=2)
+    stage.send(1, generation=2)
+    assert stage.loop.wait_for(stage.receiver, KvReceived).first == FIRST
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("terms", "frame", "changes", "code"),
+    [
+        (NO_DRAFT, draft_frame.encode("t", 2, DRAFT), {}, "bad_chunk"),
+        (BOTH, draft_frame.encode("t", 2, DRAFT), {"draft_bytes": 1}, "bad_chunk"),
+        (BOTH, draft_frame.encode("t", 2, DRAFT), {"draft_bytes": 0}, "bad_chunk"),
+        (BOTH, draft_frame.encode("t", 2, DRAFT), {"checksum": 1}, "checksum_mismatch"),
+        (BOTH, bytes((1 << 20) + 1), {}, "bad_chunk"),
+        (BOTH, b"\xff" * 56, {}, "bad_metadata"),
+        (BOTH, draft_frame.encode("t", 1, DRAFT), {}, "bad_metadata"),
+        (BOTH, draft_frame.encode("other", 2, DRAFT), {}, "bad_metadata"),
+        (BOTH, draft_frame.encode("t", 2, Draft(HiddenStates(30, 2, "float16", b"abcd"))), {}, "bad_metadata"),
+        (DraftTerms(top_k=2), draft_frame.encode("t", 2, DRAFT), {}, "bad_metadata"),
+        (DraftTerms(hidden=True, top_k=1), draft_frame.encode("t", 2, DRAFT), {}, "bad_metadata"),
+    ],
+)
+def test_a_bad_draft_frame_fails_the_ticket_before_anything_of_its_chunk_is_written(
+    context: Any, terms: DraftTerms, frame: bytes, changes: dict[str, Any], code: str
+) -> None:
+    stage = asking(context, terms)
+    send_draft(stage, frame, **changes)
+    nack = stage.answer()
+    assert isinstance(nack, Nack)
+    assert nack.code == code
+    assert written(stage) == []
+    assert stage.loop.wait_for(stage.receiver, ReceiveFailed).code == code
+    stage.close()

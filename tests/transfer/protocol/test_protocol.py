@@ -6,11 +6,12 @@ from msgspec.structs import fields
 
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.runtime.codec import DecodeError
+from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.packed import pack, unpack
 from headrace.transfer.backends.strided_pool import ArrayPageStore
-from headrace.transfer.data.inbound import AcceptChunk, InboundTable
+from headrace.transfer.data.inbound import AcceptChunk, InboundTable, RejectChunk
 from headrace.transfer.data.payload import write_frames
-from headrace.transfer.protocol import checksum, messages, metadata
+from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
 from headrace.transfer.protocol.matching import components_of
 from headrace.transfer.protocol.messages import Chunk, Hello, Message, Reserve
 from tests.transfer import examples
@@ -39,7 +40,7 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
     assert table.prepare(expect, {0: GEOMETRY}) == ""
     for example, (_, *frames) in zip(EXAMPLES, SHOWN, strict=True):
         header = example.message
-        if isinstance(header, Chunk) and header.ticket == examples.TICKET:
+        if isinstance(header, Chunk) and (header.ticket, header.generation) == (examples.TICKET, 1):
             verdict = table.check("s", 0, header, [len(frame) for frame in frames])
             assert isinstance(verdict, AcceptChunk)
             assert checksum.of_frames(frames) == header.checksum
@@ -48,6 +49,26 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
             inbound = verdict.inbound
     assert inbound.complete
     assert inbound.first == examples.FIRST
+
+
+def test_the_chunk_with_a_draft_frame_on_the_page_is_accepted_by_the_code() -> None:
+    reserve, header = (example.message for example in EXAMPLES[-2:])
+    assert isinstance(reserve, Reserve)
+    assert isinstance(header, Chunk)
+    frames = SHOWN[-1][1:]
+    terms = DraftTerms(reserve.hidden, reserve.draft_top_k)
+    expect = PrepareReceive(
+        seq=0, request=1, session="s", ticket=reserve.ticket, generation=2, start=2, count=1, pages=reserve.pages,
+        row=5, draft=terms,
+    )  # fmt: skip
+    table = InboundTable(GEOMETRY)
+    assert table.prepare(expect, {0: GEOMETRY}) == ""
+    assert isinstance(table.check("s", 0, header, [len(frame) for frame in frames]), AcceptChunk)
+    assert checksum.of_frames(frames) == header.checksum
+    assert draft_frame.decode(frames[1], reserve.ticket, 2) == examples.DRAFT
+    refused = InboundTable(GEOMETRY)
+    refused.prepare(msgspec.structs.replace(expect, draft=NO_DRAFT), {0: GEOMETRY})
+    assert isinstance(refused.check("s", 0, header, [len(frame) for frame in frames]), RejectChunk)
 
 
 def test_the_hello_and_the_chunk_with_a_component_on_the_page_are_accepted_by_the_code() -> None:
