@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI
 from headrace.core.types.tenants import tenant_keys
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
+from headrace.server.api.operations.api_document import document_routes
 from headrace.server.api.operations.debug_experts import expert_routes
 from headrace.server.api.operations.debug_trace import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
@@ -42,6 +43,8 @@ def create_app(service: Service) -> FastAPI:
         bootstrap_routes(control),
         handoff_routes(model, control, service.stats, config),
     ]
+    keys = bool(server.api_keys or server.tenant_keys)
+    routers.append(document_routes(routers, server.role, keys=keys))
     return _app("Headrace", routers, service)
 
 

@@ -137,3 +137,22 @@ def test_the_key_is_asked_for_and_kept_until_the_page_is_loaded_again(tab: Tab) 
         tab.wait(asked, "it asks again")
         assert server.end() == 0
     assert not of_the_page(tab.problems)
+
+
+def test_the_page_of_the_api_shows_every_route_and_finds_fields(tab: Tab) -> None:
+    with serving("--role", "colocated", *FLAGS, "--api-key", "k") as server:
+        answer = httpx.get(f"{server.url}/openapi.json", headers={"Authorization": "Bearer k"}, trust_env=False)
+        tab.open(f"{server.url}/docs")
+        tab.wait("document.getElementById('ask')?.hidden === false", "it asks for a key")
+        tab.value("document.getElementById('key').value = 'k'")
+        tab.value("document.querySelector('#ask button').click()")
+        tab.wait("document.getElementById('main').hidden === false", "the document")
+        assert all(path in tab.text("#routes") for path in answer.json()["paths"])
+        tab.value("document.getElementById('find').value = 'logprob_start_len'")
+        tab.value("document.getElementById('find').dispatchEvent(new Event('input')) && 0")
+        assert tab.value("document.querySelectorAll('#routes details:not([hidden])').length") == 1
+        assert "/generate" in tab.text("#routes")
+        tab.value("location.hash = 'GenerateSampling'")
+        tab.wait("document.getElementById('GenerateSampling').open", "a link to an object opens it")
+    assert not of_the_page(tab.problems)
+    assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {server.url.split("/")[2]}

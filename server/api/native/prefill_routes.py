@@ -12,6 +12,8 @@ from headrace.core.config import Config, KvEventsConfig, ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.client_terms import with_client_terms
@@ -35,13 +37,32 @@ from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
 
 PROTOCOL_VERSIONS = (1,)
 _RID = re.compile(r"[\x21-\x7e]{1,128}")
+_PREFILL = described(
+    "Compute a prompt, and send or hold its KV",
+    body=PrefillBody,
+    reply=replies.PrefillReply,
+    events=(replies.PrefillProgress, replies.PrefillReply),
+    errors=GENERATION_ERRORS,
+    parameters=GENERATION_HEADERS,
+)
+_CANCEL = described(
+    "End a prefill",
+    reply=replies.Cancelled,
+    errors=(404,),
+    parameters=(Parameter("rid", "path", str, "The id that the request has or was given."),),
+)
+_HANDOFF = described(
+    "Where decode servers find the control endpoint, and what they choose a server by",
+    reply=replies.HandoffReply,
+    errors=(404, 503),
+)
 
 
 def prefill_routes(model: ServedModel, completions: Completions, config: ServerConfig, budget: BodyBudget) -> APIRouter:
     """POST and DELETE of prefills."""
     router = APIRouter()
 
-    @router.post("/v1/prefill")
+    @router.post("/v1/prefill", openapi_extra=_PREFILL)
     async def prefill(http: Request) -> Response:
         raw = await read_body(http, config.max_body_bytes, budget)
         with notify_peers_on_refusal(completions, config, raw):
@@ -52,7 +73,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
             return JsonAnswer(lambda: _prefill(model, completions, request, discard_events))
         return EventStream(lambda events: _stream(model, completions, request, events), _write_error)
 
-    @router.delete("/v1/prefill/{rid}")
+    @router.delete("/v1/prefill/{rid}", openapi_extra=_CANCEL)
     async def cancel(rid: str) -> Response:
         if not completions.cancel(rid):
             raise invalid("rid", f"no request {shown(rid)!r} is open", code=UNKNOWN_RID, status=404)
@@ -65,7 +86,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
     """GET /v1/handoff: where decode servers find the control endpoint, and what they choose a server by."""
     router = APIRouter()
 
-    @router.get("/v1/handoff")
+    @router.get("/v1/handoff", openapi_extra=_HANDOFF)
     async def handoff() -> Response:
         server = config.server
         if server.role != "prefill":

@@ -12,6 +12,8 @@ from headrace.core.runtime.clock import wall_time
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid
 from headrace.core.types.request import SamplingParams
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, prepare_echo
@@ -37,6 +39,30 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.handoff_params import prompt_ids
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the rest of the model's length
+_COMPLETIONS = described(
+    "Continue texts",
+    body=CompletionBody,
+    reply=replies.CompletionReply,
+    events=(replies.CompletionReply,),
+    errors=GENERATION_ERRORS,
+    parameters=GENERATION_HEADERS,
+)
+_CHAT = described(
+    "Continue a conversation",
+    body=ChatBody,
+    reply=replies.ChatReply,
+    events=(replies.ChatChunk,),
+    errors=GENERATION_ERRORS,
+    parameters=GENERATION_HEADERS,
+)
+_RESPONSES = described(
+    "Continue a conversation, in OpenAI's newer API; nothing is stored",
+    body=ResponsesBody,
+    reply=replies.ResponsesReply,
+    events=(replies.ResponsesEvent,),
+    errors=GENERATION_ERRORS,
+    parameters=GENERATION_HEADERS,
+)
 
 
 def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
@@ -63,7 +89,7 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     ) -> ResponsesFormat:
         return ResponsesFormat(completion, model.name)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
     async def models() -> Response:
         served = {
             "id": model.name,
@@ -74,16 +100,16 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
         }
         return json_response({"object": "list", "data": [served]})
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=_COMPLETIONS)
     async def completions(http: Request) -> Response:
         check = partial(_check_completion, model)
         return await endpoint.respond(http, CompletionBody, check, completions_format)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=_CHAT)
     async def chat(http: Request) -> Response:
         return await endpoint.respond(http, ChatBody, partial(_check_chat, model), chat_format)
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", openapi_extra=_RESPONSES)
     async def responses(http: Request) -> Response:
         return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), responses_format)
 

@@ -5,6 +5,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from headrace.core.types.expert_load import total_rows
+from headrace.server.api.description.operation import described
 from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.stats_collector import StatsCollector
 
@@ -29,7 +30,7 @@ def expert_routes(stats: StatsCollector) -> APIRouter:
     """Route that shows whether tokens are spread evenly over experts."""
     router = APIRouter()
 
-    @router.get("/debug/experts")
+    @router.get("/debug/experts", openapi_extra=described("Rows that experts have computed", reply=ExpertRowsReply))
     async def experts() -> Response:
         async def work() -> ExpertRowsReply:
             totals = total_rows(await stats.expert_loads())

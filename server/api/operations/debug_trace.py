@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -9,6 +10,7 @@ from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.types.errors import invalid, shown
+from headrace.server.api.description.operation import Parameter, described
 from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.trace_report import trace_json
@@ -17,13 +19,20 @@ from headrace.server.version import headrace_version
 
 DEFAULT_S = 5.0
 SHORTEST_S, LONGEST_S = 0.1, 60.0
+Seconds = Annotated[float, msgspec.Meta(ge=SHORTEST_S, le=LONGEST_S)]
+_TRACE = described(
+    "A recording of the next seconds, for Perfetto",
+    reply=dict[str, Any],
+    errors=(400, 409),
+    parameters=(Parameter("seconds", "query", Seconds, f"Its length; {DEFAULT_S:g} if it is not given."),),
+)
 
 
 def debug_routes(tracer: Tracer, model: ServedModel, role: str) -> APIRouter:
     """Routes for finding out why a server is slow."""
     router = APIRouter()
 
-    @router.get("/debug/trace")
+    @router.get("/debug/trace", openapi_extra=_TRACE)
     async def trace(http: Request) -> Response:
         seconds = _seconds(http)
 

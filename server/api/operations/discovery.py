@@ -10,6 +10,8 @@ from headrace.core.config import Config
 from headrace.core.stats import Stats, join
 from headrace.core.types.addresses import url
 from headrace.core.types.request import SamplingParams
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import WORK_ERRORS, described
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import JsonAnswer, json_response
 from headrace.server.frontend.completions import Completions
@@ -21,19 +23,23 @@ from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0
+_HEALTH_GENERATE = described("Whether a token can be computed", reply=replies.StatusReply, errors=WORK_ERRORS)
+_QUERY = described(
+    "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(503,), open=True
+)
 
 
 def discovery_routes(model: ServedModel, control: ControlAddress, config: Config) -> APIRouter:
     """What this server is, under the names that SGLang, vLLM and Dynamo give these routes."""
     router = APIRouter()
 
-    @router.get("/server_info")
-    @router.get("/get_server_info")
+    @router.get("/server_info", openapi_extra=described("What this server is", reply=replies.ServerInfoReply))
+    @router.get("/get_server_info", openapi_extra=described("The same", reply=replies.ServerInfoReply))
     async def server_info() -> Response:
         return json_response(_server_info(model, control, config))
 
-    @router.get("/model_info")
-    @router.get("/get_model_info")
+    @router.get("/model_info", openapi_extra=described("The model that is served", reply=replies.ModelInfoReply))
+    @router.get("/get_model_info", openapi_extra=described("The same", reply=replies.ModelInfoReply))
     async def model_info() -> Response:
         return json_response(
             {
@@ -45,7 +51,7 @@ def discovery_routes(model: ServedModel, control: ControlAddress, config: Config
             }
         )
 
-    @router.get("/version")
+    @router.get("/version", openapi_extra=described("The release", reply=replies.VersionReply))
     async def version() -> Response:
         return json_response({"version": headrace_version()})
 
@@ -56,12 +62,12 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
     """Whether this server computes and how loaded it is, under the names that SGLang and vLLM give these routes."""
     router = APIRouter()
 
-    @router.get("/ping")
+    @router.get("/ping", openapi_extra=described("GET /ready under another name", reply=dict[str, Any], errors=(503,)))
     async def ping() -> Response:
         problem = readiness.not_ready()
         return json_response({}) if problem is None else error_response(problem)
 
-    @router.get("/health_generate")
+    @router.get("/health_generate", openapi_extra=_HEALTH_GENERATE)
     async def health_generate() -> Response:
         """200 if one token could be computed just now; its KV is dropped."""
         deadline_s = min(PROBE_TIMEOUT_S, config.scheduler.stage_timeout_s)
@@ -75,7 +81,7 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
 
         return JsonAnswer(work)
 
-    @router.get("/get_load")
+    @router.get("/get_load", openapi_extra=described("How loaded this server is", reply=list[replies.LoadReply]))
     async def get_load() -> Response:
         """A list with one entry for each data-parallel rank, of which there is one, as in SGLang."""
         return json_response([_load(completions.open_requests, join(await stats.snapshot()))])
@@ -87,7 +93,7 @@ def bootstrap_routes(control: ControlAddress) -> APIRouter:
     """GET /query, by which Mooncake's peers and routers find a prefill server. Needs no key."""
     router = APIRouter()
 
-    @router.get("/query")
+    @router.get("/query", openapi_extra=_QUERY)
     async def query(http: Request) -> Response:
         info = control.require("the server is loading, or has no control endpoint")
         host = control.host(http.url.hostname or "")

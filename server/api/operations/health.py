@@ -7,12 +7,19 @@ from starlette.responses import Response
 
 from headrace.core.config import KvEventsConfig
 from headrace.core.types.errors import ErrorInfo
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import described
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.stats_collector import StatsCollector
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.telemetry.prometheus import CONTENT_TYPE, render
+
+_HEALTH = described("Whether this process works", reply=replies.StatusReply, errors=(503,), open=True)
+_READY = described("Whether a request would be served now", reply=replies.StatusReply, errors=(503,), open=True)
+_METRICS = described("Metrics for Prometheus", media_type=CONTENT_TYPE, open=True)
+_KV_EVENTS = described("Where events of the prefix cache are published, by rank", reply=dict[str, Any])
 
 
 def operation_routes(
@@ -21,25 +28,25 @@ def operation_routes(
     """Routes for orchestrators, Prometheus, and routers that follow the prefix cache. replicas: data-parallel ones."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", openapi_extra=_HEALTH)
     async def health() -> Response:
         """200 while this process and the scheduler respond."""
         if problem := readiness.unhealthy():
             return error_response(ErrorInfo(code="unhealthy", message=problem, status=503, retry_after_s=1.0))
         return json_response({"status": "ok"})
 
-    @router.get("/ready")
+    @router.get("/ready", openapi_extra=_READY)
     async def ready() -> Response:
         """200 if a request sent now would be served."""
         if (problem := readiness.not_ready()) is not None:
             return error_response(problem)
         return json_response({"status": "ready"})
 
-    @router.get("/metrics")
+    @router.get("/metrics", openapi_extra=_METRICS)
     async def metrics() -> Response:
         return Response(render(await stats.snapshot()), media_type=CONTENT_TYPE)
 
-    @router.get("/kv_event_sources")
+    @router.get("/kv_event_sources", openapi_extra=_KV_EVENTS)
     async def kv_event_sources() -> Response:
         """Where routers can subscribe to events of the prefix cache."""
         return json_response(_kv_event_sources(kv_events, page_size, replicas))

@@ -5,6 +5,8 @@ from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import BODY_ERRORS, described
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
@@ -13,12 +15,17 @@ from headrace.server.api.request.tools import check_tools_taken, offered_functio
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
 
+_TOKENIZE = described(
+    "Token ids of a text or a conversation", body=TokenizeBody, reply=replies.TokenizeReply, errors=BODY_ERRORS
+)
+_DETOKENIZE = described("Text of token ids", body=DetokenizeBody, reply=replies.DetokenizeReply, errors=BODY_ERRORS)
+
 
 def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudget) -> APIRouter:
     """Prompts as token ids, and token ids as text; in every role."""
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=_TOKENIZE)
     async def tokenize(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
         check_model(model, body.model)
@@ -33,7 +40,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
             tokens = await encode(model, body.prompt or "", "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_model_len})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=_DETOKENIZE)
     async def detokenize(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), DetokenizeBody)
         check_model(model, body.model)

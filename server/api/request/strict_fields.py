@@ -29,7 +29,7 @@ def _cleaned(raw: msgspec.Raw, kind: Kind, path: str) -> msgspec.Raw:
     except msgspec.ValidationError:
         return raw  # no object: decoding it says so
     served = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    others = _others(kind)
+    others = other_fields(kind)
     kept: dict[str, msgspec.Raw] = {}
     for name, value in given.items():
         if name in served:
@@ -72,7 +72,7 @@ def _is_strict(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) and annotation in OTHER_FIELDS
 
 
-def _others(kind: Kind) -> Mapping[str, OtherField]:
+def other_fields(kind: Kind) -> Mapping[str, OtherField]:
     """Other fields of a struct and of those that it extends."""
     return {name: field for each in reversed(kind.__mro__) for name, field in OTHER_FIELDS.get(each, {}).items()}
 

@@ -16,7 +16,7 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.telemetry.spans import RecordSpan
 
-OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/query")  # need no key
+OPEN_PATHS = ("/", "/docs", "/health", "/ready", "/metrics", "/query")  # need no key
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 

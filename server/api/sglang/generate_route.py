@@ -11,6 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.types.errors import HeadraceError, invalid
+from headrace.server.api.description import replies
+from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
@@ -34,13 +36,21 @@ _SAMPLING_NAMES = {
     "stop_token_ids": "stop_token_ids",
     "logit_bias": "logit_bias",
 }  # by those of other routes
+_GENERATE = described(
+    "Continue texts, in SGLang's API",
+    body=GenerateBody,
+    reply=replies.GenerateReply | list[replies.GenerateReply],
+    events=(replies.GenerateReply,),
+    errors=GENERATION_ERRORS,
+    parameters=GENERATION_HEADERS,
+)
 
 
 def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
     """Routes of SGLang's API."""
     router = APIRouter()
 
-    @router.post("/generate")
+    @router.post("/generate", openapi_extra=_GENERATE)
     async def generate(http: Request) -> Response:
         return await endpoint.respond(http, GenerateBody, partial(_check_generate, model), make_format)
 

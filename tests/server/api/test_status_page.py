@@ -5,6 +5,7 @@ import hashlib
 import re
 from importlib.resources import files
 
+import httpx
 import pytest
 
 from headrace.server.api.operations.status_page import PAGE
@@ -15,12 +16,13 @@ from tests.server.fakes import FakeLink, client, in_loop, running
 LIMIT = 60 * 1000
 TEXT = (files("headrace.server") / PAGE).read_text(encoding="utf-8")
 HTML_SINKS = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function(")
+ELSEWHERE = r"https?:|//[a-z]|url\(|@import|<iframe|<img|<link(?! rel=\"icon\" href=\"data:,\")"
 STORES = ("localStorage", "sessionStorage", "document.cookie", "indexedDB")
 
 
 def test_the_page_is_small_and_names_no_other_host() -> None:
     assert len(TEXT.encode()) < LIMIT
-    assert not re.search(r"https?:|//[a-z]|url\(|@import|<iframe|<img|<link(?! rel=\"icon\" href=\"data:,\")", TEXT)
+    assert not re.search(ELSEWHERE, TEXT)
 
 
 def test_texts_of_clients_become_text_nodes_only() -> None:
@@ -73,8 +75,11 @@ async def test_a_server_that_is_loading_shows_why(tokenizer: Tokenizer) -> None:
     assert (status["ready"], status["reason"]) == (False, "the server is loading")
 
 
-@pytest.mark.parametrize("path", ["/", "/status"])
+@pytest.mark.parametrize("path", ["/", "/status", "/docs", "/openapi.json"])
 @in_loop
 async def test_the_bootstrap_port_has_neither(tokenizer: Tokenizer, path: str) -> None:
     async with running(FakeLink(), tokenizer, role="prefill") as service:
-        assert path not in {getattr(route, "path", "") for route in create_bootstrap_app(service).routes}
+        bootstrap = httpx.ASGITransport(create_bootstrap_app(service))
+        async with httpx.AsyncClient(transport=bootstrap, base_url="http://x") as http:
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get(path)).status_code == 404

@@ -1,0 +1,1 @@
+"""What GET /openapi.json says of the routes."""

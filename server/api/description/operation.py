@@ -1,0 +1,62 @@
+"""What a route says of itself, beside its path and method: openapi_extra of its decorator, made by described()."""
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from headrace.server.api.request.client_terms import REPLICA_HEADER, SLO_HEADER
+from headrace.server.api.request.ranges import ObjectiveMs, Replica
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+HTML = "text/html; charset=utf-8"
+# Statuses of errors, by what a route does. All may answer 401 where there are keys, and 500.
+BODY_ERRORS = (400, 404, 408, 413, 503)  # of reading a body; 404 for another model
+WORK_ERRORS = (409, 429, 502, 503, 504)  # of computing a prompt
+GENERATION_ERRORS = (*BODY_ERRORS, *WORK_ERRORS)
+REASONS = {499: "Cancelled", 500: "The model's results are no numbers, or a mistake in the server; see its log"}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A part of the path, of the query, or a header."""
+
+    name: str
+    place: str
+    """path, query or header."""
+    type: Any
+    about: str
+
+
+GENERATION_HEADERS = (
+    Parameter(SLO_HEADER, "header", ObjectiveMs, "slo_ttft_ms of a body that has none."),
+    Parameter(REPLICA_HEADER, "header", Replica, "data_parallel_rank of a body that has none."),
+)
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path."""
+
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    reply: Any = None
+    """Type of the JSON of status 200; None for another media type."""
+    media_type: str = JSON
+    """Of status 200."""
+    events: tuple[Any, ...] = ()
+    """Types of the data of events where the body asks for a stream; empty for no streams."""
+    errors: tuple[int, ...] = ()
+    """Statuses beside 200 and those of all routes."""
+    parameters: tuple[Parameter, ...] = ()
+    open: bool = False
+    """It needs no API key, ever."""
+
+
+def described(summary: str, **about: Any) -> dict[str, Any]:
+    """openapi_extra of a route. about: fields of Operation."""
+    return {"operation": Operation(summary=summary, **about)}
+
+
+def reason(status: int) -> str:
+    """A status in words."""
+    return REASONS.get(status) or HTTPStatus(status).phrase
