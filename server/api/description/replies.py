@@ -130,12 +130,30 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None
 
 
+class CalledFunctionReply(msgspec.Struct):
+    """A function and its arguments, JSON as text."""
+
+    arguments: str
+    name: str = MORE
+
+
+class ToolCallReply(msgspec.Struct):
+    """A call of a tool, or in a stream what is new of it."""
+
+    function: CalledFunctionReply
+    id: str = MORE
+    type: Literal["function"] = MORE
+    index: int = MORE
+    """Which call this is part of, in a stream."""
+
+
 class ChatAnswer(msgspec.Struct):
     """The message of a choice."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = MORE
+    tool_calls: list[ToolCallReply] = MORE
 
 
 class ChatChoice(msgspec.Struct):
@@ -167,6 +185,7 @@ class ChatDelta(msgspec.Struct):
 
     role: str = MORE
     content: str = MORE
+    tool_calls: list[ToolCallReply] = MORE
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -242,6 +261,8 @@ class GenerateMeta(msgspec.Struct):
     output_token_logprobs: list[list[Any]] = MORE
     input_top_logprobs: list[Any] = MORE
     output_top_logprobs: list[Any] = MORE
+    hidden_states: list[Any] = MORE
+    """Of the prompt, followed by that of each generated token whose state was computed."""
     e2e_latency: float = MORE
 
 
@@ -272,6 +293,22 @@ class PrefillUsage(msgspec.Struct):
     cached_tokens: Count
 
 
+class HiddenStatesReply(msgspec.Struct):
+    """Of the prompt, from a position on: elements as computed, C-contiguous and little-endian in base64."""
+
+    start: Count
+    shape: list[int]
+    dtype: str
+    data: str
+
+
+class DraftReply(msgspec.Struct):
+    """The most likely first tokens."""
+
+    top_ids: list[int]
+    top_probs: list[float]
+
+
 class PrefillReply(msgspec.Struct):
     """Of POST /v1/prefill, and the data of the event "done" of its stream."""
 
@@ -284,6 +321,8 @@ class PrefillReply(msgspec.Struct):
     timing_ms: TimingMs
     handoff: Handoff
     lease_s: float | None
+    hidden_states: HiddenStatesReply | None
+    draft: DraftReply | None
     prompt_logprobs: list[LogprobEntry | None] | None
 
 
