@@ -25,7 +25,7 @@ PAUSE_S = 0.002
 
 def bodies() -> dict[str, tuple[str, bytes]]:
     """Route and body, by what is in it."""
-    ids = LIMIT // 16 - 1
+    ids = LIMIT // 24 - 1
 
     def body(**fields: object) -> bytes:
         return json.dumps(fields, separators=(",", ":")).encode()

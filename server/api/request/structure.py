@@ -28,7 +28,7 @@ def limits(max_body_bytes: int) -> tuple[Limit, ...]:
     return (
         Limit("lists and objects", (b"[", b"{"), containers),
         Limit("fields", (b":",), 4 * containers),
-        Limit("values", (b",",), max(1 << 16, max_body_bytes >> 4)),
+        Limit("values", (b",",), max(1 << 16, max_body_bytes // 24)),
         Limit("texts", (b'"',), max(1 << 14, max_body_bytes >> 7)),  # a text takes as long as ten numbers
     )
 

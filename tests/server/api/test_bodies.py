@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headrace.core.config import ServerConfig
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request import body as bodies
 from headrace.server.api.request.body import parse_body
@@ -128,11 +130,20 @@ def test_what_is_outside_of_strings_is_counted_exactly(value: Any, ascii_only: b
 def test_texts_and_token_ids_of_any_length_are_within_the_limits() -> None:
     size = 16 << 20
     bounds = limits(size)
-    ids = b'{"prompt":[' + b",".join([b"12345"] * 1_000_000) + b"]}"
+    ids = b'{"prompt":[' + b",".join([b"12345"] * 699_050) + b"]}"
     text = json.dumps({"prompt": '[{,:\\"\n' * (1 << 18)}).encode()
     assert suspected(text, bounds)
     for body in (ids, text):
         assert excess(body, bounds) is None
+
+
+def test_the_limits_are_those_of_the_documents() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    most = {limit.what: limit.most for limit in limits(ServerConfig().max_body_bytes)}
+    assert most["values"] == 699_050
+    for what in ("lists and objects", "texts", "values"):
+        assert f": {most[what]:,})" in page, what
+    assert most["fields"] == 4 * most["lists and objects"]
 
 
 CROWDS = {
