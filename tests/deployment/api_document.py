@@ -34,6 +34,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "`tool_choice` that names a function": schema.ToolChoice,
     "`function` of `tool_choice`": schema.ChosenFunction,
     "items of `input`": schema.InputItem,
+    "items of `tools` of POST /v1/responses": schema.ResponseTool,
+    "`tool_choice` of POST /v1/responses that names a function": schema.ResponseToolChoice,
     "parts of `content`": schema.Part,
 }
 

@@ -17,11 +17,12 @@ from headrace.server.api.description.operation import GENERATION_ERRORS, GENERAT
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, prepare_echo
-from headrace.server.api.openai.responses_format import ResponsesFormat, input_messages, refuse_unsupported_responses
+from headrace.server.api.openai.responses_format import ResponsesFormat, refuse_unsupported_responses
 from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
+from headrace.server.api.request.response_input import input_messages
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     check_logprobs_start,
@@ -30,7 +31,7 @@ from headrace.server.api.request.sampling import (
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
-from headrace.server.api.request.tools import forced_calls, shown_tokens, tool_use
+from headrace.server.api.request.tools import ToolUse, forced_calls, response_tool_use, shown_tokens, tool_use
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.response.streaming import json_response
@@ -85,9 +86,9 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
         return ChoicesFormat(completion, model.name, form, body.stream_options)
 
     def responses_format(
-        _body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
+        body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
     ) -> ResponsesFormat:
-        return ResponsesFormat(completion, model.name)
+        return ResponsesFormat(body, completion, model.name)
 
     @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
     async def models() -> Response:
@@ -136,10 +137,7 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     tools = tool_use(model, body)
-    constraint = await _check(model, body, await forced_calls(model, tools))
-    if constraint is not None and tools is not None and not tools.forced:
-        text = "tools that the model may call and a constraint of its text are given together; send one of them"
-        raise invalid("tools", text)
+    constraint = await _check(model, body, tools)
     sampling = sampling_params(
         body,
         logprobs=chat_logprobs_wanted(body),
@@ -162,21 +160,31 @@ async def _check_response(model: ServedModel, body: ResponsesBody) -> Completion
     refuse_unsupported_responses(body)
     if body.max_output_tokens is not None:
         body.max_tokens = body.max_output_tokens
-    constraint = await _check(model, body)
+    tools = response_tool_use(model, body)
+    constraint = await _check(model, body, tools)
     limit = model.max_model_len or COMPLETION_TOKENS
     sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)
     if given := prompt_ids(body, 1):
         tokens = await encode(model, given[0], "input")
     else:
-        tokens = await encode_chat(model, input_messages(body), "input", instructions=body.instructions)
+        messages, places = input_messages(body)
+        functions = tools.functions if tools else {}
+        tokens = await encode_chat(
+            model, messages, "input", instructions=body.instructions, functions=functions, places=places
+        )
     check_logprobs_start(sampling, [tokens])
-    return CompletionRequest(_base_request("resp", body, sampling, constraint), [tokens])
+    base = _base_request("resp", body, sampling, constraint)
+    base = msgspec.structs.replace(base, shown=shown_tokens(model, tools))
+    return CompletionRequest(base, [tokens], tools=tools)
 
 
-async def _check(model: ServedModel, body: OpenAIBody, calls: Constraint | None = None) -> Constraint | None:
-    """What all bodies have in common; returns their constraint."""
+async def _check(model: ServedModel, body: OpenAIBody, tools: ToolUse | None = None) -> Constraint | None:
+    """What all bodies have in common; returns their constraint, or that of calls that have to be made."""
     check_model(model, body.model)
-    constraint = await body_constraint(model, body, calls)
+    constraint = await body_constraint(model, body, await forced_calls(model, tools))
+    if constraint is not None and tools is not None and not tools.forced:
+        text = "tools that the model may call and a constraint of its text are given together; send one of them"
+        raise invalid("tools", text)
     lift_limits(body, body)
     return constraint
 

@@ -1,16 +1,19 @@
-"""Responses of POST /v1/responses: one text in the form of OpenAI's newer API. Nothing is kept for later requests."""
+"""Responses of POST /v1/responses: one text, or calls, in the form of OpenAI's newer API. Nothing is kept for later
+requests."""
 
 import itertools
-import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.core.messages.frontend import Progress
 from headrace.core.runtime.clock import wall_time
-from headrace.core.types.errors import ErrorInfo, invalid, shown
+from headrace.core.types.errors import ErrorInfo
+from headrace.server.api.openai.response_items import Event, OutputItems
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
-from headrace.server.api.request.schema import ChatMessage, ResponsesBody
+from headrace.server.api.request.schema import ResponsesBody
 from headrace.server.api.response.choices import Choice, Output
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report
@@ -22,48 +25,35 @@ def refuse_unsupported_responses(body: ResponsesBody) -> None:
     refuse_fields({"n": body.n not in (None, 1)})
 
 
-def input_messages(body: ResponsesBody) -> Sequence[ChatMessage]:
-    """The input as a conversation. Raises HeadraceError (400) for items other than messages."""
-    if isinstance(body.input, str):
-        return [ChatMessage("user", body.input)] if body.input else []
-    for index, item in enumerate(body.input):
-        if item.type != "message":
-            message = f"input[{index}] is of type {shown(item.type)!r}; only messages are supported"
-            raise invalid(f"input[{index}]", message, code="unsupported")
-    return [ChatMessage(item.role, item.content, item.name) for item in body.input]
-
-
 class ResponsesFormat:
-    """The ResponseFormat of a response with one message."""
+    """The ResponseFormat of a response with one message, or calls."""
 
-    def __init__(self, completion: CompletionRequest, model_name: str) -> None:
+    def __init__(self, body: ResponsesBody, completion: CompletionRequest, model_name: str) -> None:
+        self._body = body
         self._model_name = model_name
         self._sequence_numbers = itertools.count()
-        self._message_id = f"msg_{secrets.token_hex(16)}"
-        self._place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        self._items = OutputItems(completion.tools)
         self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
 
     async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""
         ((choice, result),) = outputs
-        return self._finished(choice.text, result)
+        for character in choice.text:  # as in a stream, so that items have the same order
+            list(self._items.push(character))
+        list(self._items.finish(_status(result)))
+        return self._finished(result)
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
         """This API has no such event."""
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
-        """response.output_text.delta, after the events that open the message."""
-        if delta.text:
-            await self._open(events)
-            await self._write(events, "response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+        """Deltas of text or arguments, after the events that open what they are of."""
+        await self._write_items(events, self._items.push(delta.text))
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
-        """The events that close the message and the response."""
-        await self._open(events)
-        response = self._finished(choice.text, result)
-        await self._write(events, "response.output_text.done", **self._place, text=choice.text, logprobs=[])
-        await self._write(events, "response.content_part.done", **self._place, part=_part(choice.text))
-        await self._write(events, "response.output_item.done", output_index=0, item=response["output"][0])
+        """The events that close the items and the response."""
+        await self._write_items(events, self._items.finish(_status(result)))
+        response = self._finished(result)
         await self._write(events, f"response.{response['status']}", response=response)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
@@ -73,24 +63,23 @@ class ResponsesFormat:
         """The error event of this API."""
         await self._write(events, "error", code=info.code, message=info.message, param=info.field)
 
-    async def _open(self, events: EventWriter) -> None:
-        """Write the events before the first text."""
-        if events.started:
-            return
-        response = self._response("in_progress", [])
-        await self._write(events, "response.created", response=response)
-        await self._write(events, "response.in_progress", response=response)
-        await self._write(events, "response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        await self._write(events, "response.content_part.added", **self._place, part=_part(""))
+    async def _write_items(self, events: EventWriter, items: Iterable[Event]) -> None:
+        """Write events of items, the first of them after those that begin the response."""
+        for kind, fields in items:
+            if not events.started:
+                response = self._response("in_progress", [])
+                await self._write(events, "response.created", response=response)
+                await self._write(events, "response.in_progress", response=response)
+            await self._write(events, kind, **fields)
 
     async def _write(self, events: EventWriter, kind: str, **fields: Any) -> None:
         await events.data({"type": kind, "sequence_number": next(self._sequence_numbers), **fields}, kind)
 
-    def _finished(self, text: str, result: GenerationResult) -> dict[str, Any]:
-        status = "incomplete" if result.finish_reason == "length" else "completed"
+    def _finished(self, result: GenerationResult) -> dict[str, Any]:
+        status = _status(result)
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = result.usage
-        return self._response(status, [self._item(status, [_part(text)])]) | {
+        return self._response(status, self._items.output(status)) | {
             "incomplete_details": why,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -104,14 +93,21 @@ class ResponsesFormat:
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         """With the fields that clients of this API always expect."""
-        nothing: dict[str, Any] = {"error": None, "incomplete_details": None, "metadata": {}, "tools": []}
-        settings = {"tool_choice": "none", "parallel_tool_calls": False}
+        nothing: dict[str, Any] = {"error": None, "incomplete_details": None, "metadata": {}}
         about = {"model": self._model_name, "status": status, "output": output}
-        return {**self._head, **about, **nothing, **settings}
+        return {**self._head, **about, **nothing, **self._tool_settings()}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _tool_settings(self) -> dict[str, Any]:
+        body = self._body
+        if not body.tools:
+            return {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+        nothing = {"description": None, "parameters": None, "strict": None}
+        return {
+            "tools": [nothing | msgspec.structs.asdict(tool) for tool in body.tools],
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+        }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
+def _status(result: GenerationResult) -> str:
+    return "incomplete" if result.finish_reason == "length" else "completed"

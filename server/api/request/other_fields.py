@@ -100,12 +100,6 @@ _FUNCTIONS = (
     *_refused("send tool_choice", "function_call", "none", "auto"),
     *_refused("nothing is searched", "web_search_options"),
 )
-_NO_TOOLS = (
-    *_FUNCTIONS,
-    *_refused("POST /v1/chat/completions has them", "tools"),
-    *_refused("POST /v1/chat/completions has them", "tool_choice", "none", "auto"),
-    *_accepted("no tools are called", "parallel_tool_calls max_tool_calls"),
-)
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
 _OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
@@ -123,7 +117,8 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.ResponsesBody: _table(
         _OPENAI,
         _CHAT_TEMPLATE,
-        _NO_TOOLS,
+        _FUNCTIONS,
+        _accepted("no tools are called here", "max_tool_calls"),
         _STORE,
         _refused("not served", "include prompt context_management access_programs previous_input_messages"),
         _refused("not served", "enable_response_messages"),
@@ -156,9 +151,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("comes back from responses of other servers", "refusal annotations reasoning reasoning_content"),
     ),
     schema.InputItem: _table(
-        _refused(
-            "POST /v1/chat/completions has tools", "call_id arguments output tool_calls tool_call_id function_call"
-        ),
+        _refused("calls are items of their own", "tool_calls tool_call_id function_call"),
         _refused("text models only", "audio"),
         _accepted("comes back from responses of other servers", "refusal reasoning reasoning_content"),
         _accepted("comes back from responses", "id status annotations"),
@@ -171,6 +164,14 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.Function: _table(_refused("not served", "defer_loading")),
     schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
     schema.ChosenFunction: {},
+    schema.ResponseTool: _table(
+        _refused(
+            "functions only",
+            "custom format vector_store_ids filters user_location search_context_size container server_label",
+        ),
+        _refused("not served", "defer_loading"),
+    ),
+    schema.ResponseToolChoice: _table(_refused("a function is chosen by its name", "mode tools server_label")),
     schema.Part: _table(
         _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
         _accepted("comes back from responses", "annotations logprobs"),

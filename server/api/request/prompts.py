@@ -70,14 +70,18 @@ async def encode_chat(
     *,
     instructions: str | None = None,
     functions: Mapping[str, Function] = MappingProxyType({}),
+    places: Sequence[str] = (),
 ) -> tuple[int, ...]:
     """Token ids of a conversation in the model's chat template. field: its name in errors. instructions: a system
-    message before all others. functions: that it may call. Raises HeadraceError (400) as encode() does, and for content
-    other than text."""
+    message before all others. functions: that it may call. places: names of the messages in errors, if they are not
+    the items of the field; then results of calls have been checked. Raises HeadraceError (400) as encode() does, and
+    for content other than text."""
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
-    check_results(messages, field)
-    plain = [_plain(model, message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    if not places:
+        check_results(messages, field)
+        places = [f"{field}[{index}]" for index in range(len(messages))]
+    plain = [_plain(model, message, place) for message, place in zip(messages, places, strict=True)]
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
     tools = template_tools(functions)

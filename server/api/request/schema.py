@@ -277,12 +277,38 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One item of the input of POST /v1/responses; only messages are supported."""
+    """One item of the input of POST /v1/responses: a message, a call, or the result of one."""
 
     role: str = ""
     content: str | list[Part] | None = None
     name: str | None = None
+    """Of a call: its function."""
+    call_id: str | None = None
+    """Of a call and its result."""
+    arguments: str | None = None
+    """Of a call: a JSON object, as text."""
+    output: str | list[Part] | None = None
+    """The result of a call."""
     type: str = "message"
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model of POST /v1/responses may call. It has the fields of Function."""
+
+    type: str
+    """function."""
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool_choice of POST /v1/responses that names a function."""
+
+    type: str
+    """function."""
+    name: str | None = None
 
 
 class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
@@ -293,6 +319,12 @@ class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """A system message before the input."""
     max_output_tokens: MaxTokens | None = None
     text: TextOptions | None = None
+    tools: list[ResponseTool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | ResponseToolChoice | None = None
+    """none, auto, required, or a function that is to be called."""
+    parallel_tool_calls: bool | None = None
+    """Whether there may be several calls in one answer."""
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

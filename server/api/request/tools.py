@@ -10,7 +10,17 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid, shown
 from headrace.engine.grammar.compiler import WHITESPACE
-from headrace.server.api.request.schema import ChatBody, ChatMessage, Function, Tool, ToolCall, ToolChoice
+from headrace.server.api.request.schema import (
+    ChatBody,
+    ChatMessage,
+    Function,
+    ResponsesBody,
+    ResponseTool,
+    ResponseToolChoice,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar
 from headrace.server.tools.call_parser import MAX_NAME
@@ -34,18 +44,54 @@ class ToolUse(NamedTuple):
     """Whether tool_choice names the function: it is called once."""
     parallel: bool
     """Whether there may be several calls."""
+    inner: str
+    """Where an item of the body's tools has the function, for errors: ".function", or "" for itself."""
+
+
+class Named(NamedTuple):
+    """A tool_choice that names a function."""
+
+    field: str
+    """That has the name."""
+    name: str
 
 
 def tool_use(model: ServedModel, body: ChatBody) -> ToolUse | None:
     """None if the model is to call nothing. Raises HeadraceError (400) for tools that are wrong, for a tool_choice that
     does not fit, and for a model that cannot call tools."""
-    functions = offered_functions(body.tools or [])
-    choice = "auto" if body.tool_choice is None else body.tool_choice
+    given = body.tool_choice
+    if isinstance(given, ToolChoice):
+        _check_kind("tool_choice", given.type)
+        choice: str | Named | None = Named("tool_choice.function.name", given.function.name)
+    else:
+        choice = given
+    return _tool_use(model, offered_functions(body.tools or []), choice, body.parallel_tool_calls, ".function")
+
+
+def response_tool_use(model: ServedModel, body: ResponsesBody) -> ToolUse | None:
+    """The same of POST /v1/responses, where functions have no object of their own."""
+    tools = [_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])]
+    given = body.tool_choice
+    if isinstance(given, ResponseToolChoice):
+        _check_kind("tool_choice", given.type)
+        choice: str | Named | None = Named("tool_choice.name", given.name or "")
+    else:
+        choice = given
+    return _tool_use(model, offered_functions(tools, inner=""), choice, body.parallel_tool_calls, "")
+
+
+def _plain_tool(tool: ResponseTool, place: str) -> Tool:
+    _check_kind(place, tool.type)
+    return Tool(Function(tool.name or "", tool.description, tool.parameters, tool.strict))
+
+
+def _tool_use(
+    model: ServedModel, functions: dict[str, Function], given: str | Named | None, parallel: bool | None, inner: str
+) -> ToolUse | None:
+    choice = "auto" if given is None else given
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         text = f"tool_choice is {shown(choice)!r}; it has to be none, auto, required or a function"
         raise invalid("tool_choice", text)
-    if isinstance(choice, ToolChoice):
-        _check_kind("tool_choice", choice.type)
     if not functions:
         if choice not in ("none", "auto"):
             raise invalid("tool_choice", "tool_choice needs tools, and none are given")
@@ -57,12 +103,12 @@ def tool_use(model: ServedModel, body: ChatBody) -> ToolUse | None:
     if form is None:
         text = "how this model writes tool calls is not known; start the server with --tool-parser"
         raise invalid("tools", text, code="no_tool_parser")
-    named = isinstance(choice, ToolChoice)
-    if isinstance(choice, ToolChoice):
+    named = isinstance(choice, Named)
+    if isinstance(choice, Named):
         forced: tuple[str, ...] = (_chosen(choice, functions),)
     else:
         forced = tuple(functions) if choice == "required" else ()
-    return ToolUse(form, functions, forced, named, body.parallel_tool_calls is not False)
+    return ToolUse(form, functions, forced, named, parallel is not False, inner)
 
 
 def check_tools_taken(model: ServedModel) -> None:
@@ -72,20 +118,20 @@ def check_tools_taken(model: ServedModel) -> None:
         raise invalid("tools", text, code="no_tools")
 
 
-def offered_functions(tools: Sequence[Tool]) -> dict[str, Function]:
-    """By name. Raises HeadraceError (400) for too many, for names that are wrong or given twice, and for parameters
-    that are no schema of an object."""
+def offered_functions(tools: Sequence[Tool], inner: str = ".function") -> dict[str, Function]:
+    """By name. inner: see ToolUse. Raises HeadraceError (400) for too many, for names that are wrong or given twice,
+    and for parameters that are no schema of an object."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"tools has {len(tools)} functions; at most {MAX_TOOLS} are allowed")
     functions: dict[str, Function] = {}
     for index, tool in enumerate(tools):
         place, function = f"tools[{index}]", tool.function
         _check_kind(place, tool.type)
-        _check_name(f"{place}.function.name", function.name)
+        _check_name(f"{place}{inner}.name", function.name)
         if function.name in functions:
-            raise invalid(f"{place}.function.name", f"tools has two functions with the name {function.name!r}")
+            raise invalid(f"{place}{inner}.name", f"tools has two functions with the name {function.name!r}")
         if (function.parameters or {}).get("type", "object") != "object":
-            field = f"{place}.function.parameters"
+            field = f"{place}{inner}.parameters"
             raise invalid(f"{field}.type", f'{field}.type has to be "object"')
         functions[function.name] = function
     return functions
@@ -112,7 +158,7 @@ async def forced_calls(model: ServedModel, use: ToolUse | None) -> Constraint | 
     if use is None or not use.forced:
         return None
     schemas = {name: _schema(use.functions[name]) for name in use.forced}
-    places = {name: f"tools[{index}].function.parameters" for index, name in enumerate(use.functions)}
+    places = {name: f"tools[{index}]{use.inner}.parameters" for index, name in enumerate(use.functions)}
     for name, schema in schemas.items():
         if problem := await model.grammars.problem(Constraint("json", schema)):
             text = f"{places[name]} cannot be kept to, which this tool_choice asks for: {problem}"
@@ -157,16 +203,20 @@ def template_calls(message: ChatMessage, place: str, form: CallForm | None) -> d
 
 def _template_call(call: ToolCall, place: str, as_text: bool) -> dict[str, Any]:
     _check_kind(place, call.type)
-    _check_id(f"{place}.id", call.id)
-    _check_name(f"{place}.function.name", call.function.name)
-    text = call.function.arguments or "{}"
-    field = f"{place}.function.arguments"
+    arguments = checked_arguments(call, f"{place}.id", f"{place}.function")
+    given = call.function.arguments or "{}" if as_text else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": given}}
+
+
+def checked_arguments(call: ToolCall, id_field: str, place: str) -> dict[str, Any]:
+    """The arguments of a call. id_field, place: where the body has its id, and its name and arguments. Raises
+    HeadraceError (400) for a wrong one of them."""
+    _check_id(id_field, call.id)
+    _check_name(f"{place}.name", call.function.name)
     try:
-        arguments = msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except NO_MESSAGE as error:
-        raise invalid(field, f"{field} has to be a JSON object, as text") from error
-    function = {"name": call.function.name, "arguments": text if as_text else arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        raise invalid(f"{place}.arguments", f"{place}.arguments has to be a JSON object, as text") from error
 
 
 def check_results(messages: Sequence[ChatMessage], field: str) -> None:
@@ -185,12 +235,10 @@ def check_results(messages: Sequence[ChatMessage], field: str) -> None:
             raise invalid(place, text)
 
 
-def _chosen(choice: ToolChoice, functions: Mapping[str, Function]) -> str:
-    name = choice.function.name
-    if name not in functions:
-        text = f"tool_choice.function.name is {shown(name)!r}, which is not among the tools"
-        raise invalid("tool_choice.function.name", text)
-    return name
+def _chosen(choice: Named, functions: Mapping[str, Function]) -> str:
+    if choice.name not in functions:
+        raise invalid(choice.field, f"{choice.field} is {shown(choice.name)!r}, which is not among the tools")
+    return choice.name
 
 
 def _check_kind(place: str, kind: str | None) -> None:

@@ -45,7 +45,8 @@ async def served(script: Script, tokenizer: Tokenizer = STUB) -> AsyncIterator[t
 
 async def posted(script: Script, body: dict[str, Any], path: str = CHAT) -> tuple[httpx.Response, FakeLink]:
     async with served(script) as (service, link), client(service) as http:
-        return await http.post(path, json={"messages": [USER], **body}), link
+        chat = {} if path == "/v1/responses" else {"messages": [USER]}
+        return await http.post(path, json=chat | body), link
 
 
 @asynccontextmanager
@@ -185,6 +186,53 @@ async def test_the_model_sees_tools_calls_and_results() -> None:
     assert prompt_of(link) == expected
     answer, _ = await posted(saying(STUB, ""), body, "/tokenize")
     assert json_of(answer)["tokens"] == STUB.encode(expected)
+
+
+@in_loop
+async def test_responses_have_calls_as_items() -> None:
+    function = {"type": "function", "strict": False, **WEATHER["function"]}
+    time = {"type": "function", "name": "get_time", "parameters": None, "strict": False}
+    asked: dict[str, Any] = {"model": "tiny", "input": "x", "tools": [function, time]}
+    async with sdk(saying(STUB, CALLS, "stop")) as ai:
+        whole = await ai.responses.create(**asked)
+        async with ai.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        assert (response.status, response.output_text) == ("completed", "Let me see.\n")
+        assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [(call.name, call.arguments, call.status) for call in calls] == [
+            ("get_weather", PARIS, "completed"),
+            ("get_time", "{}", "completed"),
+        ]
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == PARIS + "{}"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@in_loop
+async def test_calls_and_results_of_responses_are_those_of_chats() -> None:
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "get_weather", "arguments": PARIS}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    function = {"type": "function", **WEATHER["function"]}
+    turns = [USER, {"role": "assistant", "content": "Hm."}, call, call | {"call_id": "c2"}, result]
+    _, link = await posted(saying(STUB, "x", "stop"), {"input": turns, "tools": [function]}, "/v1/responses")
+    messages = [
+        USER,
+        {"role": "assistant", "content": "Hm.", "tool_calls": [CALL, CALL | {"id": "c2"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    _, other = await posted(saying(STUB, "x", "stop"), {"messages": messages, "tools": [WEATHER]})
+    assert prompt_of(link) == prompt_of(other)
+    named = {"input": "x", "tools": [function], "tool_choice": {"type": "function", "name": "get_weather"}}
+    _, link = await posted(saying(STUB, CALLS, "stop"), named, "/v1/responses")
+    (submit,) = link.of(Submit)
+    assert submit.constraint is not None
+    answer, _ = await posted(
+        saying(STUB, "x"), named | {"tool_choice": {"type": "function", "name": "f"}}, "/v1/responses"
+    )
+    assert json_of(answer)["error"]["param"] == "tool_choice.name"
 
 
 def prompt_of(link: FakeLink) -> str:
