@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.runtime.progress import Progress
+from headrace.core.runtime.progress import LoadProgress, Progress
 from headrace.core.types import packed
 from headrace.core.types.coordinate import Agreement, halves
 from headrace.core.types.geometry import Geometry
@@ -33,13 +33,13 @@ from headrace.engine.device import (
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.kv.device_copies import place
-from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
+from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.exchange.replicated import Replicated
 from headrace.engine.layers.expert_rows import ExpertRows
 from headrace.engine.model.arithmetic import TorchArithmetic
-from headrace.engine.model.checkpoint import open_checkpoint
+from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.sharding import split_model
@@ -159,14 +159,16 @@ class ModelRunner:
         *,
         second_exchange: Exchange | None = None,
         tp: Collectives = ALONE,
+        loading: LoadProgress | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
         max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
         all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None divides them among the
         shards. exchange_bytes: kept free for it. second_exchange: of the second halves of passes that are cut; None
-        where none is. tp: the shards of this stage. Raises ConfigError for a model, device, sizes, compilation or
-        number of shards that do not work here, LinkBroken when another shard is gone.
+        where none is. tp: the shards of this stage. loading: counts the weights that are read. Raises ConfigError for a
+        model, device, sizes, compilation or number of shards that do not work here, LinkBroken when another shard is
+        gone.
         """
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -181,6 +183,7 @@ class ModelRunner:
         length = spec.resolve_length(max_model_len or model.max_model_len)
         int8 = model.quantize == "int8"
         kernels = _kernels(engine.cpuinfo) if device == "cpu" and (dtype != "float16" or not native) else None
+        own_experts = len(exchange.own) if exchange is not None else None
         plan = plan_memory(
             spec,
             dtype,
@@ -192,19 +195,21 @@ class ModelRunner:
             native_units=native,
             int8=int8,
             shard=shard,
-            experts=len(exchange.own) if exchange is not None else None,
+            experts=own_experts,
             exchange_bytes=exchange_bytes,
         )
         compute = TORCH_DTYPES[computation.compute_dtype]
         check_equal_sums(tp, spec.hidden_size, compute, device)
         kv_pages = least(tp, plan.kv_pages, device)  # the same pages on all shards, whose heads may differ in number
         checkpoint = open_checkpoint(source, spec)
+        loading = loading or LoadProgress()
+        loading.begin(weight_count(spec, layers, shard, own_experts), plan.weight_bytes)
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._max_model_len = length
         precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[plan.weight_dtype], compute, int8)
         self._decoder = Decoder(
             spec,
-            checkpoint,
+            CountedCheckpoint(checkpoint, loading),
             layers,
             positions=length,
             precision=precision,
@@ -215,6 +220,7 @@ class ModelRunner:
             exchanges=[each for each in (exchange, second_exchange) if each is not None],
             mla_form=resolve_form(engine.mla, device),
         )
+        loading.end()
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
         self.fingerprint = fingerprint(spec, checkpoint, model.quantize)

@@ -7,6 +7,8 @@ The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) 
 import logging
 import queue
 import sys
+from contextlib import suppress
+from functools import partial
 
 import msgspec
 import torch
@@ -14,8 +16,10 @@ import zmq
 
 from headrace.core.config import StageConfig
 from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
-from headrace.core.messages.stage_events import StageFailed, StageReady
+from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageLoading, StageReady
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.frames import ConnectionClosed
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
     GROUP_ENDED_STATUS,
@@ -25,6 +29,7 @@ from headrace.core.runtime.process import (
     leave_signals_to_parent,
     raise_descriptor_limit,
 )
+from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
@@ -38,7 +43,7 @@ from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
-from headrace.engine.order_connection import connect_scheduler
+from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.engine.parallel.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
@@ -47,6 +52,7 @@ from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub_runner import StubRunner
 from headrace.engine.telemetry.expert_meter import ExpertMeter
+from headrace.engine.telemetry.load_report import LoadReport
 from headrace.engine.telemetry.meter import Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.engine.telemetry.speed import measure
@@ -75,12 +81,16 @@ def run(config: StageConfig) -> int:
 
 
 def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
-    runner = _make_runner(config, memory, groups)
-    links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens)
     context: Context = zmq.Context()
+    clock = SystemClock()
+    control = connect_scheduler(context, config.endpoint, stage_identity(config.rank, config.epoch, config.session))
+    loading = LoadProgress()
+    report = LoadReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
+    with report:  # it has the connection meanwhile
+        runner = _make_runner(config, memory, groups, loading)
+    links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
-    clock = SystemClock()
     meter = Meter(config.rank, clock)
     recorder = Recorder(config.rank, meter)
     offered = _offer(config)
@@ -90,11 +100,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         config, runner, memory, sender.port, copies, groups, offered
     )  # measures, before rows per expert are counted
     io_thread = StageIoThread(
-        control=connect_scheduler(
-            context,
-            config.endpoint,
-            stage_identity(config.rank, config.epoch, config.session),
-        ),
+        control=control,
         stage=config.rank,
         replica=config.replica,
         sender=sender,
@@ -203,7 +209,12 @@ def _ready(
     )
 
 
-def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runner:
+def _send(control: OrderConnection, event: StageLoading) -> None:
+    with suppress(ConnectionClosed):  # the scheduler is gone, and this process with it
+        control.send(Codec[AnyStageEvent](AnyStageEvent).encode(event))
+
+
+def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups, loading: LoadProgress) -> Runner:
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
     stage = config.layout.place(config.rank).stage
     layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
@@ -224,6 +235,7 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups) -> Runne
             exchange_bytes=experts.exchange_bytes if experts else 0,
             second_exchange=second,
             tp=groups.tp,
+            loading=loading,
         )
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
     # Ranks that share experts enter the same exchanges, each replica for as many tokens. Those of several servers may

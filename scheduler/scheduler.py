@@ -65,6 +65,7 @@ from headrace.core.messages.stage_events import (
     StageEvent,
     StageFailed,
     StageHeartbeat,
+    StageLoading,
     StageProgress,
     StageReady,
     StageSilence,
@@ -239,6 +240,8 @@ class Scheduler:
                 self._fetch.receive_failed(event, now)
             case SessionClosed():
                 self._fetch.session_closed(event)
+            case StageLoading():
+                self._stages.loading(event)
             case StageReady():
                 if self._stages.stage_ready(event, now):
                     self._rendezvous.stages_up()

@@ -20,12 +20,35 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.request import FirstToken, TokenLogprob
 
+GIB = 1 << 30
+
 
 class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Base of stage events."""
 
     stage: int
     """The reporting rank; without tensor parallelism it is the number of the stage."""
+
+
+class StageLoading(StageEvent, frozen=True, kw_only=True):
+    """How far a stage is that is not ready yet, sent about once a second."""
+
+    epoch: int = 0
+    """Counts the starts of the group of stages."""
+    done_bytes: int = 0
+    """Of the weights."""
+    total_bytes: int = 0
+    left_s: float | None = None
+    """Until all weights are read, as it looks now; None while that is not known."""
+    loaded: bool = False
+    """The weights are; the stage warms up."""
+
+    def __str__(self) -> str:
+        if self.loaded:
+            return "warms up"
+        done, total = self.done_bytes / GIB, self.total_bytes / GIB
+        left = f", {self.left_s:.0f} s left" if self.left_s is not None else ""
+        return f"reads weights: {done:.1f} of {total:.1f} GiB ({done / total if total else 0:.0%}{left})"
 
 
 class StageReady(StageEvent, frozen=True, kw_only=True):
@@ -272,7 +295,8 @@ class StageProgress(StageEvent, frozen=True, kw_only=True):
 
 
 AnyStageEvent = (
-    StageReady
+    StageLoading
+    | StageReady
     | PlanDone
     | ChunkAcked
     | SendFailed

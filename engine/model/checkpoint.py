@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError, shown
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.config_fields import TEXTS, Fields
@@ -74,6 +75,29 @@ def open_checkpoint(source: ModelSource, spec: ModelSpec) -> Checkpoint:
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, spec)
     return SafetensorsCheckpoint(source.path)
+
+
+class CountedCheckpoint:
+    """A checkpoint of whose weights those that are read are counted."""
+
+    def __init__(self, checkpoint: Checkpoint, loading: LoadProgress) -> None:
+        self._checkpoint = checkpoint
+        self._loading = loading
+
+    def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
+        """See Checkpoint."""
+        tensor = self._checkpoint.read(name, shape, rows, columns)
+        self._loading.read(tensor.numel())
+        return tensor
+
+    def read_int8(
+        self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
+    ) -> Int8Weight | None:
+        """See Checkpoint."""
+        weight = self._checkpoint.read_int8(name, shape, rows, columns)
+        if weight is not None:
+            self._loading.read(weight.values.numel())
+        return weight
 
 
 class SafetensorsCheckpoint:

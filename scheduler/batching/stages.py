@@ -4,7 +4,7 @@ from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
-from headrace.core.messages.stage_events import PlanDone, StageReady, StageSilence
+from headrace.core.messages.stage_events import PlanDone, StageLoading, StageReady, StageSilence
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -15,6 +15,7 @@ from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
+MAX_SHOWN = 4  # stages that load, in the reason why the server is not ready
 PREFILL_PER_DECODE_ROW = 8  # tokens of a plan for each of its decode rows, below which it says little of prefill
 
 
@@ -29,6 +30,8 @@ class StageGroup:
         self._completion = completion
         self._generation = generation
         self._up: dict[int, StageReady] = {}
+        self._loading: dict[int, StageLoading] = {}
+        self._failure = ""  # why the group has to be started again, until it is up
         self._epoch = 0
         self._served = False  # the group has computed a plan
         self._announced = EngineState(ready=False)
@@ -52,6 +55,7 @@ class StageGroup:
             )
             return False
         self._up[event.stage] = event
+        self._loading.pop(event.stage, None)
         if other := next((stage for stage in self._up.values() if stage.fingerprint != event.fingerprint), None):
             fingerprints = f"{event.fingerprint}, {other.fingerprint}"
             text = f"its model is another one than that of {state.config.layout.name(other.stage)}: {fingerprints}"
@@ -61,6 +65,17 @@ class StageGroup:
             return False
         self._start()
         return True
+
+    def loading(self, event: StageLoading) -> None:
+        """A stage is not up yet: say how far those are that load."""
+        if self._state.engine.ready or event.epoch < self._epoch:
+            return
+        self._loading[event.stage] = event
+        names = self._state.config.layout.name
+        shown = [f"{names(rank)} {each}" for rank, each in sorted(self._loading.items())][:MAX_SHOWN]
+        if (more := len(self._loading) - len(shown)) > 0:
+            shown.append(f"and {more} more")
+        self.announce("; ".join([*([self._failure] if self._failure else []), *shown]))
 
     def gathering(self, event: JoinProgress) -> None:
         """The stages are not up yet: say what they wait for."""
@@ -156,6 +171,7 @@ class StageGroup:
         name = self._state.config.layout.name(stage)
         error = ErrorInfo(code=STAGE_FAILED, message=f"{name} failed: {message}", status=503, stage=stage)
         self._state.engine.ready = False
+        self._failure = error.message
         self.announce(error.message)
         self.stop(error, now)
         served = self._served or elsewhere
@@ -171,6 +187,7 @@ class StageGroup:
                 state.out.add(EndPeer(session=peer.hello.session, reason=error.message))
         state.engine.stop()
         self._up.clear()
+        self._loading.clear()
         for replica in state.replicas:
             replica.bubbles.reset()
             state.deadlines.clear(Timer.PLAN, replica.index)
@@ -190,6 +207,7 @@ class StageGroup:
 
     def _start(self) -> None:
         """Every stage is up: pools are as large as that of the smallest stage, or as configured."""
+        self._failure = ""
         state, stages = self._state, list(self._up.values())
         sizes = [stage.kv_pages for stage in stages]
         for replica in state.replicas:

@@ -54,10 +54,12 @@ class Readiness:
             return unavailable(excuse, code="scheduler_silent").info
         if self._draining:
             return _DRAINING
-        if engine is None or not self._model.loaded:
+        if engine is not None and not engine.ready and engine.reason:
+            return unavailable(engine.reason, code=NOT_READY).info
+        if engine is None or not engine.ready:
             return unavailable("the server is loading", code=NOT_READY).info
-        if not engine.ready:
-            return unavailable(engine.reason or "the engine is loading", code=NOT_READY).info
+        if not self._model.loaded:
+            return unavailable("the server is loading: its tokenizer is not there yet", code=NOT_READY).info
         return None
 
     async def wait_engine_ready(self) -> None:

@@ -24,6 +24,7 @@ from headrace.core.messages.stage_events import (
     AnyStageEvent,
     StageFailed,
     StageHeartbeat,
+    StageLoading,
     StageProgress,
     StageReady,
     StageSilence,
@@ -220,6 +221,10 @@ class StageChannel:
                 events.extend(self._join_endpoint.receive(identity, frames, now))
                 continue
             event = self._in.decode(frames[0])
+            if isinstance(event, StageLoading):  # of a group that may be the next one
+                if event.epoch >= self._epoch:
+                    events.append(event)
+                continue
             if isinstance(event, StageReady) and event.epoch > self._epoch:
                 self._begin_group(event.epoch)
             if identity != self._identity(event.stage):

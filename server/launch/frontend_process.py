@@ -21,6 +21,7 @@ from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnectio
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
+NEWS_S = 1.0
 LAST_ANSWERS_S = 0.5  # for requests that have just ended, or were not begun, to be answered
 
 
@@ -88,11 +89,13 @@ class FrontEnd:
             http.should_exit = True
 
     async def print_engine_status(self) -> None:
-        """Print the status of the stages whenever it changes: external stages have their logs elsewhere."""
+        """Print the status of the stages whenever it changes, every NEWS_S at most: external stages have their logs
+        elsewhere."""
         printed = ""
         while True:
             printed = await self.service.readiness.next_engine_news(printed)
             say(printed)
+            await asyncio.sleep(NEWS_S)
 
     async def announce(self, started: float) -> None:
         """Print the addresses of the server, whose stages are loaded, and that it is ready; waits until /ready says so,
@@ -102,7 +105,7 @@ class FrontEnd:
         lines = [
             f"Headrace {headrace_version()}: {config.server.role} server for {self.service.model.name} "
             f"({config.model.dtype}, {config.model.device})",
-            f"  http   http://{config.server.host}:{config.server.port}",
+            f"  http   http://{config.server.host}:{config.server.port}  (its page; also /metrics, /ready)",
         ]
         if config.server.role == "prefill" and config.server.bootstrap_port:
             lines.append(

@@ -44,6 +44,7 @@ from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
+from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ async def _serve(
         config.group.member,
     )
     started = time.monotonic()
+    say(_beginning(config, memory))
     try:
         await supervisor.start()
     except StartFailed as error:
@@ -161,6 +163,15 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
         for wait, future in zip(waits, futures, strict=True):
             if wait is not future:
                 future.cancel()
+
+
+def _beginning(config: Config, memory: Sequence[str]) -> str:
+    """What is started, before anything of it is."""
+    server, model, threads = config.server, config.model, config.engine.threads
+    each = " for each stage" if len(config.scheduler.layout.ranks) > 1 else ""
+    computed = f"{model.dtype}, {model.device}" + (f", {threads} thread{'s' * (threads > 1)}{each}" if threads else "")
+    first = f"Headrace {headrace_version()}: loading {config.model_name} ({computed}) for a {server.role} server"
+    return "\n".join([first, *(f"  {line}" for line in memory)])
 
 
 def _tcp(host: str, port: int) -> str:

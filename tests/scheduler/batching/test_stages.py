@@ -16,7 +16,7 @@ from headrace.core.messages.orders import (
     SendChunk,
 )
 from headrace.core.messages.peers import AskCancel, EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed
-from headrace.core.messages.stage_events import PlanDone, StageFailed, StageReady
+from headrace.core.messages.stage_events import PlanDone, StageFailed, StageLoading, StageReady
 from headrace.core.types.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 
@@ -254,3 +254,34 @@ def test_a_late_report_of_an_earlier_stage_is_harmless() -> None:
     bench.done(forward, 1)
     assert bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1)) == []
     assert bench.metric("dropped_messages_total", "unknown_plan") == 0
+
+
+def test_stages_that_load_say_how_far_they_are_until_all_are_up() -> None:
+    bench = Bench(up=False, stages=2)
+    gib = 1 << 30
+    bench.do(StageLoading(stage=1, done_bytes=gib, total_bytes=4 * gib, left_s=6.2))
+    bench.do(StageLoading(stage=0, loaded=True))
+    reasons = [state.reason for state in bench.all(EngineState)]
+    assert reasons == [
+        "stage 1 reads weights: 1.0 of 4.0 GiB (25%, 6 s left)",
+        "stage 0 warms up; stage 1 reads weights: 1.0 of 4.0 GiB (25%, 6 s left)",
+    ]
+    bench.do(bench.ready(0))
+    bench.do(StageLoading(stage=1, loaded=True))
+    assert bench.last(EngineState) == EngineState(ready=False, reason="stage 1 warms up")
+    bench.do(bench.ready(1))
+    assert bench.last(EngineState) == EngineState(ready=True)
+    bench.do(StageLoading(stage=1, loaded=True))
+    assert bench.last(EngineState).ready, "late news"
+
+
+def test_why_stages_load_again_is_said_until_they_are_up() -> None:
+    bench = Bench()
+    bench.do(StageFailed(stage=0, message="out of memory"))
+    failure = bench.last(EngineState).reason
+    assert "out of memory" in failure
+    bench.do(StageLoading(stage=0, epoch=1, loaded=True))
+    assert bench.last(EngineState).reason == f"{failure}; stage 0 warms up"
+    bench.do(replace(bench.ready(0), epoch=1))
+    bench.do(StageFailed(stage=0, message="again"))
+    assert "out of memory" not in bench.last(EngineState).reason

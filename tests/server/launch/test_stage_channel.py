@@ -19,7 +19,7 @@ from headrace.core.messages.orders import (
     ReplicaOrder,
     stage_identity,
 )
-from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageReady
+from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageLoading, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNIX
 from headrace.core.runtime.order_log import OrderLog
@@ -119,6 +119,25 @@ def test_messages_of_the_previous_group_are_ignored(ends: Ends) -> None:
     channel.apply(BeginEpoch(seq=1, epoch=1), 1.0)
     assert [received(socket) for socket in new] == [[BeginEpoch(seq=1, epoch=1)]] * 2
     assert [received(socket) for socket in old] == [[]] * 2
+
+
+def test_stages_that_load_are_heard_before_their_group_has_begun(ends: Ends) -> None:
+    """Also those of the next group, and before the first of it is ready; not those of a group that has ended."""
+    channel = StageChannel(ends.router, Layout(pp=1), heartbeat_s=1, silence_s=3)
+    first = ends.stage(0, 0)
+    send(first, StageLoading(stage=0, epoch=0, done_bytes=1, total_bytes=4))
+    assert receive(channel, 0.0, 1) == [StageLoading(stage=0, epoch=0, done_bytes=1, total_bytes=4)]
+    assert channel.next_deadline() is None, "no heartbeat is due, and nothing is taken for silent"
+    send(first, ready(0, 0))
+    assert receive(channel, 0.0, 1) == [ready(0, 0)]
+    second = ends.stage(0, 1)
+    send(second, StageLoading(stage=0, epoch=1, loaded=True))
+    assert receive(channel, 1.0, 1) == [StageLoading(stage=0, epoch=1, loaded=True)]
+    assert channel.all_ready() == (ready(0, 0),), "it ends with the first StageReady of the next one"
+    send(second, ready(0, 1))
+    assert receive(channel, 1.0, 1) == [ready(0, 1)]
+    send(first, StageLoading(stage=0, epoch=0))
+    assert receive(channel, 1.0, 0) == []
 
 
 def test_a_silent_stage_fails(ends: Ends) -> None:
