@@ -12,6 +12,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "configs/grafana/dashboards/headrace.json"
 RULES = ROOT / "configs/rules/headrace.yml"
+NOT_ON_PANELS = ROOT / "configs/grafana/not_on_panels.yml"
 PROMETHEUS = ROOT / "configs/prometheus.yml"
 COMPOSE = ROOT / "docker-compose.yml"
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.prometheus import PREFIX, render
-from tests.deployment.files import COMPOSE, DASHBOARD, ROOT, RULES, load_json, load_yaml, promtool
+from tests.deployment.files import COMPOSE, DASHBOARD, NOT_ON_PANELS, ROOT, RULES, load_json, load_yaml, promtool
 
 SCRAPED = {"instance", "job", "role"}  # labels that Prometheus adds (configs/prometheus.yml)
 METRIC = re.compile(r"(?P<name>\bheadrace_\w+)(?:\{(?P<matchers>[^}]*)\})?")
@@ -24,10 +24,14 @@ def panels() -> list[dict[str, Any]]:
     return found
 
 
+def queries_of(panel: dict[str, Any]) -> list[str]:
+    return [target["expr"] for target in panel.get("targets", ())]
+
+
 def dashboard_queries() -> Iterator[str]:
     dashboard = load_json(DASHBOARD)
     for panel in panels():
-        yield from (target["expr"] for target in panel.get("targets", ()))
+        yield from queries_of(panel)
     yield from (each["expr"] for each in dashboard["annotations"]["list"])
     yield from (each["definition"] for each in dashboard["templating"]["list"] if each["type"] == "query")
 
@@ -55,6 +59,7 @@ def known() -> dict[str, set[str]]:
 
 
 KNOWN = known()
+SPECS = {PREFIX + spec.name: spec for spec in CATALOG}
 
 
 @pytest.mark.parametrize("query", QUERIES)
@@ -70,6 +75,34 @@ def test_metrics_and_labels_exist(query: str) -> None:
         assert {label.strip() for label in group.split(",")} <= offered, query
 
 
+def test_metrics_are_on_a_panel_or_there_is_a_reason_why_not() -> None:
+    shown = {match["name"] for panel in panels() for query in queries_of(panel) for match in METRIC.finditer(query)}
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) if name not in SPECS else name for name in shown}
+    reasons = load_yaml(NOT_ON_PANELS)
+    assert all(reasons.values())
+    missing = {PREFIX + name for name in reasons} | names
+    assert missing == set(SPECS), "each metric is on a panel or in configs/grafana/not_on_panels.yml"
+    assert not {PREFIX + name for name in reasons} & names, "it is on a panel"
+
+
+def test_no_panel_mixes_the_two_servers_of_a_pair() -> None:
+    """Both count a request, its tokens and its time: what is added up, or put into quantiles, is of one side of it."""
+    for panel in panels():
+        for query in queries_of(panel):
+            selected = list(METRIC.finditer(query))
+            roles = [re.search(r'role=~"([a-z|]+)"', match["matchers"] or "") for match in selected]
+            assert selected, query
+            assert all(roles), f"{panel['title']}: each metric needs the roles that it is of"
+            for match, role in zip(selected, roles, strict=True):
+                assert role is not None
+                both = {"prefill", "decode"} <= set(role[1].split("|"))
+                grouped = re.findall(r"\bby \(([^)]*)\)", query)
+                by_role = all({"role", "instance"} & set(group.split(", ")) for group in grouped)
+                alone = "sum(" not in query and by_role
+                by_phase = 'phase=~"$phase"' in query  # those of the two servers are others
+                assert not both or alone or by_phase, f"{panel['title']}: {match['name']} of both servers is added up"
+
+
 def test_legends_use_labels_of_their_query() -> None:
     for panel in panels():
         for target in panel.get("targets", ()):
@@ -83,11 +116,7 @@ def test_legends_use_labels_of_their_query() -> None:
 def test_queries_are_promql(tmp_path: Path) -> None:
     """promtool reads them as recording rules, with Grafana's variables filled in."""
     filled = [
-        re.sub(r"\$__\w+", "5m", query)
-        .replace("$role", ".*")
-        .replace("$instance", ".*")
-        .replace("$phase", ".*")
-        .replace("$objective", "1")
+        re.sub(r"\$__\w+", "5m", query).replace("$instance", ".*").replace("$phase", ".*").replace("$objective", "1")
         for query in QUERIES
         if not query.startswith("label_values(")
     ]

@@ -27,13 +27,14 @@ def test_every_alert_is_tested_and_says_what_is_wrong() -> None:
     assert {rule["alert"] for rule in rules()} == tested
     for rule in rules():
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
 
 
-def test_every_alert_is_explained() -> None:
-    operations = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+def test_every_alert_leads_to_its_heading_in_the_runbook() -> None:
     for rule in rules():
-        assert rule["alert"] in operations
+        path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        assert [heading for heading in headings if heading.lower() == anchor] == [rule["alert"]]
 
 
 def test_scrapes_the_servers_of_the_compose_file() -> None:
