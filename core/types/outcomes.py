@@ -44,6 +44,8 @@ REFUSED = (
     errors.DRAINING,
     "no_prefill",
     "no_prefill_server",
+    "no_hidden_states",
+    "no_penalties",
     "no_structured_output",
     errors.NOT_READY,
     errors.QUEUE_FULL,

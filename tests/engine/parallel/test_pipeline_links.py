@@ -1,0 +1,153 @@
+"""PipelineLinks alone: what is sent, waited for and dropped, and in which order."""
+
+from collections.abc import Iterator, Sequence
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from headrace.core.messages.orders import Forward, PlanRow
+from headrace.core.messages.stage_events import SampledToken
+from headrace.core.types.layout import Layout
+from headrace.core.types.packed import pack
+from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.parallel.pipeline import PipelineLinks
+from headrace.engine.row_sampler import PLACEHOLDER
+from headrace.engine.runner import HiddenSpec
+from tests.engine.parallel.thread_world import World
+
+SPEC = HiddenSpec(2, torch.float32, torch.device("cpu"))
+THREE = Layout(3, 1, 1)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    with patch("headrace.engine.parallel.pipeline.dist", made):
+        yield made
+
+
+class Rank:
+    """The links of one rank, called by this thread in its name."""
+
+    def __init__(self, world: World, rank: int, layout: Layout = THREE) -> None:
+        self._world, self._rank = world, rank
+        self._links = PipelineLinks(layout, rank, SPEC, "tokens")  # type: ignore[arg-type]
+
+    @property
+    def links(self) -> PipelineLinks:
+        self._world.enter(self._rank)
+        return self._links
+
+
+def plan(seq: int, *requests: int, feeds: bool = True, count: int = 1) -> Forward:
+    rows = tuple(PlanRow(request, 0, count, pack([0]), pack([7] * count), feeds=feeds) for request in requests)
+    return Forward(seq=seq, rows=rows)
+
+
+def taking(*requests: int) -> list[PlanRow]:
+    """Rows that take the token that was sampled last for their requests."""
+    return [PlanRow(request, 1, 1, pack([0])) for request in requests]
+
+
+def sampled(*pairs: tuple[int, int]) -> Sequence[SampledToken]:
+    return [SampledToken(*pair) for pair in pairs]
+
+
+def broadcast(ranks: Sequence[Rank], seq: int, requests: Sequence[int], *pairs: tuple[int, int]) -> None:
+    """One plan's tokens: the last rank has sampled them."""
+    for rank in reversed(ranks):
+        rank.links.broadcast(plan(seq, *requests), sampled(*pairs) if rank is ranks[-1] else [])
+
+
+@pytest.fixture
+def ranks(world: World) -> list[Rank]:
+    return [Rank(world, number) for number in range(3)]
+
+
+def test_hidden_states_go_to_the_plan_that_they_are_of(ranks: list[Rank]) -> None:
+    """Posted ahead, received in another order than sent: the number of the plan decides."""
+    one, two = plan(4, 1, count=2), plan(9, 2, 3)
+    for each in (one, two):
+        ranks[1].links.post_receive(each)
+    sent = {each.seq: torch.full((2, 2), float(each.seq)) for each in (one, two)}
+    assert ranks[0].links.send(two, sent[9]) == 16
+    ranks[0].links.send(one, sent[4])
+    for each in (one, two):
+        received = ranks[1].links.receive(each)
+        assert received is not None
+        assert torch.equal(received, sent[each.seq])
+    assert ranks[0].links.receive(one) is None, "the first stage gets none"
+
+
+def test_tokens_come_oldest_first_up_to_the_newest_that_is_needed(ranks: list[Rank]) -> None:
+    broadcast(ranks, 1, [10, 11], (10, 100), (11, 110))
+    broadcast(ranks, 2, [12], (12, 120))
+    broadcast(ranks, 3, [10], (10, 101))
+    first = ranks[0].links
+    assert first.tokens_for([PlanRow(5, 0, 1, pack([0]), pack([1]))]) == [], (
+        "a row with tokens of its own waits for none"
+    )
+    assert first.tokens_for(taking(11)) == [(10, 100), (11, 110)]
+    assert first.tokens_for(taking(10)) == [(12, 120), (10, 101)]
+    assert first.tokens_for(taking(10)) == [], "each comes once"
+
+
+def test_only_ranks_that_embed_and_do_not_sample_take_tokens(ranks: list[Rank]) -> None:
+    broadcast(ranks, 1, [10], (10, 100))
+    assert [rank.links.tokens_for(taking(10)) for rank in ranks] == [[(10, 100)], [], []]
+
+
+def test_what_feeds_no_later_row_is_not_broadcast(ranks: list[Rank], world: World) -> None:
+    for rank in reversed(ranks):
+        rank.links.broadcast(plan(1, 10, feeds=False), sampled((10, 100)) if rank is ranks[-1] else [])
+    assert ranks[0].links.tokens_for(taking(10)) == []
+    assert not world.has(("tokens", 1))
+
+
+def test_a_request_without_a_sample_is_fed_a_placeholder(ranks: list[Rank]) -> None:
+    """Its row came out NaN: rows that are planned already have to have some token."""
+    broadcast(ranks, 1, [10, 11], (11, 110))
+    assert ranks[0].links.tokens_for(taking(10)) == [(10, PLACEHOLDER), (11, 110)]
+
+
+def test_a_request_that_is_released_while_its_token_is_pending_has_none(ranks: list[Rank]) -> None:
+    """Others of the same broadcast get theirs; a broadcast of released requests alone is not waited for."""
+    broadcast(ranks, 1, [10], (10, 100))
+    broadcast(ranks, 2, [10, 11], (10, 101), (11, 110))
+    broadcast(ranks, 3, [12], (12, 120))
+    first = ranks[0].links
+    first.release(10)
+    assert first.tokens_for(taking(11)) == [(11, 110)]
+    first.release(99)
+    assert first.tokens_for(taking(12)) == [(12, 120)]
+
+
+def test_a_release_before_the_sampler_has_come_to_the_plan_waits_for_nothing(ranks: list[Rank]) -> None:
+    """The first stage runs ahead: it has begun its part of the broadcasts, and no token of them exists yet."""
+    first = ranks[0].links
+    first.broadcast(plan(1, 10), [])
+    first.broadcast(plan(2, 11), [])
+    first.release(10)
+    for seq, request in ((1, 10), (2, 11)):
+        ranks[2].links.broadcast(plan(seq, request), sampled((request, 10 * request)))
+    assert ranks[0].links.tokens_for(taking(11)) == [(11, 110)], "the first broadcast keeps its turn"
+
+
+def test_a_single_rank_has_nothing_to_send_or_wait_for(world: World) -> None:
+    alone = PipelineLinks(Layout(), 0, SPEC, None)
+    alone.post_receive(plan(1, 10))
+    assert alone.receive(plan(1, 10)) is None
+    alone.broadcast(plan(1, 10), sampled((10, 100)))
+    assert alone.tokens_for(taking(10)) == []
+    alone.release(10)
+
+
+def test_a_rank_that_leaves_breaks_the_waits_of_the_others(ranks: list[Rank], world: World) -> None:
+    one = plan(1, 10)
+    ranks[1].links.post_receive(one)
+    ranks[0].links.broadcast(one, [])
+    world.leave("rank 2 is gone")
+    for wait in (lambda: ranks[1].links.receive(one), lambda: ranks[0].links.tokens_for(taking(10))):
+        with pytest.raises(LinkBroken):
+            wait()
