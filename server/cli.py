@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from headrace.core.config import EngineConfig
+from headrace.core.config import Config, EngineConfig
 from headrace.core.types.errors import ConfigError
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
@@ -33,7 +33,7 @@ BENCH = (
     "serve URL: send load to a running server and measure it (headrace bench serve --help); otherwise run benchmarks/, "
     "which needs a checkout of the repository"
 )
-CHECK = "print the resolved configuration and the memory it takes, and fail on mistakes"
+CHECK = "print the resolved configuration and the memory it takes, open the model's files, and fail on mistakes"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,6 +191,7 @@ def _check(given: argparse.Namespace) -> int:
     from headrace.server.config.resolve import resolve
 
     resolved = resolve(config)
+    _open_files(resolved.config)
     print(to_toml(resolved.config), end="")
     print()
     if resolved.config.engine.cpuinfo != EngineConfig().cpuinfo:
@@ -202,6 +203,18 @@ def _check(given: argparse.Namespace) -> int:
     for line in resolved.memory_lines:
         print(f"# {line}")
     return 0
+
+
+def _open_files(config: Config) -> None:
+    """What `headrace serve` opens. Raises ConfigError for files that it could not use."""
+    from headrace.engine.model.checkpoint import check_files
+    from headrace.engine.model.source import load_spec, resolve_source
+    from headrace.server.tokenizer.tokenizer import load_tokenizer
+
+    source = resolve_source(config.model.model)
+    if source.kind != "stub":
+        check_files(source, load_spec(source))
+    load_tokenizer(config.model.model, config.server.cache_dir, config.server.chat_template)
 
 
 def _bench(name: str | None, arguments: Sequence[str]) -> int:

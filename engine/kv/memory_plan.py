@@ -147,10 +147,13 @@ def plan_memory(
         )
     fitting = room // geometry.page_bytes
     if pages < least or pages > fitting:
+        advice = f"--max-model-len {max(1, min(pages, fitting)) * page_size} or less"
+        if kv_pages and fitting >= least:  # a request fits, only not so many
+            advice = f"--kv-pages {fitting} or less, or leave it out"
         raise ConfigError(
             f"{_mib(int(max(pages, least) * geometry.page_bytes * kv_copies))} of KV pages do not fit: "
             f"{_mib(available_bytes)} are available and the weights take {_mib(weights)}; "
-            f"write --max-model-len {max(1, min(pages, fitting)) * page_size} or less"
+            f"write {advice}"
         )
     return MemoryPlan(
         weight_bytes=weights,

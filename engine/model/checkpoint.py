@@ -70,6 +70,14 @@ class Checkpoint(Tensors, Protocol):
         ...
 
 
+def check_files(source: ModelSource, spec: ModelSpec) -> None:
+    """Read the headers of all files of a model's weights, and that the files are as long as they say. Raises
+    ConfigError."""
+    checkpoint = open_checkpoint(source, spec)
+    if isinstance(checkpoint, SafetensorsCheckpoint):
+        checkpoint.open_all()
+
+
 def open_checkpoint(source: ModelSource, spec: ModelSpec) -> Checkpoint:
     """Open a model's weights. Raises ConfigError when the files cannot be read."""
     if source.kind == "gguf":
@@ -120,6 +128,11 @@ class SafetensorsCheckpoint:
         if not names:
             raise ConfigError(f"model folder {folder} has no .safetensors file")
         self._file_of = {name: file for file in names for name in self._open(file).keys()}  # noqa: SIM118
+
+    def open_all(self) -> None:
+        """Open every file. Raises ConfigError for one that cannot be read."""
+        for name in sorted(set(self._file_of.values())):
+            self._open(name)
 
     def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""

@@ -42,6 +42,8 @@ def resolve_source(model: str) -> ModelSource:
         if not (path / "config.json").is_file():
             raise ConfigError(f"model folder {path} has no config.json; name a folder that has, or a .gguf file")
         return ModelSource("hf", path)
+    if path.is_file():
+        raise ConfigError(f"model {path} is a file; name the folder with its config.json, or a .gguf file")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(f"model folder {path} does not exist")
     return ModelSource("hf", _download(model))

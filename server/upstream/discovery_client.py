@@ -1,6 +1,7 @@
 """Asks prefill servers by HTTP where their control endpoints are. What they send is bounded in size and in time."""
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import httpx
@@ -8,10 +9,11 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.discovery import parse_query
-from headrace.core.types.errors import unavailable
+from headrace.core.types.errors import shown, unavailable
 
 TIMEOUT_S = 5.0  # for a whole response
 MAX_BYTES = 1 << 20
+MAX_WORDS = 300  # of a server's refusal that are repeated
 PLAIN = {"Accept-Encoding": "identity"}
 
 
@@ -98,5 +100,20 @@ class DiscoveryClient:
 def _required(path: str, status: int, content: bytes) -> bytes:
     """Raises HeadraceError (503) for another status than 200."""
     if status != 200:
-        raise unavailable(f"GET {path} answered {status}")
+        raise unavailable(f"GET {path} answered {status}{_words(content)}")
     return content
+
+
+class _Said(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Said
+
+
+def _words(content: bytes) -> str:
+    """What a server says about its refusal, if it is one of ours."""
+    with suppress(*NO_MESSAGE):
+        return f": {shown(msgspec.json.decode(content, type=_Refusal).error.message, MAX_WORDS)}"
+    return ""

@@ -13,6 +13,8 @@ from headrace.core.config import Config
 from headrace.server import cli
 from headrace.server.config.load import CPUINFO_VARIABLE, load
 from tests.cpus import KINDS, cpuinfo
+from tests.engine.model.test_tokenizer_store import byte_level
+from tests.engine.models import CONFIGS, save_model
 
 MISTAKES = [
     ([], "COMMAND"),
@@ -62,6 +64,30 @@ def test_check_prints_a_loadable_configuration_and_the_memory(
     path.write_text(out)
     config = load({"config": str(path)}, {})
     assert (config.model.dtype, config.engine.kv_pages, config.scheduler.max_model_len) == ("float32", 64, 512)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A small model with a tokenizer."""
+    byte_level().save_pretrained(tmp_path)
+    return save_model(CONFIGS["llama"], tmp_path).folder
+
+
+def test_check_opens_what_serve_opens(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", "--model", str(model_folder), "--device", "cpu", "--dtype", "float32"]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    weights = model_folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert cli.main(command) == 2
+    assert f"{weights} cannot be read as safetensors" in capsys.readouterr().err
+    weights.write_bytes(whole)
+    for path in model_folder.glob("tokenizer*"):
+        path.unlink()
+    assert cli.main(command) == 2
+    assert "tokenizer" in capsys.readouterr().err
+    assert cli.main([*command[:2], str(model_folder / "config.json")]) == 2
+    assert "config.json is a file; name the folder" in capsys.readouterr().err
 
 
 def test_check_prints_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:

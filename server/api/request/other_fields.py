@@ -103,6 +103,16 @@ _FUNCTIONS = (
 _STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
 _OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
+SAME_AS: Mapping[str, tuple[str, ...]] = {  # what unknown fields are called here, where their names are far apart
+    "token_ids": ("prompt_token_ids", "tokens", "input_ids"),
+    "input_ids": ("prompt_token_ids", "tokens"),
+    "prompt_token_ids": ("input_ids", "prompt"),
+    "text": ("prompt", "input"),
+    "input": ("prompt", "messages"),
+    "messages": ("input",),
+    "max_new_tokens": ("max_tokens", "sampling_params"),
+}
+
 OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.CompletionBody: _table(
         _OPENAI,

@@ -204,7 +204,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
 
-    prompt: str | None = None
+    prompt: str | list[TokenId] | None = None
+    """A text, or token ids, as of prompt_token_ids."""
     prompt_token_ids: list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
     logprobs: Alternatives | None = None

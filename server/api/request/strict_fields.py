@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from headrace.core.types.errors import HeadraceError, invalid, shown
-from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
+from headrace.server.api.request.other_fields import OTHER_FIELDS, SAME_AS, OtherField
 
 NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
 Kind = type[msgspec.Struct]
@@ -90,7 +90,8 @@ def _is_among(value: object, neutral: tuple[object, ...]) -> bool:
 
 
 def _unknown(name: str, path: str, known: tuple[str, ...]) -> HeadraceError:
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= NEAR_CHARS else []
+    near = [field for field in SAME_AS.get(name, ()) if field in known][:1]
+    near = near or (difflib.get_close_matches(name, known, n=1) if len(name) <= NEAR_CHARS else [])
     hint = f"; did you mean {near[0]}?" if near else ""
     field = shown(name) or '""'
     return invalid(_joined(path, field), f"unknown field {field}{hint}", code="unknown_field")

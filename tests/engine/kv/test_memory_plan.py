@@ -80,8 +80,10 @@ def test_what_does_not_fit_is_refused() -> None:
         plan_memory(spec, "float32", 16, 31, 10_000 * MIB)
     with pytest.raises(ConfigError, match="write --max-model-len 160 or less"):
         plan_memory(spec, "float32", 16, 0, weights + 10 * page)
-    with pytest.raises(ConfigError, match="of KV pages do not fit"):
+    with pytest.raises(ConfigError, match=r"of KV pages do not fit.* write --kv-pages 50 or less, or leave it out"):
         plan_memory(spec, "float32", 16, 100, weights + 50 * page)
+    with pytest.raises(ConfigError, match=r"of KV pages do not fit.* write --max-model-len 320 or less"):
+        plan_memory(spec, "float32", 16, 100, weights + 20 * page)
     with pytest.raises(ConfigError, match="max_model_len 513 is above 512"):
         plan_memory(spec, "float32", 16, 0, 10_000 * MIB, max_model_len=513)
 
