@@ -240,8 +240,15 @@ class GenerationRunner:
         """Emit a call's events until it ends. on_reserved: called when pages are reserved here. forbidden: token ids
         that the first token must not be."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
-        decoder = self._model.tokenizer.showing(request.shown)
-        text = TextStream(decoder, request.prompt, request.stop, ends, request.sampling.min_tokens)
+        text = TextStream(
+            self._model.tokenizer.showing(request.shown),
+            request.prompt,
+            request.stop,
+            ends,
+            request.sampling.min_tokens,
+            keep=request.keep_stop,
+        )
+        hidden_ends = frozenset() if request.keep_stop else ends
         stopped, seen = False, 0
         hidden: list[HiddenStates] = []
         while True:
@@ -258,8 +265,7 @@ class GenerationRunner:
                 case Tokens() if not stopped:
                     if not seen and call.fetches:
                         await self._check_first(call, request, event.tokens)
-                    delta = _delta(text, ends, event)
-                    await emit(delta)
+                    await emit(_delta(text, hidden_ends, event))
                     stopped = text.stopped
                     if stopped and not call.ends_with(event.tokens[: text.tokens - seen]):
                         call.finish()
@@ -269,7 +275,8 @@ class GenerationRunner:
                         await emit(GenerationDelta(rest))
                     reason = "stop" if stopped else _finish_reason(event.reason) or "stop"
                     states = joined(hidden, len(request.prompt) + max(0, text.tokens - 1))
-                    return _result(event, reason, text.tokens, states)
+                    result = _result(event, reason, text.tokens, states)
+                    return msgspec.structs.replace(result, stop_reason=_stop_reason(text, request.sampling))
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
@@ -304,13 +311,19 @@ def _outgoing_route(request: GenerationRequest) -> AnyRoute:
     return SendTo(request.ticket, request.hold) if request.ticket else Discard()
 
 
-def _delta(text: TextStream, ends: frozenset[int], event: Tokens) -> GenerationDelta:
-    """The text of new tokens, up to the one that ends it."""
+def _stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
+    """What ended the text, if the client has named it."""
+    ended_by = text.ended_by
+    return ended_by if isinstance(ended_by, str) or ended_by in sampling.stop_token_ids else None
+
+
+def _delta(text: TextStream, hidden_ends: frozenset[int], event: Tokens) -> GenerationDelta:
+    """The text of new tokens, up to the one that ends it. hidden_ends: those of which nothing is told."""
     pieces: list[str] = []
     shown = ended = 0
     for token in event.tokens:
         pieces.append(text.push(token))
-        ended = text.stopped and token in ends
+        ended = text.stopped and token in hidden_ends
         shown += not ended
         if text.stopped:
             break

@@ -54,6 +54,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens that are part of the text; others are left out."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
+    keep_stop: bool = False
+    """The stop string or token that ends the text is part of it."""
     ignore_eos: bool = False
     """Continue after EOS."""
     priority: int = 0
@@ -97,7 +99,7 @@ class GenerationDelta(msgspec.Struct, frozen=True):
     text: str
     """May be empty while an incomplete character or a possible stop string is held back."""
     tokens: tuple[int, ...] = ()
-    """Token ids, without the one that ends the text."""
+    """Token ids, without the one that ends the text unless that is part of it."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token if requested, else empty."""
     end_logprobs: tuple[TokenLogprob, ...] = ()
@@ -111,6 +113,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """None if the KV was sent or is held, and generation continues on the decode peer."""
     usage: Usage
     timing: Timing
+    stop_reason: int | str | None = None
+    """The client's stop token or stop string that ended the text; None for EOS and other ends."""
     handoff: HandoffStats = HandoffStats()
     """What was transferred."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()

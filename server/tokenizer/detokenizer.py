@@ -69,12 +69,16 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first stop string in a text that comes in parts; where it is split does not matter.
 
-    The first one is the one that ends first; of those that end at the same character, the longest.
+    The first one is the one that ends first; of those that end at the same character, the longest. keep: it is part of
+    the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = tuple(stop for stop in stops if stop)
+        self._keep = keep
         self._held = ""
+        self.found = ""
+        """The stop string that was found."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is safe to return, and whether a stop string was found. After that nothing must be pushed."""
@@ -84,7 +88,9 @@ class StopMatcher:
         found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
             self._held = ""
-            return buffer[: min(found)[1]], True
+            end, start = min(found)
+            self.found = buffer[start:end]
+            return buffer[: end if self._keep else start], True
         hold = max(_overlap(buffer, stop) for stop in self._stops)
         self._held = buffer[len(buffer) - hold :]
         return buffer[: len(buffer) - hold], False
@@ -103,8 +109,8 @@ def _overlap(text: str, stop: str) -> int:
 class TextStream:
     """Text of one request's tokens, up to the token or stop string that ends it.
 
-    end_ids: token ids that end the text and are not part of it (EOS, the client's stop_token_ids). Neither they nor
-    stop strings end it before min_tokens tokens.
+    end_ids: token ids that end the text (EOS, the client's stop_token_ids). Neither they nor stop strings end it before
+    min_tokens tokens. keep: what ends the text is part of it.
     """
 
     def __init__(
@@ -114,15 +120,20 @@ class TextStream:
         stops: Sequence[str] = (),
         end_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        *,
+        keep: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(decoder, prompt)
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, keep=keep)
         self._end_ids = end_ids
         self._min_tokens = min_tokens
+        self._keep = keep
         self.tokens = 0
         """Tokens pushed."""
         self.stopped = False
         """Whether a token or a stop string has ended the text."""
+        self.ended_by: int | str | None = None
+        """That token or stop string."""
 
     def push(self, token: int) -> str:
         """The text that is certain now. Sets stopped if the token ends the text; nothing must be pushed after that."""
@@ -130,11 +141,15 @@ class TextStream:
         counts = self.tokens >= self._min_tokens
         if counts and token in self._end_ids:
             self.stopped = True
-            return self.flush()
+            text, found = self._matcher.push(self._detokenizer.push(token)) if self._keep else ("", False)
+            text += "" if found else self.flush()
+            self.ended_by = self._matcher.found or token
+            return text
         text = self._detokenizer.push(token)
         if not counts:
             return text
         text, self.stopped = self._matcher.push(text)
+        self.ended_by = self._matcher.found or None
         return text
 
     def flush(self) -> str:

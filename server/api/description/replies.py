@@ -91,6 +91,8 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = MORE
+    """The stop token or stop string that ended the text; null for EOS and other ends."""
     prompt_logprobs: list[LogprobEntry | None] = MORE
 
 
@@ -163,6 +165,8 @@ class ChatChoice(msgspec.Struct):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | None = MORE
+    """The stop token or stop string that ended the text; null for EOS and other ends."""
     prompt_logprobs: list[LogprobEntry | None] = MORE
 
 
@@ -194,6 +198,8 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     finish_reason: str | None = MORE
+    stop_reason: int | str | None = MORE
+    """The stop token or stop string that ended the text; null for EOS and other ends."""
     logprobs: ChatLogprobs | None = MORE
 
 

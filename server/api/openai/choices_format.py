@@ -10,7 +10,7 @@ from headrace.server.api.openai.choice_forms import ChoiceForm
 from headrace.server.api.openai.echo import without_completion
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import StreamOptions
-from headrace.server.api.response.choices import Choice, Output
+from headrace.server.api.response.choices import Choice, Output, best_outputs
 from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report, usage_report
@@ -24,6 +24,7 @@ class ChoicesFormat:
         self, completion: CompletionRequest, model_name: str, form: ChoiceForm, options: StreamOptions | None
     ) -> None:
         self._choices_per_prompt = completion.choices
+        self._best = completion.returned
         self._prompt_only = completion.prompt_only
         self._form = form
         self._include_usage = options is not None and bool(options.include_usage)
@@ -31,13 +32,16 @@ class ChoicesFormat:
         self._opened: set[int] = set()
 
     async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All choices, with usage and the "headrace" report."""
+        """All choices, or the best of each prompt, with usage and the "headrace" report of all."""
         if self._prompt_only:
             outputs = [without_completion(output) for output in outputs]
         return {
             **self._head,
             "object": self._form.name,
-            "choices": [self._form.whole(index, choice, result) for index, (choice, result) in enumerate(outputs)],
+            "choices": [
+                {**self._form.whole(index, choice, result), "stop_reason": result.stop_reason}
+                for index, (choice, result) in enumerate(best_outputs(outputs, self._choices_per_prompt, self._best))
+            ],
             **self._totals([result for _, result in outputs]),
         }
 
@@ -57,7 +61,8 @@ class ChoicesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""
         await self._open(events, index)
-        await self._write_chunk(events, [self._form.last(index, choice, result)])
+        last = {**self._form.last(index, choice, result), "stop_reason": result.stop_reason}
+        await self._write_chunk(events, [last])
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """A chunk of usage if requested, and [DONE]."""

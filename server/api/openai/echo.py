@@ -51,7 +51,7 @@ class Echo:
         self._tokenizer = tokenizer
         self._given = completion_prompts(body.prompt)
         self._prompts = completion.prompts
-        self._choices = completion.choices
+        self._choices = completion.returned
 
     def text(self, index: int) -> str:
         """The prompt as it was given; of token ids, what they say."""

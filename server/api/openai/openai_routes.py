@@ -26,7 +26,7 @@ from headrace.server.api.request.response_input import input_messages
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     check_logprobs_start,
-    refuse_fields,
+    generated_choices,
     request_fields,
     sampling_params,
 )
@@ -119,17 +119,18 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
 async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
-    refuse_fields({"best_of": body.best_of not in (None, 1, body.n)})
+    generated, wanted = generated_choices(body), body.n or 1
     prompt_only = body.max_tokens == 0
     prepare_echo(body)
+    logprobs = 0 if body.logprobs is None and generated > wanted else body.logprobs  # what they are ranked by
     constraint = await _check(model, body)
     prompts = completion_prompts(body.prompt)
-    sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
+    sampling = sampling_params(body, logprobs=logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
     check_logprobs_start(sampling, tokens)
     base = _base_request("cmpl", body, sampling, constraint)
-    return CompletionRequest(base, tokens, body.n or 1, prompt_only=prompt_only)
+    return CompletionRequest(base, tokens, generated, best=wanted, prompt_only=prompt_only)
 
 
 async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:

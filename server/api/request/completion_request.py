@@ -37,6 +37,13 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """The prompts are to be scored: of what is generated, one token each, nothing is returned."""
     list_response: bool = False
     """The response is a JSON list, which has no place for kv_transfer_params."""
+    best: int | None = None
+    """Choices of each prompt that are in the response, those of the highest mean logprob; None for all."""
+
+    @property
+    def returned(self) -> int:
+        """Choices of each prompt in the response."""
+        return self.choices if self.best is None else self.best
 
     @property
     def shape(self) -> BatchShape:

@@ -58,7 +58,6 @@ _CONSTRAINTS = (
 )
 # SGLang's on OpenAI's routes. Routers that parse bodies send many of them with their defaults.
 _SGLANG = (
-    *_refused("the text ends before a stop string", "no_stop_trim"),
     *_refused("POST /generate and POST /v1/prefill have them", "return_hidden_states"),
     *_refused("adapters are not served", "lora_path"),
     *_refused("code of clients is not run", "custom_logit_processor"),
@@ -78,7 +77,6 @@ _GENERATION = (
     ),
     *_refused("reasoning is not parsed", "thinking_token_budget reasoning_effort reasoning verbosity"),
     *_refused("prompts are not cut; send what fits", "truncate_prompt_tokens truncation_side truncation", "disabled"),
-    *_refused("the text ends before a stop string", "include_stop_str_in_output"),
     *_refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
     *_refused("special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True),
     *_refused("text is sent as it comes", "stream_interval", 1),
@@ -188,7 +186,6 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     ),
     schema.GenerateSampling: _table(
         _refused("not served", "stop_regex structural_tag custom_params"),
-        _refused("the text ends before a stop string", "no_stop_trim"),
         _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
         _refused(
             "special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True

@@ -53,6 +53,7 @@ class _Prompts(msgspec.Struct):
     text: msgspec.Raw = NULL
     input_ids: msgspec.Raw = NULL
     n: Any = None
+    best_of: Any = None
     sampling_params: Any = None
 
 
@@ -84,5 +85,5 @@ def _shape(raw: bytes | bytearray) -> BatchShape:
     body = parse_body(raw, _Prompts)
     items = _list(next((value for value in (body.prompt, body.text, body.input_ids) if value != NULL), NULL))
     several = not set(map(type, items)) <= {int}
-    n = body.sampling_params.get("n") if isinstance(body.sampling_params, dict) else body.n
-    return BatchShape(len(items) if several else 1, n if isinstance(n, int) and n > 0 else 1)
+    given = (body.sampling_params.get("n"),) if isinstance(body.sampling_params, dict) else (body.n, body.best_of)
+    return BatchShape(len(items) if several else 1, max((n for n in given if isinstance(n, int) and n > 0), default=1))

@@ -9,7 +9,7 @@ import msgspec
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.request.ranges import MAX_INT64
-from headrace.server.api.request.schema import ChatBody, SamplingBody
+from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
 
 MAX_ID_DIGITS = 18
 
@@ -52,8 +52,10 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 
 def request_fields(body: SamplingBody) -> dict[str, Any]:
     """Fields of a GenerationRequest beside its prompt and sampling."""
+    keeps = isinstance(body, OpenAIBody) and (body.include_stop_str_in_output or body.no_stop_trim)
     return {
         "stop": stop_strings(body),
+        "keep_stop": bool(keeps),
         "ignore_eos": bool(body.ignore_eos),
         "priority": body.priority or 0,
         "slo_ttft_s": None if body.slo_ttft_ms is None else body.slo_ttft_ms / 1000,
@@ -80,6 +82,21 @@ def chat_logprobs_wanted(body: ChatBody) -> int | None:
             raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
         return None
     return body.top_logprobs or 0
+
+
+def generated_choices(body: CompletionBody) -> int:
+    """Continuations of each prompt to generate. Raises HeadraceError (400) for fewer than are to be returned, and for a
+    stream of which not all are."""
+    wanted = body.n or 1
+    generated = wanted if body.best_of is None else body.best_of
+    if generated < wanted:
+        raise invalid("best_of", f"best_of is {generated}; it has to be at least n, which is {wanted}")
+    if body.stream and generated > wanted:
+        text = (
+            f"best_of is {generated} and n is {wanted}: which of them are the best is known at the end; do not stream"
+        )
+        raise invalid("best_of", text, code="unsupported")
+    return generated
 
 
 def refuse_fields(given: Mapping[str, bool]) -> None:

@@ -234,6 +234,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class OpenAIBody(SamplingBody, kw_only=True):
     """Fields of all OpenAI routes. The last four name a KV handoff (see HandoffFields)."""
 
+    include_stop_str_in_output: bool | None = None
+    """The stop string or token that ends the text is part of it."""
+    no_stop_trim: bool | None = None
+    """SGLang's name of include_stop_str_in_output."""
+
     n: Choices | None = None
     """Continuations of each prompt."""
     stream_options: StreamOptions | None = None
@@ -257,8 +262,8 @@ class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: MaxTokensOrNone | None = None
     """0, which needs echo, scores the prompt alone."""
     logprobs: Alternatives | None = None
-    best_of: int | None = None
-    """No other number than n: all continuations are returned."""
+    best_of: Choices | None = None
+    """Continuations of each prompt that are generated; the n with the highest mean logprob are returned."""
 
 
 class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
@@ -344,6 +349,8 @@ class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     min_new_tokens: MinTokens | None = None
     stop: Stop | None = None
     stop_token_ids: StopIds | None = None
+    no_stop_trim: bool | None = None
+    """The stop string or token that ends the text is part of it."""
     ignore_eos: bool | None = None
     n: Choices | None = None
     json_schema: str | None = None

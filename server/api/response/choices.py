@@ -33,6 +33,20 @@ class Choice:
 Output = tuple[Choice, GenerationResult]  # one finished choice
 
 
+def best_outputs(outputs: Sequence[Output], choices: int, best: int) -> list[Output]:
+    """Of each prompt's choices, which follow each other, the best by their mean logprob; equal ones in their order. All
+    of them as they are if as many are wanted."""
+    if best == choices:
+        return list(outputs)
+    prompts = [outputs[start : start + choices] for start in range(0, len(outputs), choices)]
+    return [output for prompt in prompts for output in sorted(prompt, key=_mean_logprob, reverse=True)[:best]]
+
+
+def _mean_logprob(output: Output) -> float:
+    logprobs = [*output[0].logprobs, *output[0].end_logprobs]
+    return sum(each.logprob for each in logprobs) / max(1, len(logprobs))
+
+
 async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently. If one fails, the others are cancelled and its exception is raised."""
     try:

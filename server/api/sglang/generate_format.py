@@ -86,7 +86,7 @@ class GenerateFormat:
 
 def _finish_reason(result: GenerationResult, completion: int) -> dict[str, Any]:
     if result.finish_reason == "stop":
-        return {"type": "stop", "matched": None}
+        return {"type": "stop", "matched": result.stop_reason}
     return {"type": "length", "length": completion}
 
 

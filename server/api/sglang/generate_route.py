@@ -164,6 +164,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         min_tokens=given.min_new_tokens,
         stop=given.stop,
         stop_token_ids=given.stop_token_ids,
+        no_stop_trim=given.no_stop_trim,
         ignore_eos=given.ignore_eos,
         n=given.n,
         prompt_logprobs=(body.top_logprobs_num or 0) if start >= 0 else None,

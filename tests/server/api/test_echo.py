@@ -49,7 +49,8 @@ async def test_the_prompt_comes_before_the_text(tokenizer: Tokenizer, prompt: st
     given = tokenizer.encode(prompt) if as_ids else prompt
     answer, (submit,) = await completion(tokenizer, {"prompt": given, "echo": True})
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": prompt + "hello world", "logprobs": None, "finish_reason": "length"}
+    expected = {"index": 0, "text": prompt + "hello world", "logprobs": None}
+    assert choice == {**expected, "finish_reason": "length", "stop_reason": None}
     assert submit.sampling.prompt_logprobs is None
     assert answer["usage"]["completion_tokens"] == len(tokenizer.encode("hello world"))
 
@@ -74,7 +75,7 @@ async def test_logprobs_are_those_of_prompt_and_text(tokenizer: Tokenizer) -> No
         best = {tokenizer.piece(rank): -float(rank) for rank in range(2)}
         assert tops[position] == best | {logprobs["tokens"][position]: -float(position)}, "the token itself is there"
         assert token == ids[position]
-    assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}, "they are not told twice"
+    assert choice.keys() == {"index", "text", "logprobs", "finish_reason", "stop_reason"}, "they are not told twice"
 
 
 @in_loop
@@ -102,7 +103,8 @@ async def test_max_tokens_0_scores_the_prompt_alone(tokenizer: Tokenizer, n: int
         assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
     assert answer["usage"]["completion_tokens"] == 0
     answer, _ = await completion(tokenizer, {"prompt": "abc", "echo": True, "max_tokens": 0})
-    assert answer["choices"] == [{"index": 0, "text": "abc", "logprobs": None, "finish_reason": "length"}]
+    end = {"finish_reason": "length", "stop_reason": None}
+    assert answer["choices"] == [{"index": 0, "text": "abc", "logprobs": None, **end}]
 
 
 @in_loop
@@ -163,3 +165,12 @@ async def test_behind_a_router_the_prefill_server_has_the_logprobs(tokenizer: To
     ):
         response = await http.post("/v1/completions", json=body)
     assert (response.status_code, json_of(response)["error"]["param"]) == (400, "echo")
+
+
+@in_loop
+async def test_the_prompts_of_the_best_choices_are_their_own(tokenizer: Tokenizer) -> None:
+    link = FakeLink(saying(tokenizer, " hello"))
+    async with running(link, tokenizer) as service, client(service) as http:
+        body = {"prompt": ["one", "two"], "echo": True, "n": 2, "best_of": 3}
+        answer = json_of(await http.post("/v1/completions", json=body))
+    assert [choice["text"] for choice in answer["choices"]] == ["one hello"] * 2 + ["two hello"] * 2

@@ -1,6 +1,9 @@
 """Completions and chat over a scripted scheduler."""
 
+from typing import Any, cast
+
 import msgspec
+import pytest
 
 from headrace.core.messages.frontend import Abort, Progress, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
@@ -21,7 +24,9 @@ async def test_a_completion(tokenizer: Tokenizer) -> None:
     link = FakeLink(saying(tokenizer, "hello world 🙂", cached=2))
     async with running(link, tokenizer) as service, client(service) as http:
         answer = json_of(await http.post("/v1/completions", json={"prompt": "hi!", "max_tokens": 20, "model": "tiny"}))
-    assert answer["choices"] == [{"index": 0, "text": "hello world 🙂", "logprobs": None, "finish_reason": "length"}]
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello world 🙂", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
     assert answer["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 7,
@@ -42,16 +47,19 @@ async def test_a_completion(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_every_sampling_field_reaches_the_scheduler(tokenizer: Tokenizer) -> None:
     fields = {"temperature": 0, "top_k": -1, "top_p": 0.5, "min_p": 0.1, "max_tokens": 5, "min_tokens": 2, "seed": 9}
+    changed = {"presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.25, "logit_bias": {"7": -1}}
     more = {"priority": 3, "deadline_s": 2.5, "cache_salt": "mine", "ignore_eos": True, "stop_token_ids": [7, 7]}
     link = FakeLink(saying(tokenizer, "hello"))
     async with running(link, tokenizer) as service, client(service) as http:
-        body = {"prompt": [1, 2], **fields, **more, "logprobs": 2, "prompt_logprobs": 0}
+        body = {"prompt": [1, 2], **fields, **changed, **more, "logprobs": 2, "prompt_logprobs": 0}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     (submit,) = link.of(Submit)
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 0, 0.5, 0.1)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (5, 2, 9)
     assert (sampling.stop_token_ids, sampling.logprobs, sampling.prompt_logprobs) == ((7,), 2, 0)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2, 1.5, 1.25)
+    assert sampling.logit_bias == ((7, -1.0),)
     assert (submit.priority, submit.deadline_s, submit.cache_salt) == (3, 2.5, "mine")
 
 
@@ -92,6 +100,49 @@ async def test_a_token_that_contains_the_stop_ends_it_in_the_engine(tokenizer: T
     ids = link.of(Submit)[0].sampling.stop_token_ids
     assert {tokenizer.piece(token) for token in ids} == {"<eos>", "\n\n", ".\n\n"}
     assert link.of(Abort) == []
+
+
+@pytest.mark.parametrize("keep", [{}, {"include_stop_str_in_output": True}, {"no_stop_trim": True}])
+@pytest.mark.parametrize(
+    ("said", "fields", "cut", "kept", "reason"),
+    [
+        ("hello world", {"stop": ["lo wo"]}, "hel", "hello wo", "lo wo"),
+        ("hello.\n\n", {"stop": ["never", "\n\n"]}, "hello.", "hello.\n\n", "\n\n"),
+        ("hello.\n\n", {"stop_token_ids": [".\n\n"]}, "hello", "hello.\n\n", ".\n\n"),
+        ("hello<eos>", {"stop": "never"}, "hello", "hello", None),
+        ("hello<eos>", {"stop_token_ids": ["<eos>"]}, "hello", "hello", "<eos>"),
+    ],
+)
+@in_loop
+async def test_what_ends_the_text_is_named_and_kept_if_wanted(
+    said: str,
+    fields: dict[str, Any],
+    cut: str,
+    kept: str,
+    reason: str | None,
+    keep: dict[str, bool],
+    tokenizer: Tokenizer,
+) -> None:
+    """As a whole, in a stream, and with SGLang's names. A stop token is named by its id."""
+    named: str | int | None = reason
+    if "stop_token_ids" in fields:
+        (named,) = ids = tokenizer.encode(fields["stop_token_ids"][0])
+        fields = {"stop_token_ids": ids}
+    expected = kept if keep else cut
+    link = FakeLink(saying(tokenizer, said, reason="stop"))
+    async with running(link, tokenizer) as service, client(service) as http:
+        body = {"prompt": "x", "logprobs": 0, **fields, **keep}
+        (choice,) = json_of(await http.post("/v1/completions", json=body))["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", named)
+        assert choice["logprobs"]["tokens"].count("<eos>") == said.count("<eos>")
+        chunks = events((await http.post("/v1/completions", json={**body, "stream": True})).text)
+        choices = [choice for chunk in chunks for choice in cast(list[dict[str, Any]], chunk["choices"])]
+        assert "".join(each["text"] for each in choices) == expected
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", named)
+        sampling = {**fields, "no_stop_trim": bool(keep)}
+        answer = json_of(await http.post("/generate", json={"text": "x", "sampling_params": sampling}))
+        assert answer["text"] == expected
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": named}
 
 
 @in_loop

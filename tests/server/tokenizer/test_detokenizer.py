@@ -60,9 +60,11 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 SHORT = st.text(alphabet="ab\n", min_size=1, max_size=4)
 
 
-@given(st.lists(st.text(alphabet="ab\n", max_size=5), max_size=12), st.lists(SHORT, max_size=4))
-def test_stop_strings_cut_where_brute_force_does_whatever_the_parts(parts: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+@given(st.lists(st.text(alphabet="ab\n", max_size=5), max_size=12), st.lists(SHORT, max_size=4), st.booleans())
+def test_stop_strings_cut_where_brute_force_does_whatever_the_parts(
+    parts: list[str], stops: list[str], keep: bool
+) -> None:
+    matcher = StopMatcher(stops, keep=keep)
     given_out = ""
     stopped = False
     for index, part in enumerate(parts):
@@ -79,7 +81,11 @@ def test_stop_strings_cut_where_brute_force_does_whatever_the_parts(parts: list[
     whole = "".join(parts)
     end = first_stop(whole, stops)
     assert stopped == (end is not None)
+    if end is not None and keep:
+        end += len(matcher.found)
     assert given_out == (whole if end is None else whole[:end])
+    assert (matcher.found in stops) == stopped
+    assert not stopped or (given_out + matcher.found * (not keep)).endswith(matcher.found)
 
 
 @given(st.text(alphabet="ab ", max_size=60), st.lists(st.text(alphabet="ab ", min_size=1, max_size=3), max_size=2))
@@ -101,6 +107,16 @@ def test_end_tokens_leave_no_text_and_release_what_was_held() -> None:
     assert [stream.push(token) for token in b"xa"] == ["x", ""]
     assert stream.push(ord("!")) == "a"
     assert stream.stopped
+
+
+def test_what_ends_the_text_is_part_of_it_if_wanted() -> None:
+    stream = TextStream(Bytes(), b"", ["ab"], frozenset({ord("!")}), keep=True)
+    assert [stream.push(token) for token in b"xa"] == ["x", ""]
+    assert stream.push(ord("!")) == "a!"
+    assert (stream.stopped, stream.ended_by) == (True, ord("!"))
+    stream = TextStream(Bytes(), b"", ["ab", "a!"], frozenset({ord("!")}), keep=True)
+    assert "".join(stream.push(token) for token in b"xa!") == "xa!"
+    assert (stream.stopped, stream.ended_by) == (True, "a!")
 
 
 def test_nothing_stops_before_min_tokens() -> None:
