@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import pytest
 
@@ -61,6 +62,15 @@ def test_the_image_is_built_from_the_pinned_requirements() -> None:
     assert f"pip install ${{PIP_ARGS}} {pinned}" in install
     assert "-r requirements/tracing.txt" in install
     assert "requirements/install-torch python ${PIP_ARGS}" in install
+
+
+@pytest.mark.parametrize("target", ["audit", "sbom"])
+def test_what_the_image_is_made_of_is_audited_and_listed(target: str) -> None:
+    (install,) = (rest for rest in values(BUILD, "RUN") if "requirements/server.txt" in rest)
+    installed = {*re.findall(r"requirements/(\w+\.txt)", install), "torch.txt"}
+    assert len(installed) >= 4
+    recipe = (ROOT / "Makefile").read_text().split(f"\n{target}: ")[1].split("\n\n")[0]
+    assert installed <= set(re.findall(r"\w+\.txt", recipe))
 
 
 def test_cpu_is_the_default_and_cuda_an_argument() -> None:
