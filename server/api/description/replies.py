@@ -321,7 +321,7 @@ class PrefillReply(msgspec.Struct):
     rid: str
     ticket: str | None
     model: str
-    first_token: FirstToken
+    first_token: FirstToken | None
     finish_reason: FinishReason | None
     usage: PrefillUsage
     timing_ms: TimingMs

@@ -208,6 +208,8 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """A text, or token ids, as of prompt_token_ids."""
     prompt_token_ids: list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
+    max_tokens: MaxTokensOrNone | None = None
+    """0 for the KV of the prompt alone: the response has no first token."""
     logprobs: Alternatives | None = None
     """Number of alternatives for the first token; None for no logprobs."""
     hidden_states: HiddenWanted | None = None

@@ -106,7 +106,8 @@ PREFILL_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"prompt": "x", "ticket": "t", "rid": "a b"}, 400, "rid", "without spaces"),
     ({"prompt": "x", "ticket": "t", "temperatur": 1}, 400, "temperatur", "did you mean temperature?"),
     ({"prompt": "x", "ticket": "t", "zzz": 1}, 400, "zzz", "unknown field zzz"),
-    ({"prompt": "x", "ticket": "t", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    ({"prompt": "x", "ticket": "t", "max_tokens": -1}, 400, "max_tokens", "at least 0"),
+    ({"prompt": "x", "ticket": "t", "max_tokens": 0, "min_tokens": 1}, 400, "min_tokens", "has to be 0 where"),
     ({"prompt": "x", "ticket": "t", "model": "no"}, 404, "model", "not served"),
 ]
 RESPONSES_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [

@@ -1,6 +1,7 @@
 """POST /v1/prefill, its events, DELETE, GET /v1/handoff."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import msgspec
@@ -32,7 +33,7 @@ def handing_over(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
     ]
 
 
-def sse(text: str) -> list[tuple[str, dict[str, object]]]:
+def sse(text: str) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -74,6 +75,25 @@ async def test_a_prefill_without_a_peer(tokenizer: Tokenizer, prompt: dict[str, 
         assert (answer["rid"], answer["ticket"], answer["finish_reason"]) == ("mine", None, "stop")
         assert answer["first_token"] == {"id": 267, "text": "<eos>", "logprob": None, "top_logprobs": None}
         assert answer["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("more", [{"ticket": "t1"}, {"handoff": "none"}, {"handoff": "hold", "ticket": "t1"}])
+@in_loop
+async def test_the_kv_of_a_prompt_alone(tokenizer: Tokenizer, more: dict[str, object]) -> None:
+    """Whatever token would follow: nothing of the body may end the request with it."""
+    link = FakeLink(held if more.get("handoff") == "hold" else handing_over)
+    ends = {"stop": "x", "stop_token_ids": [7], "logprobs": 1}
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        answer = json_of(await http.post("/v1/prefill", json={"prompt": "hi", "max_tokens": 0, **ends, **more}))
+        streamed = {"prompt": "hi", "max_tokens": 0, "stream": True, **more}
+        name, done = sse((await http.post("/v1/prefill", json=streamed)).text)[-1]
+    for submit in link.of(Submit):
+        assert (submit.sampling.max_tokens, submit.sampling.stop_token_ids) == (2, ())
+    assert name == "done"
+    for each in (answer, done):
+        assert (each["first_token"], each["finish_reason"]) == (None, None)
+        assert each["usage"]["completion_tokens"] == 0
+        assert each["usage"]["prompt_tokens"] > 0
 
 
 @in_loop
