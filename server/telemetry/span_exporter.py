@@ -100,7 +100,12 @@ class SpanExporter:
         batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
         if not batch:
             return
-        spans, problem = sink.export(batch)
+        try:
+            spans, problem = sink.export(batch)
+        except Exception as error:  # of these records; others may be fine
+            if not self._problem:
+                log.exception("spans of %d records could not be sent", len(batch))
+            spans, problem = len(batch), f"{type(error).__name__}: {error}"
         if problem:
             self._lost["not_taken"] += spans
         else:

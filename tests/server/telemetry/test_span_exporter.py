@@ -123,7 +123,28 @@ def test_a_sink_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> N
     sink.go.set()
 
 
-def test_an_exporter_that_fails_loses_all_that_follows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_cannot_be_sent_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(Sink):
+        failures = 2
+
+        def export(self, records: Sequence[AnySpan]) -> tuple[int, str]:
+            if self.failures:
+                self.failures -= 1
+                raise KeyError("an attribute that nobody foresaw")
+            return super().export(records)
+
+    exporter = SpanExporter(Faulty)
+    exporter.start()
+    for lost in (1, 2):
+        exporter.record(call())
+        wait_for(partial(has_lost, exporter, lost))
+    exporter.record(call())
+    exporter.stop()
+    assert counts(exporter) == {"exported": 1, "queue_full": 0, "not_taken": 2}
+    assert caplog.text.count("Traceback") == 1, "said once"
+
+
+def test_an_exporter_that_cannot_begin_loses_all_that_follows(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Sink:
         raise RuntimeError("a bug")
 
