@@ -17,10 +17,10 @@ from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
 from headrace.server.upstream.prefill_call import response_error
-from headrace.transfer.protocol import metadata
+from headrace.transfer.protocol import draft_frame, metadata
 from headrace.transfer.sockets.curve_keys import key_text, read_pair, read_public
 from tests.fuzz.mutations import CLAIMS, NESTED, NO_TEXT, VALID, Mutator, spoilt
-from tests.transfer.examples import ANSWER, CONTROL, PEER, ROW, STAGE
+from tests.transfer.examples import ANSWER, CONTROL, DRAFT_FRAME, PEER, ROW, STAGE, TICKET
 
 JOINS: Codec[JoinRequest] = Codec(JoinRequest)
 JOIN_REPLIES: Codec[AnyJoinReply] = Codec(AnyJoinReply)
@@ -64,6 +64,15 @@ def test_metadata_rows(examples: int) -> None:
             assert len(found.first.logprob.top_ids if found.first.logprob else ()) <= metadata.MAX_TOP
 
     tried(examples, st.binary(max_size=300) | st.integers(0).map(lambda seed: Mutator(seed).spoil(ROW)), check)
+
+
+@pytest.mark.parametrize("examples", EFFORTS)
+def test_draft_frames(examples: int) -> None:
+    def check(frame: bytes) -> None:
+        with suppress(ValueError):
+            assert draft_frame.encode(TICKET, 2, draft_frame.decode(frame, TICKET, 2))[:2] == frame[:2]
+
+    tried(examples, st.binary(max_size=300) | st.integers(0).map(lambda seed: Mutator(seed).spoil(DRAFT_FRAME)), check)
 
 
 @pytest.mark.parametrize("examples", EFFORTS)

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.transfers import RemoteWriter
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.tickets import EndedTicket
@@ -153,3 +154,87 @@ def test_damage_is_found(damage: Callable[[State], None]) -> None:
     damage(state_of(bench))
     assert bench.scheduler.check_integrity() != []
     assert bench.metric("integrity_errors") > 0
+
+
+def leak_page(state: State) -> None:
+    state.replicas[0].cache._allocator.allocate(1, 77)
+
+
+def free_leased_page(state: State) -> None:
+    lease = named(state, "run").lease
+    assert lease is not None
+    state.replicas[0].cache._allocator.release([lease.pages[-1]], lease.owner)
+
+
+def steal_page(state: State) -> None:
+    lease = named(state, "run").lease
+    assert lease is not None
+    state.replicas[0].cache._allocator.transfer(lease.pages[-1], lease.owner, 77)
+
+
+def lock_once_more(state: State) -> None:
+    next(iter(state.replicas[0].cache._tree.walk())).locks += 1
+
+
+def leak_row(state: State) -> None:
+    state.metadata_rows.allocate(1, 77)
+
+
+def await_row_of_nobody(state: State) -> None:
+    state.awaiting_row[77] = Request(named(state, "run").submit, 77, 77, 0.0, 1, Phase.INFLIGHT)
+
+
+def compute_more_than_planned(state: State) -> None:
+    request = named(state, "run")
+    request.computed = request.planned + 1
+
+
+def give_pages_too_early(state: State) -> None:
+    named(state, "send").lease = named(state, "run").lease
+
+
+def end_without_release(state: State) -> None:
+    request = named(state, "decode")
+    request.phase, request.in_flight = Phase.DONE, 0
+
+
+def write_where_it_computes(state: State) -> None:
+    incoming = named(state, "fetch").incoming
+    assert incoming is not None
+    incoming.writer = RemoteWriter.WRITING
+    named(state, "run").incoming = incoming
+
+
+def miscount_tenant(state: State) -> None:
+    state.queued_by_tenant.tokens.add("", 5)
+
+
+def count_as_unacknowledged(state: State) -> None:
+    state.unacknowledged._counted[77] = ("owner", 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (leak_page, "private pages != 64"),
+        (free_leased_page, "holds pages of others"),
+        (steal_page, "holds pages of others"),
+        (lock_once_more, "2 locks, leases and copies count 1"),
+        (leak_row, "metadata rows free + 1 held"),
+        (await_row_of_nobody, "requests {77} wait for metadata rows and are not known"),
+        (compute_more_than_planned, "run (running) has computed 11 tokens of 10 planned"),
+        (give_pages_too_early, "send (waiting) has pages already"),
+        (lose_lease, "run (running) has no pages"),
+        (drop_held_lease, "held (inflight) waits for a peer without a deadline"),
+        (end_without_release, "decode (done) has ended, and nothing keeps its pages"),
+        (write_where_it_computes, "run (running) computes on pages that a prefill server may write"),
+        (miscount_tenant, "requests and tokens counted as queued by tenants"),
+        (count_as_unacknowledged, "requests {77} count as not acknowledged"),
+        (take_other_row, "run has metadata row"),
+    ],
+)
+def test_the_check_says_what_is_damaged(damage: Callable[[State], None], said: str) -> None:
+    bench = bench_with_requests()
+    damage(state_of(bench))
+    found = bench.scheduler.check_integrity()
+    assert any(said in each for each in found), found
