@@ -48,6 +48,8 @@ class PeerGone(PeerEvent, frozen=True, kw_only=True):
 
     session: str
     reason: str
+    name: str = ""
+    """As in PeerJoined."""
     displaced: bool = False
     """It gave way to a new peer, since there are as many as may be."""
 

@@ -63,7 +63,7 @@ class OtlpSink:
             compression=Compression.Gzip,
             session=session,
         )
-        self._said = _LastMessage()
+        self._said = _FirstMessage()
         logger = logging.getLogger("opentelemetry.exporter")
         logger.addHandler(self._said)
         logger.propagate = False  # SpanExporter logs it, once
@@ -75,6 +75,7 @@ class OtlpSink:
         for record in records:
             spans += self._builder.build(record)
             time.sleep(0)  # the event loop may be waiting for the interpreter's lock
+        self._said.text = ""
         result = self._exporter.export(spans)
         return len(spans), "" if result is SpanExportResult.SUCCESS else self._said.text or "no reason is known"
 
@@ -230,15 +231,15 @@ class SpanBuilder:
         return round((monotonic_s + self._offset_s) * 1e9)
 
 
-class _LastMessage(logging.Handler):
-    """Keeps the last message: why spans were not taken."""
+class _FirstMessage(logging.Handler):
+    """Keeps the first message of an export: why spans were not taken. Others say that it is tried again."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()
 
 
 def traces_url(endpoint: str) -> str:

@@ -20,6 +20,7 @@ MAX_QUEUED = 4096  # records: some spans each
 BATCH = 32  # records: the interpreter's lock is held for some milliseconds to encode them, in parts
 PERIOD_S = 1.0
 FLUSH_S = 3.0  # at the end, for what is queued
+HOPELESS_S = 0.5  # the same, if the collector has not taken the spans before
 
 
 class SpanSink(Protocol):
@@ -72,11 +73,11 @@ class SpanExporter:
         """Export what is queued, for so long at most. Blocks; called once, from any thread."""
         self._stopping = True
         self._wake.set()
-        self._thread.join(timeout_s)
+        self._thread.join(min(timeout_s, HOPELESS_S) if self._problem else timeout_s)
         if self._thread.is_alive():
             if self._sink is not None:
                 self._sink.close()
-            log.warning("spans of %d records were not sent: the collector has not taken them", len(self._queue))
+            log.warning("the last spans were not sent: the collector has not taken them in time")
 
     def statistics(self) -> tuple[Sample, ...]:
         """Counters."""

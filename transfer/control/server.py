@@ -133,11 +133,6 @@ class ControlServer:
         arrival: the message that the outcome answers; None if there is none.
         """
         events = list(outcome.events)
-        for event in events:
-            if isinstance(event, PeerJoined):
-                log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
-            elif isinstance(event, PeerGone) and event.displaced and self._log_throttle.due("displaced", now):
-                log.warning("ended a session for a new peer: %s", printable(event.reason))
         for route, message in outcome.replies:
             frame = self._sent.encode(message)
             if isinstance(message, Refuse) and arrival is not None and not self._sessions.has_session(route):
@@ -145,6 +140,8 @@ class ControlServer:
             elif not self._listener.put(route, frame):
                 events += self._sessions.lose(route, "its connection is closed, or it does not read").events
                 self._listener.drop(route, UNREAD, now)
+        for event in events:
+            self._tell(event, now)
         if arrival is not None and self._sessions.has_session(arrival.route):
             self._listener.keep(arrival)
             self._leaving.pop(arrival.route, None)
@@ -153,6 +150,16 @@ class ControlServer:
                 if not self._sessions.has_session(route):
                     self._leaving.setdefault(route, now + GOODBYE_S)
         return events
+
+    def _tell(self, event: PeerEvent, now: float) -> None:
+        """Log peers that come and go."""
+        if isinstance(event, PeerJoined):
+            log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
+        elif isinstance(event, PeerGone) and event.displaced:
+            if self._log_throttle.due("displaced", now):
+                log.warning("ended a session for a new peer: %s", printable(event.reason))
+        elif isinstance(event, PeerGone):
+            log.warning("decode server %s is down: %s", printable(event.name), printable(event.reason))
 
 
 def unread_replies(config: TransferConfig) -> int:

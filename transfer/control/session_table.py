@@ -342,7 +342,7 @@ class SessionTable:
         del self._by_route[peer.route]
         del self._by_session[peer.session]
         self.counters.add("peers_gone_total")
-        return Outcome([], [PeerGone(session=peer.session, reason=reason, displaced=displaced)])
+        return Outcome([], [PeerGone(session=peer.session, reason=reason, name=peer.hello.name, displaced=displaced)])
 
     def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
         self.counters.add("refusals_total", labels=("control", code))

@@ -122,7 +122,7 @@ def test_a_control_endpoint_that_cannot_vouch_ends_the_session_instead_of_its_ti
     assert isinstance(welcome, Welcome)
     replies, events = made.tell(EndPeer(session=welcome.session, reason="stage 0 failed"), 0.0)
     assert replies == [(b"a", Goodbye(reason="stage 0 failed"))]
-    assert events == [PeerGone(session=welcome.session, reason="stage 0 failed")]
+    assert events == [PeerGone(session=welcome.session, reason="stage 0 failed", name="decode")]
     assert made.tell(EndPeer(session=welcome.session, reason="again"), 0.0) == ([], [])
 
 

@@ -174,3 +174,14 @@ def test_no_connection_is_made_before_the_control_client_has_its_hello(context: 
     control_client.tick(CLOCK.now())
     assert len(control_client.sockets()) == 1
     control_client.close()
+
+
+def test_peers_that_go_are_warnings_with_their_names(context: Any, caplog: pytest.LogCaptureFixture) -> None:
+    both = Both(context, config=PATIENT)
+    joined = both.loop.wait_for(both.control_server, PeerJoined)
+    both.loop.apply(both.control_client, DisconnectPrefill(name="p"))
+    gone = both.loop.wait_for(both.control_server, PeerGone)
+    [warning] = [record for record in caplog.records if "is down" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert warning.getMessage() == f"decode server {joined.name} is down: {gone.reason}"
+    both.loop.close()

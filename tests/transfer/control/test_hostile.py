@@ -54,7 +54,7 @@ def test_a_peer_that_never_stops_talking_loses_its_session_and_others_do_not() -
     [(_, goodbye)] = answers[ended].replies
     assert isinstance(goodbye, Goodbye)
     assert "messages a second" in goodbye.reason
-    assert answers[ended].events == [PeerGone(session=session, reason=goodbye.reason)]
+    assert answers[ended].events == [PeerGone(session=session, reason=goodbye.reason, name="decode")]
     assert not any(answer.replies for answer in answers[ended + 1 :])
     assert not made.receive(b"loud", hello(), 1.0).replies, "a new session needs a new connection"
     assert made.receive(b"new", hello(), 1.0).replies

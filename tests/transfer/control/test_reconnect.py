@@ -26,7 +26,7 @@ def test_a_peer_that_falls_silent_is_gone_by_the_clock_alone(both: Both) -> None
     session = both.up.session
     assert both.control_server.tick(CLOCK.now() + 0.4) == []
     [gone] = both.control_server.tick(CLOCK.now() + 10)
-    assert gone == PeerGone(session=session, reason="silent for 1 s")
+    assert gone == PeerGone(session=session, reason="silent for 1 s", name="decode")
 
 
 def test_a_prefill_server_that_falls_silent_is_down_and_connected_to_again(both: Both) -> None:

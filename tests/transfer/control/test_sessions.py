@@ -121,7 +121,7 @@ def test_a_silent_peer_is_gone_and_a_pinging_one_stays() -> None:
     assert made.next_deadline() == 13.0
     assert made.receive(b"a", Ping(number=4), 12.0).replies == [(b"a", Pong(number=4))]
     assert made.tick(14.9) == ([], [])
-    assert made.tick(15.0).events == [PeerGone(session=session, reason="silent for 3 s")]
+    assert made.tick(15.0).events == [PeerGone(session=session, reason="silent for 3 s", name="decode")]
     assert made.next_deadline() is None
     [(_, refuse)] = made.receive(b"a", Ping(number=5), 15.1).replies
     assert isinstance(refuse, Refuse)
@@ -131,7 +131,7 @@ def test_a_silent_peer_is_gone_and_a_pinging_one_stays() -> None:
 def test_goodbye() -> None:
     made, session = joined()
     assert made.receive(b"a", Goodbye(reason="draining"), 0.0).events == [
-        PeerGone(session=session, reason="goodbye: draining")
+        PeerGone(session=session, reason="goodbye: draining", name="decode")
     ]
     assert made.peers == 0
 
@@ -144,7 +144,7 @@ def test_sessions_end_when_the_stages_have_started_again_elsewhere() -> None:
     assert made.next_deadline() == 0.0
     outcome = made.tick(1.0)
     assert [reply for _, reply in outcome.replies] == [Goodbye(reason=RESTARTED)]
-    assert outcome.events == [PeerGone(session=session, reason=RESTARTED)]
+    assert outcome.events == [PeerGone(session=session, reason=RESTARTED, name="decode")]
     [(_, welcome)] = made.receive(b"a", hello(), 1.0).replies
     assert isinstance(welcome, Welcome)
     assert welcome.stages[0].data_port == 7002
@@ -166,7 +166,7 @@ def test_closing_says_goodbye_to_everyone() -> None:
     made, session = joined()
     outcome = made.close("the server ends")
     assert outcome.replies == [(b"a", Goodbye(reason="the server ends"))]
-    assert outcome.events == [PeerGone(session=session, reason="the server ends")]
+    assert outcome.events == [PeerGone(session=session, reason="the server ends", name="decode")]
 
 
 def test_pings_name_each_of_many_tickets_in_turn() -> None:
