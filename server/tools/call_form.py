@@ -136,12 +136,19 @@ def new_call_id(form: CallForm) -> str:
 
 
 def calls_grammar(
-    form: CallForm, functions: Mapping[str, str], added_id: Callable[[str], int | None], *, most: int
+    form: CallForm,
+    functions: Mapping[str, str],
+    added_id: Callable[[str], int | None],
+    *,
+    most: int,
+    answer: str | None = None,
+    within_text: bool = False,
 ) -> str:
     """A grammar in Lark of texts that are 1 to `most` calls.
 
     functions: a JSON schema of the arguments for each name. added_id: the id of a token that was added to the
-    vocabulary; llguidance takes these by their ids alone.
+    vocabulary; llguidance takes these by their ids alone. answer: a JSON schema that the text may match instead.
+    within_text: there may be any text before the calls, and it may have none; opening_mark() has to be a token.
     """
 
     def text(*parts: str) -> Sequence[str]:
@@ -157,11 +164,24 @@ def calls_grammar(
     names = [f"f{number}" for number in range(len(functions))]
     again = f"(between call){{0,{most - 1}}}" if most > 1 else ""
     rules = [
-        rule("start", [*text(form.first), "call", again, *text(form.last)]),
+        rule("calls", [*text(form.first), "call", again, *text(form.last)]),
         rule("between", text(form.between)),
         rule("call", ["|".join(names)]),
     ]
+    if within_text:
+        mark = re.escape(opening_mark(form))
+        rules += ["start: FREE | FREE calls", rf"FREE: /(.|\n)*/ & ~/(.|\n)*{mark}(.|\n)*/"]
+    elif answer is not None:
+        rules += ["start: calls | answer", f"answer: %json {answer}"]
+    else:
+        rules.append("start: calls")
     for rule_name, (name, schema) in zip(names, functions.items(), strict=True):
         parts = [*text(form.before, name, form.middle), f"%json {schema}", *text(form.after)]
         rules.append(rule(rule_name, parts))
     return "\n".join(rules)
+
+
+def opening_mark(form: CallForm) -> str:
+    """The mark that tells calls from other text; "" for a form without one."""
+    found = _MARK.match(form.first + form.before)
+    return found[0] if found is not None else ""

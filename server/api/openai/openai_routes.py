@@ -31,7 +31,14 @@ from headrace.server.api.request.sampling import (
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
-from headrace.server.api.request.tools import ToolUse, forced_calls, response_tool_use, shown_tokens, tool_use
+from headrace.server.api.request.tools import (
+    ToolUse,
+    forced_calls,
+    response_tool_use,
+    shown_tokens,
+    tool_use,
+    with_free_calls,
+)
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.response.streaming import json_response
@@ -183,9 +190,10 @@ async def _check(model: ServedModel, body: OpenAIBody, tools: ToolUse | None = N
     """What all bodies have in common; returns their constraint, or that of calls that have to be made."""
     check_model(model, body.model)
     constraint = await body_constraint(model, body, await forced_calls(model, tools))
-    if constraint is not None and tools is not None and not tools.forced:
-        text = "tools that the model may call and a constraint of its text are given together; send one of them"
-        raise invalid("tools", text)
+    if tools is not None and not tools.forced:
+        constraint = await with_free_calls(model, tools, constraint)
+        if constraint is not None and body.ignore_eos:
+            raise invalid("ignore_eos", "ignore_eos and strict tools contradict each other; send one of them")
     lift_limits(body, body)
     return constraint
 

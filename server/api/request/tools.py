@@ -22,7 +22,7 @@ from headrace.server.api.request.schema import (
     ToolChoice,
 )
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar
+from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
 from headrace.server.tools.call_parser import MAX_NAME
 
 MAX_TOOLS = 128
@@ -157,23 +157,55 @@ async def forced_calls(model: ServedModel, use: ToolUse | None) -> Constraint | 
     be kept to, naming them."""
     if use is None or not use.forced:
         return None
-    schemas = {name: _schema(use.functions[name]) for name in use.forced}
-    places = {name: f"tools[{index}]{use.inner}.parameters" for index, name in enumerate(use.functions)}
-    for name, schema in schemas.items():
-        if problem := await model.grammars.problem(Constraint("json", schema)):
-            text = f"{places[name]} cannot be kept to, which this tool_choice asks for: {problem}"
-            raise invalid(places[name], text, code="invalid_constraint")
+    schemas = await _kept_to(model, use, use.forced)
     most = MAX_FORCED_CALLS if use.parallel and not use.named else 1
     return Constraint("grammar", calls_grammar(use.form, schemas, model.tokenizer.added_id, most=most))
 
 
-def _schema(function: Function) -> str:
-    """The JSON schema of a function's arguments. Raises HeadraceError (400) for one that is nested too deeply."""
-    schema = {"type": "object"} | (NO_PARAMETERS if function.parameters is None else function.parameters)
-    try:
-        return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}).decode()
-    except RecursionError as error:
-        raise invalid("tools", f"the parameters of {function.name} are nested too deeply") from error
+async def with_free_calls(model: ServedModel, use: ToolUse, answer: Constraint | None) -> Constraint | None:
+    """What a text has to match in which the model may call functions, where other text has to match `answer`, or where
+    some functions are strict and a token tells calls from text; the others may get any object then. Raises
+    HeadraceError (400) for an answer that is no JSON schema, and for parameters that cannot be kept to."""
+    strict = [name for name, function in use.functions.items() if function.strict]
+    most = MAX_FORCED_CALLS if use.parallel else 1
+    added_id = model.tokenizer.added_id
+    if answer is not None:
+        schema = msgspec.json.decode(answer.text) if answer.kind == "json" else None
+        if not isinstance(schema, dict):
+            text = "tools that the model may call go with a JSON schema of its text alone; send one of them"
+            raise invalid("tools", text)
+        schemas = await _kept_to(model, use, tuple(use.functions))
+        grammar = calls_grammar(use.form, schemas, added_id, most=most, answer=_bounded(schema))
+    elif strict and added_id(opening_mark(use.form)) is not None:
+        schemas = dict.fromkeys(use.functions, _bounded({"type": "object"})) | await _kept_to(model, use, strict)
+        grammar = calls_grammar(use.form, schemas, added_id, most=most, within_text=True)
+    else:
+        return None
+    constraint = Constraint("grammar", grammar)
+    if problem := await model.grammars.problem(constraint):
+        raise invalid("tools", f"tools cannot be used: {problem}", code="invalid_constraint")
+    return constraint
+
+
+async def _kept_to(model: ServedModel, use: ToolUse, names: Sequence[str]) -> dict[str, str]:
+    """JSON schemas of the arguments of these functions. Raises HeadraceError (400) for one that cannot be compiled."""
+    places = {name: f"tools[{index}]{use.inner}.parameters" for index, name in enumerate(use.functions)}
+    schemas: dict[str, str] = {}
+    for name in names:
+        parameters = use.functions[name].parameters
+        try:
+            schemas[name] = _bounded({"type": "object"} | (NO_PARAMETERS if parameters is None else parameters))
+        except RecursionError as error:
+            raise invalid(places[name], f"{places[name]} is nested too deeply") from error
+        if problem := await model.grammars.problem(Constraint("json", schemas[name])):
+            text = f"{places[name]} cannot be kept to, which these tools ask for: {problem}"
+            raise invalid(places[name], text, code="invalid_constraint")
+    return schemas
+
+
+def _bounded(schema: Mapping[str, Any]) -> str:
+    """A schema as text, with white space that has an end."""
+    return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}).decode()
 
 
 def shown_tokens(model: ServedModel, use: ToolUse | None) -> frozenset[int]:

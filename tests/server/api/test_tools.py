@@ -13,9 +13,12 @@ from openai.types.chat import ChatCompletionToolParam
 from headrace.core.messages.frontend import Submit
 from headrace.core.types import packed
 from headrace.engine.grammar.checker import CheckerConfig
+from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.service import Service
+from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tests.server.api.test_fields import AnyConstraint
 from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, listening, running, saying
 
 STUB = load_tokenizer("stub:vocab=300", "")  # its chat template has tools, as hermes writes them
@@ -39,7 +42,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arg
 async def served(script: Script, tokenizer: Tokenizer = STUB) -> AsyncIterator[tuple[Service, FakeLink]]:
     link = FakeLink(script)
     async with running(link, tokenizer, length=4000) as service:
-        service.model._grammars = GrammarChecker(CheckerConfig("stub:vocab=300", "", 300))
+        service.model._grammars = AnyConstraint()
         yield service, link
 
 
@@ -169,6 +172,33 @@ async def test_calls_that_have_to_be_made_are_a_constraint() -> None:
 
 
 @in_loop
+async def test_calls_that_may_be_made_keep_to_strict_functions_and_leave_other_text_free() -> None:
+    """A constraint is there where the body asks for one, and not for other tools."""
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [WEATHER, TIME]}, ""),
+        ({"tools": [strict, TIME]}, ""),  # no token tells calls from text
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "start: calls | answer"),
+        ({"tools": [WEATHER], "json_schema": {"enum": [1]}}, "start: calls | answer"),
+    ]
+    for body, start in bodies:
+        _, link = await posted(saying(STUB, "x", "stop"), body)
+        (submit,) = link.of(Submit)
+        assert (submit.constraint is None) is (start == "")
+        assert submit.constraint is None or start in submit.constraint.text
+    backend = stub_tokenizer("stub:vocab=300")
+    backend.add_tokens(["<tool_call>"])
+    marked, link = Tokenizer(backend, (END,), ChatTemplate(CHAT_TEMPLATE, {})), FakeLink(saying(STUB, "x", "stop"))
+    async with running(link, marked, length=4000) as service, client(service) as http:
+        service.model._grammars = AnyConstraint()
+        answer = await http.post(CHAT, json={"messages": [USER], "tools": [strict, TIME]})
+        assert answer.status_code == 200, answer.text
+    (submit,) = link.of(Submit)
+    assert "start: FREE | FREE calls" in submit.constraint.text
+    assert "<[300]>" in submit.constraint.text
+
+
+@in_loop
 async def test_the_model_sees_tools_calls_and_results() -> None:
     messages = [
         USER,
@@ -273,7 +303,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.function", ""),
     ({"tools": [WEATHER], "tool_choice": "required", "regex": "a"}, "regex", "given together"),
     ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradict"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools", "given together"),
+    ({"tools": [WEATHER], "regex": "a"}, "tools", "JSON schema"),
+    (
+        {**function_with(parameters={"properties": {"a": {"not": {}}}}), "json_schema": {}},
+        "tools[0].function.parameters",
+        "cannot be kept to",
+    ),
     (
         {**function_with(parameters={"properties": {"a": {"not": {}}}}), "tool_choice": "required"},
         "tools[0].function.parameters",
@@ -299,6 +334,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @in_loop
 async def test_what_is_wrong_is_refused_by_name() -> None:
     async with served(saying(STUB, "x")) as (service, link), client(service) as http:
+        service.model._grammars = GrammarChecker(CheckerConfig("stub:vocab=300", "", 300))
         for body, field, words in REFUSED:
             answer = await http.post(CHAT, json={"messages": [USER], **body})
             error = json_of(answer)["error"]

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.config.server import ToolFormat, ToolParser
 from headrace.core.types.constraint import Constraint
-from headrace.engine.grammar.compiler import WHITESPACE, Vocabulary, compile_constraint
+from headrace.engine.grammar.compiler import WHITESPACE, GrammarError, Vocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
-from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id
+from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
 from headrace.server.tools.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
 
 # The passages of the families' templates that say how calls are written.
@@ -94,7 +94,7 @@ def test_what_the_grammar_allows_are_calls(parser: ToolParser, template: str, sp
     counts = set()
     for seed in range(4):
         most = 1 + 2 * (seed % 2)
-        text = calls_grammar(form, functions, None_ if special is None else backend.token_to_id, most=most)
+        text = calls_grammar(form, functions, no_token if special is None else backend.token_to_id, most=most)
         written = backend.decode(walk(Constraint("grammar", text), vocabulary, seed), skip_special_tokens=False)
         content, calls = ToolCallParser(form.format, list(SCHEMAS)).whole(written)
         assert content == "", written
@@ -106,11 +106,44 @@ def test_what_the_grammar_allows_are_calls(parser: ToolParser, template: str, sp
     assert counts != {1}, "several calls can be made"
 
 
+@pytest.mark.parametrize("special", [True, False, None])
+@pytest.mark.parametrize(("parser", "template"), FORMS)
+def test_calls_beside_other_text(parser: ToolParser, template: str, special: bool | None) -> None:
+    """Calls keep to their schema, whatever else the text may be."""
+    form = form_of(parser, template)
+    backend = stub_tokenizer("stub:vocab=258") if special is None else tokenizer(special)
+    words = backend.get_vocab_size()
+    vocabulary = Vocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
+    functions = {name: json.dumps(given | WHITE) for name, given in SCHEMAS.items()}
+    added_id = no_token if special is None else backend.token_to_id
+
+    def taken(grammar: str, text: str) -> bool:
+        going = compile_constraint(Constraint("grammar", grammar), vocabulary)
+        try:
+            going.accept(backend.encode(text, add_special_tokens=False).ids)
+        except GrammarError:
+            return False
+        return bool(going.mask()[END])
+
+    good, bad = (
+        form.first + form.before + "f" + form.middle + arguments + form.after + form.last
+        for arguments in ("{}", '{"x":1}')
+    )
+    beside = calls_grammar(form, functions, added_id, most=2, answer='{"enum":[7,8]}')
+    assert [taken(beside, text) for text in (good, "7", bad, "9", "x" + good, "")] == [True, True, *[False] * 4]
+    if added_id(opening_mark(form)) is None:
+        return
+    within = calls_grammar(form, functions, added_id, most=2, within_text=True)
+    free = ("", "Hello < [ <tool", "x" + good, good)
+    assert [taken(within, text) for text in (*free, bad, "x" + bad, good + "x")] == [True] * 4 + [False] * 3
+
+
 WHITE = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def None_(_text: str) -> None:
+def no_token(_text: str) -> int | None:
     """There is no such token."""
+    return None
 
 
 def walk(constraint: Constraint, vocabulary: Vocabulary, seed: int) -> Sequence[int]:
