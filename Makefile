@@ -41,7 +41,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -95,6 +95,9 @@ $(VLLM_STAMP): requirements/vllm.txt
 
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
 	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
+
+test-prometheus: venv ## Run the queries of dashboard and alerts in a real Prometheus, which has to be installed, beside a loaded pair.
+	$(PYTEST) -m prometheus tests/prometheus
 
 test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between servers, that are killed and stopped.
 	$(NIXL)/bin/python -m pytest -m nixl tests/transfer

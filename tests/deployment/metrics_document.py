@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from headrace.core.stats import MetricSpec
 from headrace.server.telemetry import catalog
-from headrace.server.telemetry.prometheus import PREFIX
+from headrace.server.telemetry.exposition import PREFIX
 from tests.deployment.files import DASHBOARD, NOT_ON_PANELS, ROOT, load_json, load_yaml
 
 DOCUMENT = ROOT / "docs" / "metrics.md"

@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.server.telemetry.catalog import CATALOG
-from headrace.server.telemetry.prometheus import PREFIX, render
+from headrace.server.telemetry.exposition import PREFIX, render
 from tests.deployment.files import COMPOSE, DASHBOARD, NOT_ON_PANELS, ROOT, RULES, load_json, load_yaml, promtool
 
 SCRAPED = {"instance", "job", "role"}  # labels that Prometheus adds (configs/prometheus.yml)

@@ -13,8 +13,8 @@ from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
-from headrace.server.telemetry.prometheus import CONTENT_TYPE, render
 
 _HEALTH = described("Whether this process works", reply=replies.StatusReply, errors=(503,), open=True)
 _READY = described("Whether a request would be served now", reply=replies.StatusReply, errors=(503,), open=True)

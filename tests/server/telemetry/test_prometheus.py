@@ -1,12 +1,20 @@
 """/metrics: all metrics of the catalog appear from the start, all values appear."""
 
+import time
+from collections.abc import Callable, Iterator
+
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.server.telemetry.catalog import CATALOG
-from headrace.server.telemetry.prometheus import FrontMetrics, render
+from headrace.server.telemetry.exposition import PREFIX, render
+from headrace.server.telemetry.prometheus import FrontMetrics
 
 
 def families(*stats: Stats) -> dict[str, object]:
@@ -32,6 +40,70 @@ def test_the_whole_catalog_appears_without_values() -> None:
             for labels in spec.zeros or ((),):
                 by_name = sorted(zip(spec.labels, labels, strict=True))  # the order in the text
                 assert values["headrace_" + spec.name, tuple(value for _, value in by_name)] == 0
+
+
+def by_client(stats: Stats) -> str:
+    """The text as prometheus_client writes it, of counters, gauges and histograms with values."""
+
+    class Collector:
+        def describe(self) -> list[Metric]:
+            return []
+
+        def collect(self) -> Iterator[Metric]:
+            specs = {spec.name: spec for spec in CATALOG}
+            for name in dict.fromkeys(sample.name for sample in stats.samples):
+                spec = specs[name]
+                kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                family = kind(PREFIX + name, spec.help, labels=spec.labels)
+                for sample in stats.samples:
+                    if sample.name == name:
+                        family.add_metric(sample.labels, sample.value)
+                yield family
+            for histogram in stats.histograms:
+                spec = specs[histogram.name]
+                counted = HistogramMetricFamily(PREFIX + spec.name, spec.help, labels=spec.labels)
+                totals = [sum(histogram.counts[: place + 1]) for place in range(len(histogram.counts))]
+                bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+                counted.add_metric(histogram.labels, list(zip(bounds, totals, strict=True)), histogram.sum)
+                yield counted
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    return generate_latest(registry).decode()
+
+
+@given(st.text(max_size=20), st.floats(allow_nan=False) | st.integers(0, 1 << 60), st.lists(st.floats(0, 400)))
+def test_the_text_is_that_of_prometheus_client(label: str, value: float, durations: list[float]) -> None:
+    histograms = Histograms()
+    for duration in durations:
+        histograms.observe("http_request_duration_seconds", duration, (label,))
+    samples = (
+        Sample("kv_pages", value, ("free",)),
+        Sample("requests_total", abs(value), ("failed", label, "/x")),
+        Sample("stage_tier_bytes_total", abs(value), ("0", label, "load")),
+    )
+    stats = Stats(samples, histograms.snapshot())
+    names = {sample.name for sample in (*stats.samples, *stats.histograms)}
+    catalog = [spec for spec in CATALOG if spec.name in names]
+    bare = [MetricSpec(spec.name, spec.kind, spec.help, spec.labels) for spec in catalog]
+    assert sorted(render([stats], bare).decode().splitlines()) == sorted(by_client(stats).splitlines())
+
+
+def test_a_scrape_takes_little_of_the_event_loop() -> None:
+    """Of the time that prometheus_client takes for the same text; 4 ms of 25 on the machine that it was measured on."""
+    stats = [
+        Stats(tuple(Sample(spec.name, 0, zero) for spec in CATALOG for zero in spec.zeros if spec.kind != "histogram"))
+    ]
+
+    def shortest(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert shortest(lambda: render(stats)) < 0.5 * shortest(lambda: by_client(stats[0]))
 
 
 def test_values_of_several_processes_are_added_up() -> None:

@@ -1,0 +1,1 @@
+"""A real Prometheus that scrapes a pair (make test-prometheus)."""
