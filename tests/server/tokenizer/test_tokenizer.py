@@ -3,14 +3,17 @@
 import asyncio
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
-from headrace.core.types.errors import TOO_LONG, HeadraceError
+from headrace.core.types.errors import TOO_LONG, ConfigError, HeadraceError
+from headrace.engine.model.stub import stub_tokenizer
 from headrace.server.config.load import load
 from headrace.server.tokenizer.async_tokenizer import LONG, AsyncTokenizer
+from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, SHORT_TEXT_BYTES, Tokenizer, load_tokenizer
 
 
@@ -68,6 +71,37 @@ def test_the_bundled_model_has_its_tokenizer_and_template() -> None:
     assert real.piece(real.eos_ids[0]).startswith("<|")
     assert all("\n\n" in real.piece(token) for token in real.stop_ids(["\n\n"]))
     assert real.stop_ids(["e"]) == (), "too many tokens contain an e: it is looked for in the text"
+
+
+def test_a_file_takes_the_place_of_the_models_template(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}{{ tools | tojson if tools else '!' }}")
+    made = load_tokenizer("stub", "", str(file))
+    chat = [{"role": "user", "content": "hi"}]
+    assert made.decode(made.encode_chat(chat)) == "hi!"
+    assert made.decode(made.encode_chat(chat, tools=[{"a": 1}])) == 'hi[{"a": 1}]'
+    for text, words in (("{% if", "is no chat template"), (None, "cannot be read: No such file")):
+        file.write_text(text) if text else file.unlink()
+        with pytest.raises(ConfigError, match=words):
+            load_tokenizer("stub", "", str(file))
+
+
+def test_conversations_with_tools_have_a_template_of_their_own_if_there_is_one() -> None:
+    plain, with_tools = ChatTemplate("{{ messages[0].content }}", {}), ChatTemplate("{{ tools[0].a }}", {})
+    made = Tokenizer(stub_tokenizer("stub"), (), plain, with_tools)
+    chat = [{"role": "user", "content": "hi"}]
+    assert (made.decode(made.encode_chat(chat)), made.decode(made.encode_chat(chat, tools=[{"a": 1}]))) == ("hi", "1")
+    assert with_tools.takes_tools
+    assert not plain.takes_tools
+
+
+def test_some_special_tokens_can_be_shown() -> None:
+    backend = stub_tokenizer("stub:vocab=258")
+    backend.add_special_tokens(["[A]", "[B]"])
+    made = Tokenizer(backend)
+    ids = [*made.encode("x"), made.added_id("[A]") or 0, made.added_id("[B]") or 0, *made.encode("y")]
+    assert made.decode(ids) == made.showing(()).decode(ids) == "xy"
+    assert made.showing(ids[1:2]).decode(ids) == "x[A]y"
 
 
 def test_a_stub_has_a_tokenizer_of_bytes() -> None:
