@@ -47,6 +47,16 @@ def test_a_json_schema_is_kept_to(servers: tuple[Server, Server], seed: int) -> 
     jsonschema.validate(json.loads(text), PERSON)
 
 
+def test_penalties_count_the_first_token_of_the_prefill_server(servers: tuple[Server, Server]) -> None:
+    """The stub's own token has a logit of 40, and x of 45, 43, 41 and 39."""
+    body = {"temperature": 0, "logit_bias": {str(ord("x")): 45}, "frequency_penalty": 2, "max_tokens": 6}
+    answer = servers[1].post("/v1/completions", {"prompt": "say", **body})
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["text"]
+    assert text[:3] == "xxx"
+    assert "x" not in text[3:]
+
+
 @pytest.mark.parametrize(
     ("body", "pattern"),
     [
