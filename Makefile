@@ -111,8 +111,8 @@ test-evaluation: $(EVALUATION_STAMP) ## Run lm-eval on a pair with a real model,
 test-ray: $(RAY_STAMP) ## Run headrace up on a Ray cluster of several nodes, some of which are lost.
 	$(RAY)/bin/python -m pytest -m ray tests/cluster
 
-test-charts: $(CHARTS_STAMP) ## Render the Helm chart with Helm's library and check it against Kubernetes' schemas.
-	$(CHARTS)/bin/python -m pytest -m charts tests/deployment/test_chart.py
+test-charts: $(CHARTS_STAMP) ## Check the Helm chart with Helm's library and Kubernetes' schemas, the dashboard with Grafana's data model.
+	$(CHARTS)/bin/python -m pytest -m charts tests/deployment/test_chart.py tests/deployment/test_grafana_schema.py
 
 test-containers: venv ## Run docker-compose.yml with podman-compose and the image headrace:0.1.0, which has to be there.
 	$(BIN)/python -m pytest -m containers tests/deployment/test_containers.py

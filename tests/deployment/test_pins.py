@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from tests.deployment.files import ROOT
 
-LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.]+)(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})*)")
+LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.!]+)(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})*)")
 FILES = ("requirements/server.txt", "requirements/dev.txt")
 TRACING = "requirements/tracing.txt"  # a part of dev.txt
 PEERS = (
