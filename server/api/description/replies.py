@@ -201,6 +201,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: int | str | None = MORE
     """The stop token or stop string that ended the text; null for EOS and other ends."""
     logprobs: ChatLogprobs | None = MORE
+    prompt_logprobs: list[LogprobEntry | None] = MORE
 
 
 class ChatChunk(msgspec.Struct):
@@ -246,6 +247,7 @@ class ResponsesReply(msgspec.Struct):
     error: None
     usage: dict[str, Any] = MORE
     headrace: Report = MORE
+    prompt_logprobs: list[LogprobEntry | None] = MORE
 
 
 class ResponsesEvent(msgspec.Struct):

@@ -61,7 +61,7 @@ class CompletionForm:
         ended = self._logprobs_object(choice.end_logprobs, len(choice.text)) if choice.end_logprobs else None
         return {
             **_text_chunk(index, "", ended, result.finish_reason),
-            **_prompt_logprobs(self._tokenizer, result),
+            **prompt_logprobs(self._tokenizer, result),
         }
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class CompletionForm:
         else:
             text = self._echo.text(index) + choice.text
             logprobs = self._logprobs_object(values, prompt=self._echo.logprobs(index, result))
-        more = {} if self._echo and self._logprobs else _prompt_logprobs(self._tokenizer, result)
+        more = {} if self._echo and self._logprobs else prompt_logprobs(self._tokenizer, result)
         return {**_text_chunk(index, text, logprobs, result.finish_reason), **more}
 
     def _logprobs_object(
@@ -114,7 +114,7 @@ class ChatForm:
     def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason."""
         ended = {"index": index, "delta": {}, "logprobs": None, "finish_reason": result.finish_reason}
-        return {**ended, **_prompt_logprobs(self._tokenizer, result)}
+        return {**ended, **prompt_logprobs(self._tokenizer, result)}
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A choice with "message", and "prompt_logprobs" if requested."""
@@ -123,7 +123,7 @@ class ChatForm:
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "logprobs": self._logprobs_object(choice.logprobs),
             "finish_reason": result.finish_reason,
-            **_prompt_logprobs(self._tokenizer, result),
+            **prompt_logprobs(self._tokenizer, result),
         }
 
     def _logprobs_object(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -136,7 +136,7 @@ def _text_chunk(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _prompt_logprobs(tokenizer: Tokenizer, result: GenerationResult) -> dict[str, Any]:
+def prompt_logprobs(tokenizer: Tokenizer, result: GenerationResult) -> dict[str, Any]:
     """Present only if they were requested: OpenAI has no such field."""
     entries = native_entries(tokenizer, result.prompt_logprobs)
     return {} if entries is None else {"prompt_logprobs": entries}

@@ -95,7 +95,7 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     def responses_format(
         body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
     ) -> ResponsesFormat:
-        return ResponsesFormat(body, completion, model.name)
+        return ResponsesFormat(body, completion, model)
 
     @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
     async def models() -> Response:

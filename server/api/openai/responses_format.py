@@ -10,6 +10,7 @@ import msgspec
 from headrace.core.messages.frontend import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
+from headrace.server.api.openai.choice_forms import prompt_logprobs
 from headrace.server.api.openai.response_items import Event, OutputItems
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
@@ -18,6 +19,7 @@ from headrace.server.api.response.choices import Choice, Output
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.served_model import ServedModel
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:
@@ -28,9 +30,10 @@ def refuse_unsupported_responses(body: ResponsesBody) -> None:
 class ResponsesFormat:
     """The ResponseFormat of a response with one message, or calls."""
 
-    def __init__(self, body: ResponsesBody, completion: CompletionRequest, model_name: str) -> None:
+    def __init__(self, body: ResponsesBody, completion: CompletionRequest, model: ServedModel) -> None:
         self._body = body
-        self._model_name = model_name
+        self._model_name = model.name
+        self._tokenizer = model.tokenizer
         self._sequence_numbers = itertools.count()
         self._items = OutputItems(completion.tools)
         self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
@@ -89,6 +92,7 @@ class ResponsesFormat:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
             "headrace": headrace_report(result),
+            **prompt_logprobs(self._tokenizer, result),
         }
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Continuations of each prompt."""
     salts: Sequence[str] = ()
     """Prefix-cache salt of each prompt; empty if all have that of base."""
+    rids: Sequence[str] = ()
+    """Request id of each prompt; empty if all have that of base."""
     tools: ToolUse | None = None
     """What the texts may call."""
     prompt_only: bool = False
@@ -53,24 +55,25 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     def requests(self, max_model_len: int) -> list[GenerationRequest]:
         """One generation request for each prompt and choice, ordered prompt by prompt."""
         salts = self.salts or [self.base.cache_salt] * len(self.prompts)
-        requests = [
-            self._request(max_model_len, prompt, salt, choice)
-            for prompt, salt in zip(self.prompts, salts, strict=True)
-            for choice in range(self.choices)
+        rids = self.rids or [self.base.rid] * len(self.prompts)
+        bases = [
+            msgspec.structs.replace(self.base, prompt=prompt, cache_salt=salt, rid=rid)
+            for prompt, salt, rid in zip(self.prompts, salts, rids, strict=True)
         ]
+        requests = [_choice(base, max_model_len, choice) for base in bases for choice in range(self.choices)]
         if len(requests) == 1:
             return requests
         return [msgspec.structs.replace(each, rid=f"{each.rid}-{index}") for index, each in enumerate(requests)]
 
-    def _request(self, max_model_len: int, prompt: tuple[int, ...], salt: str, choice: int) -> GenerationRequest:
-        """max_tokens is cut to the room that the prompt leaves."""
-        base = self.base
-        room = max_model_len - len(prompt) if max_model_len else base.sampling.max_tokens
-        tokens = min(base.sampling.max_tokens, room)
-        sampling = msgspec.structs.replace(
-            seeded(base.sampling, choice), max_tokens=tokens, min_tokens=min(base.sampling.min_tokens, tokens)
-        )
-        return msgspec.structs.replace(base, prompt=prompt, sampling=sampling, cache_salt=salt)
+
+def _choice(base: GenerationRequest, max_model_len: int, choice: int) -> GenerationRequest:
+    """One of the choices of a prompt. max_tokens is cut to the room that the prompt leaves."""
+    room = max_model_len - len(base.prompt) if max_model_len else base.sampling.max_tokens
+    tokens = min(base.sampling.max_tokens, room)
+    sampling = msgspec.structs.replace(
+        seeded(base.sampling, choice), max_tokens=tokens, min_tokens=min(base.sampling.min_tokens, tokens)
+    )
+    return msgspec.structs.replace(base, sampling=sampling)
 
 
 def prefill_requests(completion: CompletionRequest, body: HandoffFields, max_model_len: int) -> list[GenerationRequest]:

@@ -97,8 +97,8 @@ def _prompt_logprobs(
     if result is None or request.sampling.prompt_logprobs is None:
         return []
     start = request.sampling.prompt_logprobs_start - 1
-    known = result.prompt_logprobs[start:] or (None,)
-    return list(zip(request.prompt[start:], known, strict=True))
+    known = result.prompt_logprobs or (None,) * len(request.prompt)  # the last token alone has none
+    return list(zip(request.prompt, known, strict=True))[start:]
 
 
 def _pair(token: int, value: TokenLogprob | None) -> list[Any]:

@@ -82,11 +82,9 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         given = prompt_ids(body, len(prompts)) or prompts
         tokens = await encode_all(model, given, field, indexed=is_batch)
         _check_start(body, tokens)
-        rid = body.rid if isinstance(body.rid, str) else f"gen-{secrets.token_hex(16)}"
-        if not rid.isprintable() or len(rid) > MAX_RID_CHARS:
-            raise invalid("rid", f"rid has {len(rid)} characters; at most {MAX_RID_CHARS} printable ones are allowed")
+        rids = _rids(body, len(prompts))
         base = GenerationRequest(
-            rid=f"{rid}-{secrets.token_hex(4)}",
+            rid=rids[0],
             prompt=(),
             sampling=sampling,
             constraint=constraint,
@@ -96,7 +94,7 @@ async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionR
         salts = _salts(body, len(prompts))
         if body.return_hidden_states:
             _check_hidden(model, tokens, sampling.max_tokens, count)
-        return CompletionRequest(base, tokens, count, salts, list_response=is_batch or count > 1)
+        return CompletionRequest(base, tokens, count, salts, rids, list_response=is_batch or count > 1)
 
 
 def _check_hidden(model: ServedModel, prompts: Sequence[Sequence[int]], max_tokens: int, choices: int) -> None:
@@ -104,6 +102,17 @@ def _check_hidden(model: ServedModel, prompts: Sequence[Sequence[int]], max_toke
     room = model.max_model_len or max_tokens
     tokens = sum(len(prompt) + min(max_tokens, max(0, room - len(prompt))) for prompt in prompts)
     model.hidden.check("return_hidden_states", tokens * choices)
+
+
+def _rids(body: GenerateBody, prompts: int) -> list[str]:
+    """A request id for each prompt, which begins with the client's. Raises HeadraceError (400)."""
+    given = _for_each("rid", body.rid or f"gen-{secrets.token_hex(16)}", prompts)
+    for rid in given:
+        if rid is None or not rid.isprintable() or len(rid) > MAX_RID_CHARS:
+            message = f"rid has {len(rid or '')} characters; at most {MAX_RID_CHARS} printable ones are allowed"
+            raise invalid("rid", message)
+    own = secrets.token_hex(4)
+    return [f"{rid}-{own}" for rid in given]
 
 
 def _salts(body: GenerateBody, prompts: int) -> list[str]:

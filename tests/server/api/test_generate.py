@@ -79,6 +79,25 @@ async def test_every_prompt_has_its_cache_salt(tokenizer: Tokenizer, body: dict[
 
 
 @in_loop
+async def test_every_prompt_has_its_request_id(tokenizer: Tokenizer) -> None:
+    """As routers send them with several prompts, whose logprobs they want as those of one."""
+    texts, rids = ["ab", "cde"], ["mine", "yours"]
+    asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+    for role, more in (("colocated", {}), ("prefill", {"bootstrap_host": "127.0.0.1", "bootstrap_room": [5, 6]})):
+        link = FakeLink(saying(tokenizer, "hello"))
+        async with running(link, tokenizer, role=role) as service, client(service) as http:
+            body = {"text": texts, "rid": rids, **asked, **more}
+            answer = json_of(await http.post("/generate", json=body))
+            wrong = json_of(await http.post("/generate", json={**body, "rid": ["mine"]}))
+        assert [submit.sampling.prompt_logprobs for submit in link.of(Submit)] == [0] * 4
+        ids = [one["meta_info"]["id"] for one in answer]
+        assert ids == [submit.rid for submit in link.of(Submit)]
+        assert [given.split("-")[0] for given in ids] == ["mine", "mine", "yours", "yours"]
+        assert len(set(ids)) == 4
+        assert wrong["error"]["param"] == "rid"
+
+
+@in_loop
 async def test_tenants_differ_in_cache_salt_or_extra_key(tokenizer: Tokenizer) -> None:
     """Under every form and on every route, equal pairs share a salt and others do not."""
     pairs = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]
