@@ -10,11 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.messages.frontend import Held, Submit, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Timing, Usage
-from headrace.server.app import create_app
-from headrace.server.frontend.service import Service
 from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, failing, finished, in_loop, listening, make_config, running, saying
+from tests.server.fakes import FakeLink, client, failing, finished, in_loop, listening, running, saying
 from tests.server.frontend.test_failover import Several, refusal, three
 
 BODY = {"prompt": [1, 2, 3]}
@@ -35,9 +33,11 @@ async def ends(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     return {labels: value for labels, value in (await read(http))["requests_total"].items() if value}
 
 
-def test_the_routes_are_those_that_take_prompts(tokenizer: Tokenizer) -> None:
-    app = create_app(Service(FakeLink(), make_config(tokenizer)))
-    posts = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
+@in_loop
+async def test_the_routes_are_those_that_take_prompts(tokenizer: Tokenizer) -> None:
+    async with running(FakeLink(), tokenizer) as service, client(service) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+    posts = {path for path, operations in paths.items() if "post" in operations}
     assert posts - {"/tokenize", "/detokenize"} == set(PROMPT_ROUTES)
 
 
