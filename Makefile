@@ -14,6 +14,8 @@ RAY := .venv-ray
 RAY_STAMP := $(RAY)/.ready
 CHARTS := .venv-charts
 CHARTS_STAMP := $(CHARTS)/.ready
+OPENAPI := .venv-openapi
+OPENAPI_STAMP := $(OPENAPI)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
 EVALUATION := .venv-evaluation
@@ -41,7 +43,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -99,6 +101,9 @@ test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers,
 test-prometheus: venv ## Run the queries of dashboard and alerts in a real Prometheus, which has to be installed, beside a loaded pair.
 	$(PYTEST) -m prometheus tests/prometheus
 
+test-openapi: venv $(OPENAPI_STAMP) ## Hold running servers against their own /openapi.json, with schemathesis.
+	HEADRACE_OPENAPI=$(OPENAPI) $(BIN)/python -m pytest -m openapi tests/openapi
+
 test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between servers, that are killed and stopped.
 	$(NIXL)/bin/python -m pytest -m nixl tests/transfer
 
@@ -128,9 +133,9 @@ $(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP) $(EVALUATION_STAMP): .venv-%/.ready: 
 		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$(.venv-$*/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
-$(ROUTERS_STAMP): requirements/routers.txt
-	$(PYTHON) -m venv $(ROUTERS)
-	$(ROUTERS)/bin/python -m pip install --require-hashes --no-deps -r requirements/routers.txt
+$(ROUTERS_STAMP) $(OPENAPI_STAMP): .venv-%/.ready: requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@touch $@
 
 # Of torch==2.13.0, without a fixed version: docs/security.md says why they do not concern this program.

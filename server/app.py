@@ -40,7 +40,7 @@ def create_app(service: Service) -> FastAPI:
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server, budget),
-        bootstrap_routes(control),
+        bootstrap_routes(control, service.config.server.role),
         handoff_routes(model, control, service.stats, config),
     ]
     keys = bool(server.api_keys or server.tenant_keys)
@@ -53,7 +53,7 @@ def create_bootstrap_app(service: Service) -> FastAPI:
     model, control = service.model, service.control
     routers = [
         _operation_routes(service),
-        bootstrap_routes(control),
+        bootstrap_routes(control, service.config.server.role),
         handoff_routes(model, control, service.stats, service.config),
     ]
     return _app("Headrace bootstrap", routers, service)

@@ -2,7 +2,7 @@
 
 from headrace.core.messages.frontend import ServerInfo, StagePools
 from headrace.core.types.addresses import is_wildcard
-from headrace.core.types.errors import NOT_READY, unavailable
+from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
 from headrace.server.frontend.scheduler_client import SchedulerClient
 
 
@@ -18,11 +18,11 @@ class ControlAddress:
         """What the scheduler process reported of itself, None before it has."""
         return self._client.server_info
 
-    def require(self, missing: str = "the server is loading") -> ServerInfo:
-        """ServerInfo with a control port. Raises HeadraceError (503) with this message if there is none."""
+    def require(self) -> ServerInfo:
+        """ServerInfo with a control port. Raises HeadraceError (503) while there is none."""
         info = self._client.server_info
         if info is None or not info.control_port:
-            raise unavailable(missing, code=NOT_READY)
+            raise unavailable("the server is loading", code=NOT_READY)
         return info
 
     def require_stages(self) -> tuple[ServerInfo, StagePools]:
@@ -42,3 +42,9 @@ class ControlAddress:
 def reachable_host(bound_host: str, requested_host: str) -> str:
     """bound_host, or requested_host if bound_host stands for every address of the machine."""
     return requested_host if is_wildcard(bound_host) else bound_host
+
+
+def wrong_role(role: str) -> HeadraceError:
+    """Of a server that peers do not fetch from (404)."""
+    message = f"this server has role {role}; decode servers fetch from a server with --role prefill"
+    return HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))

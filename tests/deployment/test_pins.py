@@ -24,6 +24,7 @@ PEERS = (
     "requirements/cuda.txt",
     "requirements/evaluation.txt",
     "requirements/nixl.txt",
+    "requirements/openapi.txt",
     "requirements/openvino.txt",
     "requirements/ray.txt",
     "requirements/routers.txt",

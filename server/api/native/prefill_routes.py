@@ -11,7 +11,7 @@ from starlette.responses import Response
 from headrace.core.config import Config, KvEventsConfig, ServerConfig
 from headrace.core.messages.frontend import Progress, Tokens
 from headrace.core.stats import Stats, join
-from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, HeadraceError, invalid, shown
+from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.request.body import decode_body, read_body
@@ -27,7 +27,7 @@ from headrace.server.api.response.hidden_format import base64_object, draft_obje
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.api.response.usage import handoff_report, timing_report
 from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.stats_collector import StatsCollector
@@ -93,8 +93,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
     async def handoff() -> Response:
         server = config.server
         if server.role != "prefill":
-            message = f"this server has role {server.role}; decode servers fetch from a server with --role prefill"
-            raise HeadraceError(ErrorInfo(code="wrong_role", message=message, status=404))
+            raise wrong_role(server.role)
         info = control.require()
         return json_response(
             {

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import Config
+from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
 from headrace.core.types.addresses import url
 from headrace.core.types.request import SamplingParams
@@ -15,7 +16,7 @@ from headrace.server.api.description.operation import WORK_ERRORS, described
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import JsonAnswer, json_response
 from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress
+from headrace.server.frontend.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.readiness import Readiness
 from headrace.server.frontend.served_model import ServedModel
@@ -25,7 +26,7 @@ from headrace.server.version import headrace_version
 PROBE_TIMEOUT_S = 20.0
 _HEALTH_GENERATE = described("Whether a token can be computed", reply=replies.StatusReply, errors=WORK_ERRORS)
 _QUERY = described(
-    "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(503,), open=True
+    "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(404, 503), open=True
 )
 
 
@@ -89,13 +90,15 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
     return router
 
 
-def bootstrap_routes(control: ControlAddress) -> APIRouter:
+def bootstrap_routes(control: ControlAddress, role: Role) -> APIRouter:
     """GET /query, by which Mooncake's peers and routers find a prefill server. Needs no key."""
     router = APIRouter()
 
     @router.get("/query", openapi_extra=_QUERY)
     async def query(http: Request) -> Response:
-        info = control.require("the server is loading, or has no control endpoint")
+        if role != "prefill":
+            raise wrong_role(role)
+        info = control.require()
         host = control.host(http.url.hostname or "")
         worker = {"engine_id": info.instance, "worker_addr": {"0": {"0": url("tcp", host, info.control_port)}}}
         return json_response({"0": worker})

@@ -62,8 +62,11 @@ async def test_where_the_control_endpoint_is(tokenizer: Tokenizer) -> None:
 async def test_a_server_without_a_control_endpoint_says_so(tokenizer: Tokenizer) -> None:
     link = FakeLink()
     link.info = server_info(control_port=0)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        assert (await http.get("/query")).status_code == 503, "it may have one later"
     async with running(link, tokenizer) as service, client(service) as http:
-        assert (await http.get("/query")).status_code == 503
+        never = await http.get("/query")
+        assert (never.status_code, json_of(never)["error"]["code"]) == (404, "wrong_role")
 
 
 @in_loop
