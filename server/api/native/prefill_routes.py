@@ -24,6 +24,7 @@ from headrace.server.api.request.sampling import check_logprobs_start, request_f
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.response.error_response import error_body
 from headrace.server.api.response.hidden_format import base64_object, draft_object
+from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.api.response.usage import handoff_report, timing_report
 from headrace.server.frontend.completions import Completions
@@ -209,7 +210,10 @@ async def _prefill(
         "timing_ms": timing_report(result.timing, decode=False),
         "handoff": handoff_report(result),
         "lease_s": result.lease_s,
-        "prompt_logprobs": native_entries(model.tokenizer, result.prompt_logprobs),
+        **await made_aside(
+            lambda: {"prompt_logprobs": native_entries(model.tokenizer, result.prompt_logprobs)},
+            len(result.prompt_logprobs),
+        ),
         "hidden_states": await base64_object(result.hidden),
         "draft": draft_object(first.draft),
     }

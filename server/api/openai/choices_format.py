@@ -1,6 +1,7 @@
 """Responses of OpenAI's completions and chat completions."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
@@ -10,8 +11,9 @@ from headrace.server.api.openai.choice_forms import ChoiceForm
 from headrace.server.api.openai.echo import without_completion
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import StreamOptions
-from headrace.server.api.response.choices import Choice, Output, best_outputs
+from headrace.server.api.response.choices import Choice, Output, best_outputs, positions
 from headrace.server.api.response.error_response import write_error_event
+from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report, usage_report
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
@@ -39,8 +41,8 @@ class ChoicesFormat:
             **self._head,
             "object": self._form.name,
             "choices": [
-                {**self._form.whole(index, choice, result), "stop_reason": result.stop_reason}
-                for index, (choice, result) in enumerate(best_outputs(outputs, self._choices_per_prompt, self._best))
+                await made_aside(partial(self._whole, index, *output), positions(*output))
+                for index, output in enumerate(best_outputs(outputs, self._choices_per_prompt, self._best))
             ],
             **self._totals([result for _, result in outputs]),
         }
@@ -61,7 +63,7 @@ class ChoicesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""
         await self._open(events, index)
-        last = {**self._form.last(index, choice, result), "stop_reason": result.stop_reason}
+        last = await made_aside(partial(self._last, index, choice, result), positions(choice, result))
         await self._write_chunk(events, [last])
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
@@ -73,6 +75,12 @@ class ChoicesFormat:
     async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
         """The error, and [DONE]."""
         await write_error_event(events, info)
+
+    def _whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        return {**self._form.whole(index, choice, result), "stop_reason": result.stop_reason}
+
+    def _last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        return {**self._form.last(index, choice, result), "stop_reason": result.stop_reason}
 
     async def _open(self, events: EventWriter, index: int) -> None:
         if index in self._opened:

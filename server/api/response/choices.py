@@ -57,6 +57,11 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+def positions(choice: Choice, result: GenerationResult) -> int:
+    """Positions whose logprobs are in the response."""
+    return len(result.prompt_logprobs) + len(choice.logprobs)
+
+
 async def run_choices(
     completions: Completions,
     requests: Sequence[GenerationRequest],

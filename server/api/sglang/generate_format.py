@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from headrace.core.messages.frontend import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import TokenLogprob
-from headrace.server.api.response.choices import Choice, Output
+from headrace.server.api.response.choices import Choice, Output, positions
 from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.hidden_format import nested_lists
+from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.tokenizer.logprobs import top_logprobs
@@ -53,7 +55,8 @@ class GenerateFormat:
 
     async def _ended(self, request: GenerationRequest, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """JSON of one choice that has ended."""
-        ended = self._object(request, choice, result)
+        make = partial(self._object, request, choice, result)
+        ended = await made_aside(make, positions(choice, result))
         if result.hidden is not None:
             ended["meta_info"]["hidden_states"] = await nested_lists(result.hidden, len(request.prompt))
         return ended
