@@ -2,8 +2,9 @@
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -65,8 +66,17 @@ def _docstrings(kind: Kind) -> Iterator[tuple[str, str]]:
     for each in reversed(kind.__mro__):
         if each is msgspec.Struct or not issubclass(each, msgspec.Struct):
             continue
-        (found,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(found, ast.ClassDef)
-        for field, after in zip(found.body, found.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(field.target, ast.Name):
-                yield field.target.id, " ".join(ast.literal_eval(after.value).split())
+        yield from _module_docstrings(each.__module__)[each.__name__]
+
+
+@cache
+def _module_docstrings(module: str) -> dict[str, list[tuple[str, str]]]:
+    """The same of the fields of each class of a module, which is read once."""
+    found = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {each.name: list(_field_docstrings(each)) for each in found if isinstance(each, ast.ClassDef)}
+
+
+def _field_docstrings(found: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, after in zip(found.body, found.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(field.target, ast.Name):
+            yield field.target.id, " ".join(ast.literal_eval(after.value).split())

@@ -1,5 +1,6 @@
 """GET /openapi.json says what the routes do: it is held against bodies that are parsed and responses that are sent."""
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,10 @@ from fastapi import APIRouter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.server.api.description import struct_schema
 from headrace.server.api.description.document import document
 from headrace.server.api.description.operation import described
+from headrace.server.api.description.struct_schema import components
 from headrace.server.api.operations.api_document import DOCS
 from headrace.server.api.response.middleware import OPEN_PATHS
 from headrace.server.tokenizer.tokenizer import Tokenizer
@@ -155,6 +158,17 @@ async def test_every_route_is_described_and_says_whether_it_needs_a_key(role: st
 def test_without_keys_none_is_needed() -> None:
     assert "securitySchemes" not in loaded()["components"]
     assert not [about for found in loaded()["paths"].values() for about in found.values() if "security" in about]
+
+
+def test_the_source_of_a_module_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes milliseconds a class, and every start of a server reads them all."""
+    read = []
+    getsource = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda given: read.append(given) or getsource(given))
+    struct_schema._module_docstrings.cache_clear()
+    for _ in range(2):
+        components(list(ROUTES))
+    assert len(read) == len(set(read)) < 10
 
 
 def test_a_route_that_says_nothing_of_itself_is_a_mistake() -> None:
