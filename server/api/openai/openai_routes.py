@@ -12,7 +12,7 @@ from headrace.core.runtime.clock import wall_time
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid
 from headrace.core.types.request import SamplingParams
-from headrace.server.api.description import replies
+from headrace.server.api.description import openai_replies, replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
@@ -50,24 +50,24 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the res
 _COMPLETIONS = described(
     "Continue texts",
     body=CompletionBody,
-    reply=replies.CompletionReply,
-    events=(replies.CompletionReply,),
+    reply=openai_replies.CompletionReply,
+    events=(openai_replies.CompletionReply,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
 _CHAT = described(
     "Continue a conversation",
     body=ChatBody,
-    reply=replies.ChatReply,
-    events=(replies.ChatChunk,),
+    reply=openai_replies.ChatReply,
+    events=(openai_replies.ChatChunk,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
 _RESPONSES = described(
     "Continue a conversation, in OpenAI's newer API; nothing is stored",
     body=ResponsesBody,
-    reply=replies.ResponsesReply,
-    events=(replies.ResponsesEvent,),
+    reply=openai_replies.ResponsesReply,
+    events=(openai_replies.ResponsesEvent,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )

@@ -1,8 +1,8 @@
 """Fields of other servers' APIs that this one does not serve: refused, or accepted where they change no answer.
 
-The structs of schema.py are the fields that are served; with those here they are all that a body may have, and what
-docs/api.md is generated from. A refused field passes if its value asks for nothing (null, false, an empty one, a
-default), as clients send that fill in all fields.
+The structs of schema.py, conversation_schema.py and format_schema.py are the fields that are served; with those here
+they are all that a body may have, and what docs/api.md is generated from. A refused field passes if its value asks for
+nothing (null, false, an empty one, a default), as clients send that fill in all fields.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.server.api.request import schema
+from headrace.server.api.request import conversation_schema, format_schema, schema
 
 
 class OtherField(NamedTuple):
@@ -140,20 +140,20 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _MODEL_INPUT,
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
-    schema.StructuredOutputs: _table(
+    format_schema.StructuredOutputs: _table(
         _refused("not served", "structural_tag whitespace_pattern"),
         _refused("not served", "disable_any_whitespace disable_additional_properties"),
         _accepted("there is one library", "disable_fallback"),
     ),
-    schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
-    schema.JsonSchemaFormat: _table(_FORMAT),
-    schema.TextFormat: _table(_FORMAT),
-    schema.TextOptions: _table(_refused("reasoning is not parsed", "verbosity")),
+    format_schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
+    format_schema.JsonSchemaFormat: _table(_FORMAT),
+    format_schema.TextFormat: _table(_FORMAT),
+    format_schema.TextOptions: _table(_refused("reasoning is not parsed", "verbosity")),
     schema.StreamOptions: _table(
         _refused("usage comes at the end", "continuous_usage_stats"),
         _accepted("nothing is padded", "include_obfuscation"),
     ),
-    schema.ChatMessage: _table(
+    conversation_schema.ChatMessage: _table(
         _refused("send tool_calls", "function_call"),
         _refused("text models only", "audio"),
         _accepted("comes back from responses of other servers", "refusal annotations reasoning reasoning_content"),
@@ -164,14 +164,14 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("comes back from responses of other servers", "refusal reasoning reasoning_content"),
         _accepted("comes back from responses", "id status annotations"),
     ),
-    schema.ToolCall: _table(
+    conversation_schema.ToolCall: _table(
         _refused("calls of functions only", "custom"), _accepted("comes back from streams", "index")
     ),
-    schema.CalledFunction: {},
-    schema.Tool: _table(_refused("functions only", "custom")),
-    schema.Function: _table(_refused("not served", "defer_loading")),
-    schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
-    schema.ChosenFunction: {},
+    conversation_schema.CalledFunction: {},
+    conversation_schema.Tool: _table(_refused("functions only", "custom")),
+    conversation_schema.Function: _table(_refused("not served", "defer_loading")),
+    conversation_schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
+    conversation_schema.ChosenFunction: {},
     schema.ResponseTool: _table(
         _refused(
             "functions only",
@@ -180,7 +180,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("not served", "defer_loading"),
     ),
     schema.ResponseToolChoice: _table(_refused("a function is chosen by its name", "mode tools server_label")),
-    schema.Part: _table(
+    conversation_schema.Part: _table(
         _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
         _accepted("comes back from responses", "annotations logprobs"),
     ),

@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
-from headrace.server.api.request.schema import ChatMessage, Function, PrefillBody
+from headrace.server.api.request.conversation_schema import ChatMessage, Function
+from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.request.tools import check_results, template_calls, template_tools
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.tokenizer import too_long

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from headrace.core.types.errors import invalid, shown
-from headrace.server.api.request.schema import CalledFunction, ChatMessage, InputItem, ResponsesBody, ToolCall
+from headrace.server.api.request.conversation_schema import CalledFunction, ChatMessage, ToolCall
+from headrace.server.api.request.schema import InputItem, ResponsesBody
 from headrace.server.api.request.tools import checked_arguments
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
