@@ -37,7 +37,7 @@ def test_a_prompt_is_computed_in_chunks_and_plans_run_ahead() -> None:
     for forward in (first, second):
         bench.done(forward)
     bench.done(third, 77)
-    assert bench.finished().reason == "handoff"
+    assert bench.finished().reason == "discarded"
     assert bench.tokens() == [77]
     bench.assert_empty()
 
@@ -315,4 +315,4 @@ def test_a_missing_sample_fails_the_request_and_no_other() -> None:
     assert forward is not None
     bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1, samples=(SampledToken(forward.rows[1].request, 3),)))
     assert bench.error("a").code == "stage_failed"
-    assert bench.finished("b").reason == "handoff"
+    assert bench.finished("b").reason == "discarded"
