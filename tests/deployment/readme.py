@@ -27,6 +27,7 @@ RUN_BY = {
     "make demo": "tests/e2e/test_demo.py::test_texts_are_compared_in_the_dtype_that_it_names",
     "make test": TARGET,
     "make test-routers": TARGET,
+    "make test-evaluation": TARGET,
     "make test-vllm": TARGET,
     "make bench": TARGET,
     "make bench-peers": TARGET,

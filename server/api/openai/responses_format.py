@@ -23,8 +23,10 @@ from headrace.server.frontend.served_model import ServedModel
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:
-    """Raises HeadraceError (400) for more than one continuation, which this API has no form for."""
-    refuse_fields({"n": body.n not in (None, 1)})
+    """Raises HeadraceError (400) for more than one continuation and for progress, which this API has no form for."""
+    options = body.stream_options
+    progress = options is not None and bool(options.include_progress)
+    refuse_fields({"n": body.n not in (None, 1), "stream_options.include_progress": progress})
 
 
 class ResponsesFormat:

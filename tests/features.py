@@ -1,0 +1,205 @@
+"""A case for every field that is served: a value of it, and what has to be beside it in the body to matter.
+
+tests/server/api/test_features.py runs them through the API and the official SDK, tests/routers/test_features.py behind
+the routers; a served field without a case fails there.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.server.api.request import conversation_schema, format_schema, schema
+from tests.deployment.api_document import BODIES
+
+Body = dict[str, Any]
+Kind = type[msgspec.Struct]
+
+
+class Case(NamedTuple):
+    """A value that shows."""
+
+    value: Any
+    beside: Body = {}  # noqa: RUF012 - never written to
+    """Of the body without the field, too."""
+    role: str = "colocated"
+    status: int = 200
+    """Another one where a value is served in one way only, and the field is read nevertheless."""
+
+
+ROUTES: dict[Kind, tuple[str, Body]] = {
+    schema.CompletionBody: ("/v1/completions", {"prompt": "hello"}),
+    schema.ChatBody: ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    schema.ResponsesBody: ("/v1/responses", {"input": "hello"}),
+    schema.GenerateBody: ("/generate", {"text": "hello"}),
+    schema.PrefillBody: ("/v1/prefill", {"prompt": "hello", "ticket": "t"}),
+    schema.TokenizeBody: ("/tokenize", {"prompt": "hello"}),
+    schema.DetokenizeBody: ("/detokenize", {"tokens": [5]}),
+}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+OBJECT = {"type": "object"}
+GRAMMAR = 'root ::= "a"'
+NIXL = {"do_remote_decode": True, "do_remote_prefill": False}
+HOST = {"bootstrap_host": "127.0.0.1"}
+ANY_ROUTE = {
+    "temperature": Case(0.5),
+    "top_k": Case(5),
+    "top_p": Case(0.5),
+    "min_p": Case(0.1),
+    "seed": Case(7),
+    "presence_penalty": Case(0.5),
+    "frequency_penalty": Case(0.5),
+    "repetition_penalty": Case(1.5),
+    "logit_bias": Case({"5": 2.0}),
+    "max_tokens": Case(1),
+    "min_tokens": Case(1),
+    "stop": Case("wor"),
+    "stop_token_ids": Case([5]),
+    "ignore_eos": Case(True),
+    "prompt_logprobs": Case(1),
+    "prompt_logprobs_start": Case(1, {"prompt_logprobs": 1}),
+    "priority": Case(3),
+    "slo_ttft_ms": Case(5000.0),
+    "deadline_s": Case(9.0),
+    "data_parallel_rank": Case(0),
+    "cache_salt": Case("salt"),
+    "extra_key": Case("key"),
+    "structured_outputs": Case({"regex": "a+"}),
+    "guided_json": Case(OBJECT),
+    "guided_regex": Case("a+"),
+    "guided_choice": Case(["a"]),
+    "guided_grammar": Case(GRAMMAR),
+    "model": Case("another", status=404),
+    "stream": Case(True),
+    "n": Case(2),
+    "stream_options": Case({"include_usage": True}, {"stream": True}),
+    "response_format": Case({"type": "json_object"}),
+    "json_schema": Case(OBJECT),
+    "regex": Case("a+"),
+    "ebnf": Case(GRAMMAR),
+    "include_stop_str_in_output": Case(True, {"stop": "wor"}),
+    "no_stop_trim": Case(True, {"stop": "wor"}),
+    "kv_transfer_params": Case(NIXL, role="prefill"),
+    "bootstrap_room": Case(7, HOST, role="prefill"),
+    "bootstrap_host": Case("2.2.2.2", {"bootstrap_room": 7}, role="prefill"),
+    "bootstrap_port": Case(70000, {**HOST, "bootstrap_room": 7}, role="decode", status=400),
+}
+OF_ROUTE: dict[Kind, dict[str, Case]] = {
+    schema.CompletionBody: {
+        "prompt": Case("another"),
+        "logprobs": Case(1),
+        "echo": Case(True),
+        "best_of": Case(3, {"max_tokens": 2}),
+    },
+    schema.ChatBody: {
+        "messages": Case([{"role": "user", "content": "another"}]),
+        "logprobs": Case(True),
+        "top_logprobs": Case(2, {"logprobs": True}),
+        "max_completion_tokens": Case(1),
+        "tools": Case([TOOL]),
+        "tool_choice": Case("required", {"tools": [TOOL]}),
+        "parallel_tool_calls": Case(False, {"tools": [TOOL], "tool_choice": "required"}),
+    },
+    schema.ResponsesBody: {
+        "input": Case("another"),
+        "instructions": Case("Be brief."),
+        "max_output_tokens": Case(1),
+        "text": Case({"format": {"type": "json_object"}}),
+        "n": Case(2, status=400),
+        "stream_options": Case({"include_progress": True}, {"stream": True}, status=400),  # usage comes anyway
+        "tools": Case([{"type": "function", **WEATHER}]),
+        "tool_choice": Case("required", {"tools": [{"type": "function", **WEATHER}]}),
+        "parallel_tool_calls": Case(False, {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}),
+    },
+    schema.GenerateBody: {
+        "text": Case("another"),
+        "input_ids": Case([5, 6], {"text": None}),
+        "sampling_params": Case({"temperature": 0.5}),
+        "return_logprob": Case(True),
+        "logprob_start_len": Case(0, {"return_logprob": True}),
+        "top_logprobs_num": Case(2, {"return_logprob": True}),
+        "rid": Case("mine"),
+        "return_hidden_states": Case(True),
+    },
+    schema.PrefillBody: {
+        "prompt": Case("another"),
+        "prompt_token_ids": Case([5, 6], {"prompt": None}),
+        "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
+        "logprobs": Case(1),
+        "stop": Case("\x07"),
+        "ticket": Case("another"),
+        "handoff": Case("hold"),
+        "rid": Case("mine"),
+        "hidden_states": Case("last"),
+        "draft_top_k": Case(2),
+    },
+    schema.TokenizeBody: {
+        "prompt": Case("another"),
+        "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
+        "tools": Case([TOOL], {"prompt": None, "messages": [{"role": "user", "content": "x"}]}),
+    },
+    schema.DetokenizeBody: {"tokens": Case([6])},
+}
+
+
+def cases(kind: Kind) -> dict[str, Case]:
+    """Of all fields of a route that have one."""
+    served = kind.__struct_fields__
+    found = {**ANY_ROUTE, **OF_ROUTE[kind]}
+    return {name: found[name] for name in served if name in found}
+
+
+# Objects within bodies: the route, and the body around an object of this kind.
+OBJECTS: dict[Kind, tuple[Kind, Any]] = {
+    schema.GenerateSampling: (schema.GenerateBody, lambda found: {"sampling_params": found}),
+    format_schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
+    schema.StreamOptions: (schema.CompletionBody, lambda found: {"stream": True, "stream_options": found}),
+    format_schema.ResponseFormat: (schema.ChatBody, lambda found: {"response_format": found}),
+    format_schema.JsonSchemaFormat: (
+        schema.ChatBody,
+        lambda found: {"response_format": {"type": "json_schema", "json_schema": found}},
+    ),
+    format_schema.TextOptions: (schema.ResponsesBody, lambda found: {"text": found}),
+    format_schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
+    conversation_schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
+    conversation_schema.Part: (schema.ChatBody, lambda found: {"messages": [{"role": "user", "content": [found]}]}),
+}
+MEMBERS: dict[Kind, dict[str, Case]] = {
+    schema.GenerateSampling: {
+        **{name: case for name, case in ANY_ROUTE.items() if name in schema.GenerateSampling.__struct_fields__},
+        "sampling_seed": Case(7),
+        "max_new_tokens": Case(1),
+        "min_new_tokens": Case(1),
+        "json_schema": Case('{"type": "object"}'),
+    },
+    format_schema.StructuredOutputs: {
+        "json": Case(OBJECT),
+        "regex": Case("a+"),
+        "choice": Case(["a"]),
+        "grammar": Case(GRAMMAR),
+        "json_object": Case(True),
+    },
+    schema.StreamOptions: {"include_usage": Case(True), "include_progress": Case(True)},
+    format_schema.ResponseFormat: {
+        "type": Case("json_object"),
+        "json_schema": Case({"schema": OBJECT}, {"type": "json_schema"}),
+    },
+    format_schema.JsonSchemaFormat: {"schema": Case({"type": "array"})},
+    format_schema.TextOptions: {"format": Case({"type": "json_object"})},
+    format_schema.TextFormat: {"type": Case("json_object"), "schema": Case(OBJECT, {"type": "json_schema"})},
+    conversation_schema.ChatMessage: {
+        "content": Case("another", {"role": "user"}),
+        "role": Case("assistant", {"content": "hello"}),
+        "name": Case("anna", {"role": "user", "content": "hello"}),
+        "tool_calls": Case([CALL], {"role": "assistant"}),
+        "tool_call_id": Case("c1", {"role": "tool", "content": "rain"}, status=400),  # there is no such call
+    },
+    conversation_schema.Part: {
+        "type": Case("image_url", {"text": "x"}, status=400),
+        "text": Case("another", {"type": "text"}),
+    },
+}
+TESTED_ELSEWHERE = {  # objects of tools: tests/server/api/test_tools.py and test_responses_tools.py
+    kind for kind in BODIES.values() if kind not in ROUTES and kind not in OBJECTS
+}
