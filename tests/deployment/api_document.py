@@ -8,6 +8,7 @@ import msgspec
 from headrace.server.api.request import conversation_schema, format_schema, schema
 from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
 from tests.deployment.files import ROOT
+from tests.routers.fields import BEHIND_ROUTERS
 
 DOCUMENT = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- made from the code: begin -->\n", "<!-- made from the code: end -->\n"
@@ -42,7 +43,24 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 
 def tables() -> str:
     """All tables, as Markdown."""
-    return "\n".join(line for title, kind in BODIES.items() for line in _section(title, kind))
+    sections = (line for title, kind in BODIES.items() for line in _section(title, kind))
+    return "\n".join((*sections, *_behind_routers()))
+
+
+def _behind_routers() -> Iterator[str]:
+    yield "### Behind routers"
+    yield ""
+    yield "Served fields that do not come through (`make test-routers`); of those that show in no text this cannot be seen."
+    yield ""
+    yield "| router | route | dropped by the router | refused by it |"
+    yield "|---|---|---|---|"
+    for (router, route), found in BEHIND_ROUTERS.items():
+        dropped, refused = (
+            ", ".join(f"`{name}`" for name, what in found.items() if what.startswith(kind)) or "none"
+            for kind in ("dropped", "refused")
+        )
+        yield f"| {router} | `{route}` | {dropped} | {refused} |"
+    yield ""
 
 
 def written() -> str:

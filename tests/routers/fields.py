@@ -1,0 +1,18 @@
+"""What routers make of served fields, where it is not what the decode server does by itself: a part of docs/api.md."""
+
+LOST = {"prompt_logprobs": "dropped", "prompt_logprobs_start": "dropped"}  # the prefill server's response has them
+CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
+    ("vllm-nixl", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
+    ("vllm-mooncake", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
+    ("vllm-mini-lb", COMPLETIONS): LOST,
+    ("vllm-mini-lb", CHAT): LOST,
+    ("sglang", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
+    ("sglang", CHAT): {**LOST, **dict.fromkeys(CONSTRAINTS, "dropped")},
+    ("sglang-mini-lb", COMPLETIONS): LOST,
+    ("sglang-mini-lb", CHAT): LOST,
+    ("xpyd", COMPLETIONS): LOST,
+    ("xpyd", CHAT): LOST,
+}
+"""By name of the router in tests/routers/fleet.py, and route."""
