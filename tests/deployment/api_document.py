@@ -50,7 +50,7 @@ def tables() -> str:
 def _behind_routers() -> Iterator[str]:
     yield "### Behind routers"
     yield ""
-    yield "Served fields that do not come through (`make test-routers`); of those that show in no text this cannot be seen."
+    yield "Served fields that do not come through (`make test-routers`); those that show in no text cannot be told."
     yield ""
     yield "| router | route | dropped by the router | refused by it |"
     yield "|---|---|---|---|"
