@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.harness import Server, pair, serving
 
 pytestmark = pytest.mark.openapi
-PROGRAM = Path(os.environ.get("HEADRACE_OPENAPI", ".venv-openapi")) / "bin" / "schemathesis"
+PROGRAM = Path(os.environ.get("HEADRACE_OPENAPI", ".venv-openapi")).absolute() / "bin" / "schemathesis"
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 MODEL = "stub:layers=2,us_per_token=0,vocab=1000,max_len=2048"
 FLAGS = ("--model", MODEL, "--kv-pages", "512", "--threads", "1", "--api-key", "k", "--bootstrap-timeout", "1")
