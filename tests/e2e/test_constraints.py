@@ -132,8 +132,8 @@ def test_min_tokens_gives_way_to_the_end_of_a_grammar(servers: tuple[Server, Ser
 def test_logprobs_are_of_what_is_allowed(servers: tuple[Server, Server]) -> None:
     body = {"prompt": "say", "max_tokens": 9, "logprobs": 1, "structured_outputs": {"regex": "xyz"}}
     found = servers[1].post("/v1/completions", body).json()["choices"][0]["logprobs"]
-    assert found["tokens"] == ["x", "y", "z"]
-    assert found["token_logprobs"] == [0.0, 0.0, 0.0]
+    assert found["tokens"] == ["x", "y", "z", "<end>"]
+    assert found["token_logprobs"] == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def run(shape: Shape, first: int, **changes: Any) -> Counter[str]:
 @pytest.mark.parametrize("batch", range(6))
 def test_colocated(batch: int) -> None:
     outcomes = run("colocated", batch * BATCH)
-    assert {"colocated:stop", "colocated:length", "colocated:cancelled", "colocated:handoff"} <= set(outcomes)
+    assert {"colocated:stop", "colocated:length", "colocated:cancelled", "colocated:discarded"} <= set(outcomes)
 
 
 @pytest.mark.parametrize("batch", range(4))

@@ -128,7 +128,7 @@ async def test_drain_aborts_what_is_open_at_the_deadline(tokenizer: Tokenizer) -
 async def test_a_draining_server_accepts_requests_for_the_length_of_the_grace(tokenizer: Tokenizer) -> None:
     link, over = FakeLink(saying(tokenizer, "hello")), asyncio.Event()
     async with running(link, tokenizer) as service, client(service) as http:
-        draining = asyncio.create_task(service.drain(30, 0.2, over.set))
+        draining = asyncio.create_task(service.drain(30, 2.0, over.set))
         while service.readiness.not_ready() is None:
             await asyncio.sleep(0)
         assert await status(service, "/ready") == (503, "draining")
