@@ -17,6 +17,12 @@ KEY = "key"
 EVERYWHERE = (500,)
 NO_KEY = 401
 _ID = {"description": "What the request is called in the logs.", "schema": {"type": "string"}}
+_EVENT = {
+    "type": "object",
+    "description": "A server-sent event. Its data is JSON as x-event says, or [DONE] at the end.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _SCHEME = {"description": "Bearer.", "schema": {"type": "string"}}
 _RETRY = {"description": "Seconds after which a retry makes sense.", "schema": {"type": "integer", "minimum": 1}}
 
@@ -83,8 +89,7 @@ def _success(operation: Operation, schemas: dict[Any, Schema]) -> Schema:
     if operation.events:
         found = [schemas[each] for each in operation.events]
         data = found[0] if len(found) == 1 else {"anyOf": found}
-        text = {**text, "description": "Server-sent events; x-event is the data of each."}
-        content[EVENTS] = {"schema": text, "x-event": data}
+        content[EVENTS] = {"schema": _EVENT, "x-event": data}
     return {"description": "OK", "headers": {"X-Request-Id": _ID}, "content": content}
 
 
