@@ -200,6 +200,6 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "text": Case("another", {"type": "text"}),
     },
 }
-TESTED_ELSEWHERE = {  # objects of tools: tests/server/api/test_tools.py and test_responses_tools.py
+TESTED_ELSEWHERE = {  # objects of tools: tests/server/api/test_tools.py and test_responses.py
     kind for kind in BODIES.values() if kind not in ROUTES and kind not in OBJECTS
 }
