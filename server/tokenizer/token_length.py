@@ -10,6 +10,7 @@ from headrace.core.types.geometry import ceil_div
 
 # Of a UTF-8 text, by Unicode's normal forms and case folding: mathematical letters of four bytes become ASCII.
 UNICODE_SHRINKAGE = 4
+_SLICE = 1 << 16  # characters in one step; other threads get their turn between two of them
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 _SPLITTERS = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -27,9 +28,10 @@ class TokenBound(NamedTuple):
 
     def least_tokens(self, text: str) -> int:
         """Number of tokens that the text has at least."""
-        plain = text.isascii() and not self.dropped
-        size = len(text) if plain else len(text.encode().translate(None, self.dropped))
-        return ceil_div(size, self.longest)
+        if text.isascii() and not self.dropped:
+            return ceil_div(len(text), self.longest)
+        parts = (text[at : at + _SLICE] for at in range(0, len(text), _SLICE))
+        return ceil_div(sum(len(part.encode().translate(None, self.dropped)) for part in parts), self.longest)
 
 
 def length_bound(tokenizer: str, byte_characters: Mapping[str, int]) -> TokenBound | None:

@@ -66,7 +66,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
     @router.post("/v1/prefill", openapi_extra=_PREFILL)
     async def prefill(http: Request) -> Response:
         raw = await read_body(http, config.max_body_bytes, budget)
-        with notify_peers_on_refusal(completions, config, raw):
+        async with notify_peers_on_refusal(completions, config, raw):
             body = await decode_body(raw, PrefillBody)
             check_model(model, body.model)
             prompt_only = body.max_tokens == 0

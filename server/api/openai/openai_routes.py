@@ -131,7 +131,7 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
     prepare_echo(body)
     logprobs = 0 if body.logprobs is None and generated > wanted else body.logprobs  # what they are ranked by
     constraint = await _check(model, body)
-    prompts = completion_prompts(body.prompt)
+    prompts = completion_prompts(body.prompt, model.max_model_len)
     sampling = sampling_params(body, logprobs=logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)

@@ -14,7 +14,7 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body_budget import BodyBudget, BodyShare
 from headrace.server.api.request.bounds import out_of_range
 from headrace.server.api.request.strict_fields import without_other_fields
-from headrace.server.api.request.structure import Limit, excess, limits, suspected
+from headrace.server.api.request.structure import Limit, excess, limits
 
 B = TypeVar("B", bound=msgspec.Struct)
 SILENCE_S = 30.0  # of a client in the middle of its body
@@ -48,7 +48,7 @@ async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearr
     try:
         body = await _received(request, limit, size, share)
         bounds = limits(limit)
-        over = _excess(body, bounds) if len(body) <= SMALL else await asyncio.to_thread(_excess, body, bounds)
+        over = excess(body, bounds) if len(body) <= SMALL else await asyncio.to_thread(excess, body, bounds)
     finally:
         share.give_back()
     if over is not None:
@@ -75,10 +75,6 @@ async def _received(request: Request, limit: int, size: int | None, share: BodyS
         message = f"nothing more of the body has come for {SILENCE_S:g} s"
         raise HeadraceError(ErrorInfo(code="body_timeout", message=message, status=408)) from error
     return body
-
-
-def _excess(body: bytearray, bounds: tuple[Limit, ...]) -> Limit | None:
-    return excess(body, doubtful) if (doubtful := suspected(body, bounds)) else None
 
 
 def _too_large(what: str, limit: int) -> HeadraceError:

@@ -26,13 +26,16 @@ def check_model(model: ServedModel, name: str | None) -> None:
         raise HeadraceError(ErrorInfo(code="model_not_found", message=message, status=404, field="model"))
 
 
-def completion_prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
-    """Prompts of a completions body: a text, token ids, a list of texts, or a list of lists of token ids. Raises
-    HeadraceError (400) for an empty or mixed list, or too many prompts."""
+def completion_prompts(prompt: str | Sequence[str | int | list[int]], limit: int = 0) -> list[Prompt]:
+    """Prompts of a completions body: a text, token ids, a list of texts, or a list of lists of token ids. limit: tokens
+    of one prompt; more are not looked at, since encode() refuses them; 0 for none. Raises HeadraceError (400) for an
+    empty or mixed list, or too many prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid("prompt", "prompt is empty", code="empty_prompt")
+    if isinstance(prompt[0], int) and 0 < limit <= len(prompt):
+        return [cast(list[int], prompt)]
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise invalid("prompt", "prompt mixes texts, token ids and lists; send one kind", code="invalid_type")

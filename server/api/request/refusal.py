@@ -1,8 +1,9 @@
 """Notifies the peer of a ticket when its request is refused before it is submitted."""
 
+import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -10,21 +11,23 @@ import msgspec
 from headrace.core.config import ServerConfig
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.body import SMALL, parse_body
 from headrace.server.api.request.completion_request import request_sources
 from headrace.server.frontend.completions import Completions
 from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, kv_sinks
 
 
-@contextmanager
-def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw: bytes | bytearray) -> Iterator[None]:
+@asynccontextmanager
+async def notify_peers_on_refusal(
+    completions: Completions, config: ServerConfig, raw: bytes | bytearray
+) -> AsyncIterator[None]:
     """When the block raises HeadraceError, notifies the other server of each ticket that the body names: decode peers
     on a prefill server, prefill servers on a decode server. They would wait until a deadline otherwise. Fields that
     cannot be decoded are left out."""
     try:
         yield
     except HeadraceError as error:
-        if not any(name in raw for name in NAMES):  # decoding a large body again would hold up others
+        if config.role == "colocated" or not await _may_name_tickets(raw):  # decoding a large body would hold up others
             raise
         if config.role == "prefill":
             completions.refuse_tickets(_tickets(raw), error.info)
@@ -35,7 +38,17 @@ def notify_peers_on_refusal(completions: Completions, config: ServerConfig, raw:
         raise
 
 
-NAMES = (b"ticket", b"kv_transfer_params", b"bootstrap_")  # of the fields that may name tickets
+_NAMES = (b"ticket", b"kv_transfer_params", b"bootstrap_")  # of the fields that may name tickets
+
+
+async def _may_name_tickets(raw: bytes | bytearray) -> bool:
+    return _has_names(raw) if len(raw) <= SMALL else await asyncio.to_thread(_has_names, raw)
+
+
+def _has_names(raw: bytes | bytearray) -> bool:
+    """Steps of SMALL bytes, between which other threads get their turn."""
+    starts = range(0, len(raw), SMALL)
+    return any(raw.find(name, at, at + SMALL + len(name)) >= 0 for at in starts for name in _NAMES)
 
 
 class _Ticket(msgspec.Struct):

@@ -84,7 +84,7 @@ class CompletionEndpoint:
         notifying the peers of its tickets."""
         config = self._config
         raw = await read_body(http, config.max_body_bytes, self._budget)
-        with notify_peers_on_refusal(self._completions, config, raw):
+        async with notify_peers_on_refusal(self._completions, config, raw):
             body = await decode_body(raw, kind)
             completion = await check(body)
             base = with_client_terms(completion.base, http, config)

@@ -125,6 +125,10 @@ def test_what_is_outside_of_strings_is_counted_exactly(value: Any, ascii_only: b
         if count:
             assert excess(body, (Limit("", marks, count - 1),), slice_bytes) is not None
             assert suspected(body, (Limit("", marks, count - 1),))
+    escapes = body.count(b"\\")
+    assert excess(body, (Limit("", (b"\\",), escapes, inside=True),), slice_bytes) is None
+    if escapes:
+        assert excess(body, (Limit("", (b"\\",), escapes - 1, inside=True),), slice_bytes) is not None
 
 
 def test_texts_and_token_ids_of_any_length_are_within_the_limits() -> None:
@@ -141,7 +145,7 @@ def test_the_limits_are_those_of_the_documents() -> None:
     page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
     most = {limit.what: limit.most for limit in limits(ServerConfig().max_body_bytes)}
     assert most["values"] == 699_050
-    for what in ("lists and objects", "texts", "values"):
+    for what in ("lists and objects", "texts", "values", "escaped characters"):
         assert f": {most[what]:,})" in page, what
     assert most["fields"] == 4 * most["lists and objects"]
 
@@ -156,6 +160,7 @@ CROWDS = {
     "rooms": (b'{"prompt":"x","bootstrap_room":[%s]}', b"1", "values"),
     "biases": (b'{"prompt":"x","logit_bias":{%s}}', b'"1":1', "fields"),
     "unknown": (b'{"prompt":"x","nobody":[%s]}', b"[]", "lists and objects"),
+    "escapes": (b'{"prompt":"%s"}', rb"\n\n", "escaped characters"),
 }
 
 

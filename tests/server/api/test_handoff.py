@@ -20,6 +20,7 @@ from headrace.core.messages.frontend import (
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.request import Discard, SendTo, Timing, Usage
+from headrace.server.api.request.body import SMALL
 from headrace.server.frontend.control_address import reachable_host
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
@@ -176,6 +177,19 @@ async def test_the_peer_that_waits_for_a_refused_prompt_is_notified(
         assert [refusal.ticket for refusal in link.of(RefuseTicket)] == tickets
     error = json_of(response)["error"]
     assert all((refusal.error.message, refusal.error.status) == (error["message"], status) for refusal in told)
+
+
+@pytest.mark.parametrize("names_at", [SMALL - 3, SMALL, 3 * SMALL - 1])
+@in_loop
+async def test_the_peer_of_a_large_refused_body_is_notified(tokenizer: Tokenizer, names_at: int) -> None:
+    """Such bodies are searched for tickets in steps, and a name may begin in one and end in the next."""
+    prompt = b'{"prompt":"%s",' % (b"x" * (names_at - len('{"prompt":"",')))
+    body = prompt + b'"bootstrap_room":7}'
+    assert body.index(b"bootstrap_") == names_at + 1
+    link = FakeLink(computing)
+    async with running(link, tokenizer, role="prefill") as service, client(service) as http:
+        assert (await http.post("/v1/completions", content=body)).status_code == 400
+        assert (await link.wait_for(RefuseTicket)).ticket == "room:7"
 
 
 @in_loop

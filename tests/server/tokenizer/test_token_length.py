@@ -60,6 +60,7 @@ def test_bytes_that_are_dropped_do_not_count() -> None:
     assert found is not None
     assert found.least_tokens("é" * 1000) == 0
     assert found.least_tokens("é" * 1000 + "a" * 6) == 2
+    assert found.least_tokens(("é" + "a" * 5) * 30_000) == 30_000
 
 
 def bound(tokenizer: RustTokenizer) -> TokenBound | None:
