@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.server.api.request import conversation_schema, format_schema, schema
-from tests.deployment.api_document import BODIES
 
 Body = dict[str, Any]
 Kind = type[msgspec.Struct]
@@ -20,7 +19,7 @@ class Case(NamedTuple):
 
     value: Any
     beside: Body = {}  # noqa: RUF012 - never written to
-    """Of the body without the field, too."""
+    """Of the body without the field, too; it may have another value of the field there."""
     role: str = "colocated"
     status: int = 200
     """Another one where a value is served in one way only, and the field is read nevertheless."""
@@ -37,7 +36,14 @@ ROUTES: dict[Kind, tuple[str, Body]] = {
 }
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOL = {"type": "function", "function": WEATHER}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+PLAIN_TOOL = {"type": "function", **WEATHER}  # of /v1/responses
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+RESULT_ITEM = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+MESSAGE = {"role": "user", "content": "hello"}
+PARIS = '{"city": "Paris"}'
 OBJECT = {"type": "object"}
 GRAMMAR = 'root ::= "a"'
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -108,9 +114,9 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "text": Case({"format": {"type": "json_object"}}),
         "n": Case(2, status=400),
         "stream_options": Case({"include_progress": True}, {"stream": True}, status=400),  # usage comes anyway
-        "tools": Case([{"type": "function", **WEATHER}]),
-        "tool_choice": Case("required", {"tools": [{"type": "function", **WEATHER}]}),
-        "parallel_tool_calls": Case(False, {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}),
+        "tools": Case([PLAIN_TOOL]),
+        "tool_choice": Case("required", {"tools": [PLAIN_TOOL]}),
+        "parallel_tool_calls": Case(False, {"tools": [PLAIN_TOOL], "tool_choice": "required"}),
     },
     schema.GenerateBody: {
         "text": Case("another"),
@@ -164,6 +170,33 @@ OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     format_schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
     conversation_schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
     conversation_schema.Part: (schema.ChatBody, lambda found: {"messages": [{"role": "user", "content": [found]}]}),
+    conversation_schema.Tool: (schema.ChatBody, lambda found: {"tools": [found]}),
+    conversation_schema.Function: (schema.ChatBody, lambda found: {"tools": [{"function": found}]}),
+    conversation_schema.ToolChoice: (schema.ChatBody, lambda found: {"tools": [TOOL, CLOCK], "tool_choice": found}),
+    conversation_schema.ChosenFunction: (
+        schema.ChatBody,
+        lambda found: {"tools": [TOOL, CLOCK], "tool_choice": {"function": found}},
+    ),
+    conversation_schema.ToolCall: (
+        schema.ChatBody,
+        lambda found: {"messages": [{"role": "assistant", "tool_calls": [found]}, RESULT]},
+    ),
+    conversation_schema.CalledFunction: (
+        schema.ChatBody,
+        lambda found: {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": found}]}]},
+    ),
+    schema.ResponseTool: (schema.ResponsesBody, lambda found: {"tools": [found]}),
+    schema.ResponseToolChoice: (
+        schema.ResponsesBody,
+        lambda found: {"tools": [PLAIN_TOOL, {"type": "function", "name": "clock"}], "tool_choice": found},
+    ),
+    schema.InputItem: (schema.ResponsesBody, lambda found: {"input": [CALL_ITEM, found]}),
+}
+FUNCTION = {
+    "name": Case("clock", WEATHER),
+    "description": Case("Weather of a city", WEATHER),
+    "parameters": Case(OBJECT, WEATHER),
+    "strict": Case(True, WEATHER),
 }
 MEMBERS: dict[Kind, dict[str, Case]] = {
     schema.GenerateSampling: {
@@ -199,7 +232,40 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "type": Case("image_url", {"text": "x"}, status=400),
         "text": Case("another", {"type": "text"}),
     },
-}
-TESTED_ELSEWHERE = {  # objects of tools: tests/server/api/test_tools.py and test_responses.py
-    kind for kind in BODIES.values() if kind not in ROUTES and kind not in OBJECTS
+    conversation_schema.Tool: {
+        "function": Case({"name": "clock"}, TOOL),
+        "type": Case("custom", TOOL, status=400),
+    },
+    conversation_schema.Function: FUNCTION,
+    conversation_schema.ToolChoice: {
+        "function": Case({"name": "clock"}, {"function": {"name": "weather"}}),
+        "type": Case("custom", {"function": {"name": "weather"}}, status=400),
+    },
+    conversation_schema.ChosenFunction: {"name": Case("clock", {"name": "weather"})},
+    conversation_schema.ToolCall: {
+        "id": Case("c2", CALL, status=400),  # the result is of another call
+        "function": Case({"name": "clock"}, CALL),
+        "type": Case("custom", CALL, status=400),
+    },
+    conversation_schema.CalledFunction: {
+        "name": Case("clock", {"name": "weather"}),
+        "arguments": Case(PARIS, {"name": "weather"}),
+    },
+    schema.ResponseTool: {
+        **{name: Case(case.value, {"type": "function"} | case.beside) for name, case in FUNCTION.items()},
+        "type": Case("custom", PLAIN_TOOL, status=400),
+    },
+    schema.ResponseToolChoice: {
+        "type": Case("custom", {"type": "function", "name": "weather"}, status=400),
+        "name": Case("clock", {"type": "function", "name": "weather"}),
+    },
+    schema.InputItem: {
+        "role": Case("assistant", MESSAGE),
+        "content": Case("another", MESSAGE),
+        "name": Case("anna", MESSAGE),
+        "call_id": Case("c2", RESULT_ITEM, status=400),  # there is no such call
+        "arguments": Case(PARIS, CALL_ITEM),
+        "output": Case("sun", RESULT_ITEM),
+        "type": Case("function_call", MESSAGE, status=400),
+    },
 }
