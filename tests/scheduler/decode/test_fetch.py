@@ -111,6 +111,20 @@ def test_cached_pages_are_not_fetched() -> None:
     assert (ask.cached_tokens, expect.start, expect.count, len(ids(expect.pages))) == (8, 8, 2, 1)
 
 
+@pytest.mark.parametrize("cached_there", [0, 4, 9])
+def test_usage_counts_tokens_that_were_computed_nowhere(cached_there: int) -> None:
+    """Whatever is cached here: 8 tokens, for the second prompt."""
+    bench = connected()
+    arrive(bench, reserved(bench))
+    bench.compute(43)
+    bench.abort("a")
+    expect = reserved(bench, rid="b", ticket="u", max_tokens=1)
+    assert bench.last(AskReserve).cached_tokens == 8
+    first = FirstToken(42, 10, cached_there, None)
+    bench.do(KvReceived(stage=0, request=expect.request, first=first, bytes=100, chunks=1))
+    assert bench.finished("b").usage.cached_tokens == cached_there
+
+
 def test_generations_rise() -> None:
     bench = connected()
     generations = [reserved(bench, rid=f"r{n}", ticket=f"t{n}").generation for n in range(3)]
