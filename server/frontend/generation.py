@@ -164,9 +164,10 @@ class GenerationRunner:
         ticket = secrets.token_hex(16)
         span = CallSpan(request.context, choice.server.url, self._clock, self._record_span)
         submit = _submit(request, sampling, FetchFrom(choice.server.url, ticket), moved=moved)
+        body = prefill_body(request, ticket, knows_start=choice.server.knows_logprobs_start)
         async with (
             self._client.open(submit) as call,
-            pool.prefill_call(choice, prefill_body(request, ticket), span) as prefill,
+            pool.prefill_call(choice, body, span) as prefill,
         ):
 
             def on_progress(progress: PrefillProgress) -> None:

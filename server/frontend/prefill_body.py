@@ -14,9 +14,12 @@ from headrace.server.frontend.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
 
 
-def prefill_body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
-    """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do."""
+def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) -> dict[str, Any]:
+    """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do.
+    knows_start: it takes prompt_logprobs_start, and does not compute the logprobs before it."""
     sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
+    if not knows_start:
+        sampling.pop("prompt_logprobs_start", None)
     if request.sampling.logit_bias:
         sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
     body = {
@@ -55,8 +58,10 @@ def with_prefill_response(
         transfer_s=seconds.get("transfer", 0.0),
         decode_s=result.timing.decode_s,
     )
-    entries = response.prompt_logprobs or ()
-    logprobs = tuple(None if entry is None else entry.plain() for entry in entries)
+    start, entries = request.sampling.prompt_logprobs_start, response.prompt_logprobs or ()
+    logprobs = tuple(
+        None if entry is None or position < start else entry.plain() for position, entry in enumerate(entries)
+    )
     return msgspec.structs.replace(result, timing=timing, prompt_logprobs=logprobs, hidden=hidden)
 
 

@@ -38,6 +38,8 @@ class Discovery(msgspec.Struct, frozen=True):
     """It knows penalties and logit_bias; servers of earlier versions refuse them."""
     hidden_states: bool = False
     """It knows hidden_states; servers of earlier versions refuse it."""
+    prompt_logprobs_start: bool = False
+    """It knows prompt_logprobs_start; servers of earlier versions refuse it, and compute all logprobs of a prompt."""
 
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""

@@ -77,6 +77,11 @@ class PrefillServer:
         """Whether prompts that need these features may be sent to it."""
         return not features or (self.target is not None and all(map(self.target.knows, features)))
 
+    @property
+    def knows_logprobs_start(self) -> bool:
+        """Whether prompts sent to it may have prompt_logprobs_start."""
+        return self.target is not None and self.target.prompt_logprobs_start
+
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)

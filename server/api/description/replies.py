@@ -259,5 +259,7 @@ class HandoffReply(msgspec.Struct):
     page_size: int
     structured_outputs: bool
     penalties: bool
+    hidden_states: bool
+    prompt_logprobs_start: bool
     kv_events: dict[str, Any] | None
     load: dict[str, float] | None

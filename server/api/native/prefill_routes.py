@@ -108,6 +108,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 "structured_outputs": True,
                 "penalties": True,
                 "hidden_states": True,
+                "prompt_logprobs_start": True,
                 "kv_events": _kv_events(config.kv_events),
                 "load": _load(join(await stats.snapshot())),
             }

@@ -183,6 +183,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "structured_outputs": True,
             "penalties": True,
             "hidden_states": True,
+            "prompt_logprobs_start": True,
             "kv_events": None,
             "load": None,
         }

@@ -14,7 +14,7 @@ from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fake_prefills import Prefills, decode, fetched
+from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
 from tests.server.fakes import FakeLink, in_loop, json_of
 from tests.server.frontend.test_failover import URLS, Several, metrics, moves, refusal, three
 from tests.server.frontend.test_prefill_servers import prefill_of
@@ -74,6 +74,27 @@ async def test_nor_for_penalties(field: dict[str, Any], tokenizer: Tokenizer) ->
     async with decode(FakeLink(fetched(tokenizer)), tokenizer, new) as (_, http):
         assert (await http.post("/v1/completions", json={"prompt": "hi", **field})).status_code == 200
         assert new.posts[0][1].items() >= field.items()
+
+
+@pytest.mark.parametrize("knows", [False, True])
+@in_loop
+async def test_an_earlier_version_is_asked_for_all_logprobs_of_a_prompt(knows: bool, tokenizer: Tokenizer) -> None:
+    """It refuses prompt_logprobs_start; what it computes before that position is left out here."""
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        assert knows or "prompt_logprobs_start" not in body
+        first = body.get("prompt_logprobs_start", 1)
+        entries = [{"id": 1, "text": "x", "logprob": -1.0 - place, "top_logprobs": []} for place in range(4)]
+        scored = [entry if place >= first else None for place, entry in enumerate(entries)]
+        return httpx.Response(200, json=ANSWER | {"prompt_logprobs": scored})
+
+    prefills = Prefills(answer)
+    prefills.more = {"prompt_logprobs_start": True} if knows else {}
+    body = {"prompt": [1, 1, 1, 1], "prompt_logprobs": 0, "prompt_logprobs_start": 2}
+    async with decode(FakeLink(fetched(tokenizer)), tokenizer, prefills) as (_, http):
+        found = json_of(await http.post("/v1/completions", json=body))["choices"][0]["prompt_logprobs"]
+        assert [entry and entry["logprob"] for entry in found] == [None, None, -3.0, -4.0]
+        assert prefills.posts[0][1].get("prompt_logprobs_start") == (2 if knows else None)
 
 
 @in_loop

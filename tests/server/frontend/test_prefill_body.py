@@ -12,20 +12,20 @@ FIRST_RELEASE = {"rid", "ticket", "prompt_token_ids", "stop", "ignore_eos", "pri
 
 
 def test_a_request_without_parameters_needs_no_field_that_was_added_later() -> None:
-    body = prefill_body(GenerationRequest(rid="r", prompt=(1, 2), sampling=SamplingParams()), "t")
+    body = prefill_body(GenerationRequest(rid="r", prompt=(1, 2), sampling=SamplingParams()), "t", knows_start=True)
     assert body.keys() <= FIRST_RELEASE
 
 
 def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() -> None:
     sampling = SamplingParams(
         temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1, max_tokens=2, min_tokens=1, stop_token_ids=(5,),
-        logprobs=1, prompt_logprobs=1, presence_penalty=-0.5, frequency_penalty=2.0, repetition_penalty=1.5,
-        logit_bias=((5, -100.0), (7, 0.25)),
+        logprobs=1, prompt_logprobs=1, prompt_logprobs_start=1, presence_penalty=-0.5, frequency_penalty=2.0,
+        repetition_penalty=1.5, logit_bias=((5, -100.0), (7, 0.25)),
     )  # fmt: skip
     request = GenerationRequest(
         rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s"
     )
-    body = prefill_body(request, "t")
+    body = prefill_body(request, "t", knows_start=True)
     there = msgspec.convert(body, PrefillBody)
     assert there.rid == "r"
     assert sampling_params(there, logprobs=there.logprobs, max_tokens=16, vocab_size=9) == sampling
