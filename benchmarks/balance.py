@@ -15,8 +15,9 @@ from statistics import mean
 from benchmarks.arguments import make_parser
 from benchmarks.report import console, print_table, run
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward, ReplicaOrder
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import Geometry

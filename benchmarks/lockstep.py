@@ -19,8 +19,9 @@ from benchmarks.ranks import TIMEOUT_S, Rank, Ranks
 from benchmarks.replica_step import forwards, started
 from benchmarks.report import console, print_table, run, spread
 from headrace.core.config import EngineConfig, ModelConfig, SchedulerConfig
-from headrace.core.messages.frontend import RequestFinished, Submit
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
+from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.types.packed import pack
 from headrace.core.types.request import Discard, SamplingParams

@@ -16,8 +16,9 @@ import msgspec
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, RequestFinished, Submit
+from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import Forward, Order, ReplicaOrder
+from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack

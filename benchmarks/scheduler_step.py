@@ -15,8 +15,9 @@ from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run, spread
 from headrace.core.config import SchedulerConfig
 from headrace.core.config.scheduler import Policy
-from headrace.core.messages.frontend import RequestFinished, Submit
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
+from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack

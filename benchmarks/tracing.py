@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run, spread
 from headrace.core.config import TracingConfig
-from headrace.core.messages.frontend import AnySchedulerReply, RequestTraced
+from headrace.core.messages.replies import AnySchedulerReply, RequestTraced
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
 from headrace.core.trace import RequestSpan

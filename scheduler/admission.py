@@ -1,7 +1,8 @@
 """Admission: a Submit becomes a request in the queues, or is refused with a typed error."""
 
-from headrace.core.messages.frontend import RequestFailed, Submit
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.request import FetchFrom, SendTo

@@ -19,10 +19,11 @@ from typing import Any
 
 import zmq
 
-from headrace.core.messages.frontend import SchedulerReply, Shutdown
+from headrace.core.messages.frontend import Shutdown
 from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
+from headrace.core.messages.replies import SchedulerReply
 from headrace.core.runtime.clock import LoopClock
 from headrace.core.runtime.event_loop import EventLoop, is_due
 from headrace.core.runtime.event_source import EventSource

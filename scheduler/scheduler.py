@@ -13,7 +13,6 @@ from headrace.core.messages.frontend import (
     AddPrefill,
     AnyFrontendRequest,
     Drain,
-    Drained,
     EndTrace,
     QueryStats,
     QueryStatus,
@@ -23,8 +22,6 @@ from headrace.core.messages.frontend import (
     Shutdown,
     StageLost,
     StartTrace,
-    StatsReply,
-    StatusReply,
     Submit,
 )
 from headrace.core.messages.kv_events import ReplicaKvEvent
@@ -45,6 +42,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.replies import Drained, StatsReply, StatusReply
 from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,

@@ -1,9 +1,9 @@
 """The stage group: stages that come up, plans that they have computed, a watchdog for those that they have not."""
 
-from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
+from headrace.core.messages.replies import EngineState, StageDown
 from headrace.core.messages.stage_events import PlanDone, StageLoading, StageReady, StageSilence
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo

@@ -12,7 +12,6 @@ import math
 
 from msgspec.structs import replace
 
-from headrace.core.messages.frontend import Reserved
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import (
     AskReserve,
@@ -20,6 +19,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.replies import Reserved
 from headrace.core.messages.stage_events import (
     ChunkReceived,
     KvReceived,

@@ -1,6 +1,6 @@
 """The results of plans: computed positions, sampled tokens, decoding here, and preemption when pages run out."""
 
-from headrace.core.messages.frontend import HiddenPart, Progress, Tokens
+from headrace.core.messages.replies import HiddenPart, Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
 from headrace.core.types.outcomes import DISCARDED

@@ -3,9 +3,10 @@
 Each data-parallel replica has a session of its own, as a reservation's pages are those of one pool.
 """
 
-from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePrefill
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.orders import CloseSession, OpenSession
 from headrace.core.messages.peers import ConnectPrefill, DisconnectPrefill, PrefillDown, PrefillUp
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.lifecycle.completion import Completion

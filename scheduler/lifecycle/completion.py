@@ -12,9 +12,9 @@ every plan in flight with the request is done
 ReleaseRequest           the lease and the metadata row end, here and nowhere else
 """
 
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.requests.record import Phase, Request

@@ -7,9 +7,9 @@ A request that is computed before its peer reserves is sent then, in chunks of a
 
 import msgspec
 
-from headrace.core.messages.frontend import Progress
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import EndPeer
+from headrace.core.messages.replies import Progress
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.geometry import ceil_div

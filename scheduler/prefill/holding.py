@@ -10,8 +10,8 @@ leases that kept theirs would make every other ticket wait. So a held request ma
 Therefore a request that has a row never waits for pages.
 """
 
-from headrace.core.messages.frontend import Held
 from headrace.core.messages.peers import PeerReleased, PeerRenewed
+from headrace.core.messages.replies import Held
 from headrace.core.types.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.record import Phase, Request

@@ -1,7 +1,6 @@
 """The rendezvous of a ticket's two halves: the prompt from a client, and the pages that a peer reserves. Either may
 come first."""
 
-from headrace.core.messages.frontend import Progress
 from headrace.core.messages.orders import AdmitPeer, DropPeer
 from headrace.core.messages.peers import (
     PeerCancelled,
@@ -12,6 +11,7 @@ from headrace.core.messages.peers import (
     TellFailed,
     TellFinished,
 )
+from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import (
     DRAINING,
     LEASE_EXPIRED,

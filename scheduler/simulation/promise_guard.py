@@ -1,9 +1,10 @@
 """Checks what a server has promised: cancels that end a request, leases, releases, and final replies to peers."""
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, Held, RequestFailed, SchedulerReply, Submit
+from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import Forward, Order, PrepareReceive, ReleaseRequest, ReplicaOrder, SendChunk
 from headrace.core.messages.peers import PeerRenewed, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.replies import Held, RequestFailed, SchedulerReply
 from headrace.core.types.errors import LEASE_EXPIRED, NO_PEER
 from headrace.core.types.request import SendTo
 from headrace.scheduler.state.events import Effect, Event

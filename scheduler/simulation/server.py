@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, SchedulerReply, Submit, Tokens
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
+from headrace.core.messages.replies import RequestFailed, RequestFinished, SchedulerReply, Tokens
 from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, Reserved, SchedulerReply, Submit
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
+from headrace.core.messages.replies import RequestFailed, Reserved, SchedulerReply
 from headrace.core.types.backends import SHM, ZMQ
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack

@@ -1,6 +1,6 @@
 """The scheduler's events and effects, as unions of all messages that it takes and gives."""
 
-from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
+from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.messages.kv_events import KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, ReplicaOrder
@@ -19,6 +19,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.messages.stage_events import AnyStageEvent, StageProgress, StageSilence
 
 ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled

@@ -5,8 +5,9 @@ StartTrace ─► StartRecording to the stages (again to a group that comes up m
                                                                                     RecordingStopped ─► StageTraced
 """
 
-from headrace.core.messages.frontend import EndTrace, StageTraced, StartTrace, Traced
+from headrace.core.messages.frontend import EndTrace, StartTrace
 from headrace.core.messages.orders import StartRecording, StopRecording
+from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.messages.stage_events import RecordingStopped
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.trace_log import TraceLog

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from headrace.core.messages.frontend import Progress, RefuseTicket, ReleaseTicket, Tokens
+from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
+from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
 from headrace.core.types.request import SamplingParams

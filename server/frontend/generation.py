@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.messages.frontend import Held, HiddenPart, Progress, RequestFinished, Reserved, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import Held, HiddenPart, Progress, RequestFinished, Reserved, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
 from headrace.core.types.draft import HiddenStates

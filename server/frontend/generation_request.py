@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import ErrorInfo

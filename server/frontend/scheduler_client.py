@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from headrace.core.messages.frontend import (
-    Abort,
-    AnyFrontendRequest,
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, QueryStats, Submit
+from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
@@ -23,7 +22,6 @@ from headrace.core.messages.frontend import (
     HiddenPart,
     PrefillState,
     Progress,
-    QueryStats,
     RequestFailed,
     RequestFinished,
     RequestTraced,
@@ -33,7 +31,6 @@ from headrace.core.messages.frontend import (
     StageTraced,
     StatsReply,
     StatusReply,
-    Submit,
     Tokens,
     Traced,
 )

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.core.messages.frontend import AnyFrontendRequest, AnySchedulerReply
+from headrace.core.messages.frontend import AnyFrontendRequest
+from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
 

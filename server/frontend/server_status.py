@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from headrace.core.config import Config
-from headrace.core.messages.frontend import PrefillState, StageDown
+from headrace.core.messages.replies import PrefillState, StageDown
 from headrace.core.runtime.clock import Clock, wall_time
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
 from headrace.core.types.errors import ErrorInfo

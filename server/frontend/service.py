@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from headrace.core.config import Config, ServerConfig
-from headrace.core.messages.frontend import AnyFrontendRequest, Drain, PrefillState, Shutdown, StageDown, StageLost
+from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageLost
+from headrace.core.messages.replies import PrefillState, StageDown
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.messages.frontend import AnyFrontendRequest, QueryStatus, StatusReply
+from headrace.core.messages.frontend import AnyFrontendRequest, QueryStatus
+from headrace.core.messages.replies import StatusReply
 from headrace.core.runtime.clock import Clock
 from headrace.core.status import SchedulerStatus
 

@@ -7,19 +7,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.core.messages.frontend import (
-    AnyFrontendRequest,
+from headrace.core.messages.frontend import AnyFrontendRequest, StageLost
+from headrace.core.messages.membership import JoinProgress
+from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
+from headrace.core.messages.replies import (
     AnySchedulerReply,
     RequestTraced,
     ServerInfo,
     StageDown,
-    StageLost,
     StagePools,
     StatsReply,
     Traced,
 )
-from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import (
     AnyStageEvent,
     StageFailed,

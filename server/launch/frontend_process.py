@@ -9,7 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from headrace.core.config import Config
-from headrace.core.messages.frontend import StageDown
+from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.process import max_http_connections, say
 from headrace.core.runtime.process_activity import read_activity

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.messages.frontend import StageDown
+from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import GROUP_ENDED_STATUS, module_command

@@ -21,7 +21,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from headrace.core.config import TracingConfig
-from headrace.core.messages.frontend import RequestTraced
+from headrace.core.messages.replies import RequestTraced
 from headrace.core.runtime.clock import wall_time
 from headrace.core.trace import RequestSpan
 from headrace.core.types.named_values import named_values

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.core.messages.frontend import RequestTraced
+from headrace.core.messages.replies import RequestTraced
 from headrace.core.stats import Sample
 from headrace.server.telemetry.spans import AnySpan
 

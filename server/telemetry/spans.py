@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.messages.frontend import RequestTraced
+from headrace.core.messages.replies import RequestTraced
 from headrace.core.types.request import SamplingParams, Usage
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StageTraced, StartTrace, Traced
+from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StartTrace
+from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.trace import SchedulerTrace
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 

@@ -20,7 +20,8 @@ import httpx
 import msgspec
 
 from headrace.core.config import Routing
-from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, PrefillState, RemovePrefill
+from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, RemovePrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock

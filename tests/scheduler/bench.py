@@ -3,9 +3,10 @@
 from typing import TypeVar
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, AddPrefill, RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.orders import Forward, SendChunk
 from headrace.core.messages.peers import PeerJoined, PeerReserved, PrefillUp
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import (
     ChunkAcked,
     PlanDone,

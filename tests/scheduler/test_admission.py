@@ -2,9 +2,10 @@
 
 import pytest
 
-from headrace.core.messages.frontend import Drain, Drained, EngineState, QueryStats, RequestFailed, Shutdown, StatsReply
+from headrace.core.messages.frontend import Drain, QueryStats, Shutdown
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import TellFailed
+from headrace.core.messages.replies import Drained, EngineState, RequestFailed, StatsReply
 from headrace.core.types.request import AnyRoute, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, none, only
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.core.messages.frontend import RequestFailed
 from headrace.core.messages.orders import Forward, PrepareReceive, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import TellFailed
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.messages.stage_events import KvReceived, PlanDone, SampledToken
 from headrace.core.types.request import FetchFrom, FirstToken, PromptPosting, SendTo
 from headrace.scheduler.scheduler import Effect

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.messages.frontend import RequestFailed
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.costs.chunking import Cost

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from headrace.core.messages.frontend import AddPrefill, AnySchedulerReply, PrefillState, Submit
+from headrace.core.messages.frontend import AddPrefill, Submit
+from headrace.core.messages.replies import AnySchedulerReply, PrefillState
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, reserving, running, saying

@@ -14,15 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from headrace.core.config import Config, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig
-from headrace.core.messages.frontend import (
-    Abort,
-    AnyFrontendRequest,
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Drain, QueryStats, QueryStatus, Submit
+from headrace.core.messages.replies import (
     AnySchedulerReply,
-    Drain,
     Drained,
     EngineState,
-    QueryStats,
-    QueryStatus,
     RequestFailed,
     RequestFinished,
     Reserved,
@@ -30,7 +26,6 @@ from headrace.core.messages.frontend import (
     StagePools,
     StatsReply,
     StatusReply,
-    Submit,
     Tokens,
 )
 from headrace.core.runtime.clock import Clock

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.messages.frontend import RequestFinished
+from headrace.core.messages.replies import RequestFinished
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration

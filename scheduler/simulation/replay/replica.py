@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -14,6 +14,7 @@ from headrace.core.messages.kv_events import (
 )
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack

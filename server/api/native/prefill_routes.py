@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import Config, KvEventsConfig, ServerConfig
-from headrace.core.messages.frontend import Progress, Tokens
+from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.server.api.description import replies

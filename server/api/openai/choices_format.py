@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import ChoiceForm

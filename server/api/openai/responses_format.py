@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import prompt_logprobs

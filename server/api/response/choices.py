@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.types.request import TokenLogprob
 from headrace.server.frontend.completions import Completions
 from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult

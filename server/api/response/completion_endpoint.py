@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget

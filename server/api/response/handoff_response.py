@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.messages.frontend import Tokens
+from headrace.core.messages.replies import Tokens
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.server.api.request.schema import SamplingBody
 from headrace.server.api.response.choices import Choice, Output, run_all

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from headrace.core.messages.frontend import Progress
+from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output, positions

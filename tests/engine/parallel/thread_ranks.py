@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig, SchedulerConfig
-from headrace.core.messages.frontend import Abort, RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import (
     AnyOrder,
     DropPeer,
@@ -33,6 +33,7 @@ from headrace.core.messages.orders import (
     ReplicaOrder,
     ShutdownStage,
 )
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec

@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.core.messages.frontend import HiddenPart, RequestFinished, Tokens
 from headrace.core.messages.orders import Forward, SendChunk
+from headrace.core.messages.replies import HiddenPart, RequestFinished, Tokens
 from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
 from headrace.core.types.draft import Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.request import DecodeHere, Discard, FirstToken, SendTo

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.frontend import Progress, RequestFinished
 from headrace.core.messages.orders import Forward, ReleaseRequest
+from headrace.core.messages.replies import Progress, RequestFinished
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
 from headrace.core.types.request import Discard, TokenLogprob
 from tests.scheduler.bench import Bench, ids, only

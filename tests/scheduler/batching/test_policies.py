@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.messages.frontend import RequestFinished, Submit
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
+from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
 from headrace.core.types.request import DecodeHere, Discard, SamplingParams

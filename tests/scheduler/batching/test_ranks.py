@@ -1,7 +1,7 @@
 """Tensor-parallel shards under the scheduler: whose reports end a plan, whose acknowledgements a handoff waits for."""
 
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, StageDown
 from headrace.core.messages.orders import CancelSend, ReleaseRequest, SendChunk
+from headrace.core.messages.replies import RequestFailed, RequestFinished, StageDown
 from headrace.core.messages.stage_events import PlanDone, SampledToken, SendCancelled, StageReady
 from headrace.core.types.request import SendTo
 from tests.scheduler.bench import PAGE, Bench, geometry

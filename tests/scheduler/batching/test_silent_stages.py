@@ -1,7 +1,7 @@
 """Stages that do not answer and are not dead: requests wait, peers are not blamed, a long pass is no hang."""
 
-from headrace.core.messages.frontend import EngineState, StageDown
 from headrace.core.messages.peers import EndPeer
+from headrace.core.messages.replies import EngineState, StageDown
 from headrace.core.messages.stage_events import StageProgress, StageSilence
 from headrace.core.types.request import SendTo
 from tests.scheduler.bench import Bench, none, only

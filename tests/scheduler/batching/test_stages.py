@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.messages.frontend import EngineState, RequestFailed, StageDown
 from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import (
     AdmitPeer,
@@ -16,6 +15,7 @@ from headrace.core.messages.orders import (
     SendChunk,
 )
 from headrace.core.messages.peers import AskCancel, EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed
+from headrace.core.messages.replies import EngineState, RequestFailed, StageDown
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageLoading, StageReady
 from headrace.core.types.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only

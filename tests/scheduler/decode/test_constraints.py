@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.core.messages.frontend import RequestFailed
 from headrace.core.messages.orders import Forward, PrepareReceive
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.messages.stage_events import KvReceived, PlanDone, SampledToken
 from headrace.core.types.constraint import Constraint, GrammarRejection, GrammarStart
 from headrace.core.types.packed import pack

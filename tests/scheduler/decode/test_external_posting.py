@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket, RequestFailed
+from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, PeerReleased, PeerReserved, TellFailed
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.request import FetchFrom, PromptPosting

@@ -5,14 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.messages.frontend import (
-    PrefillState,
-    RemovePrefill,
-    RequestFailed,
-    RequestFinished,
-    Reserved,
-    Tokens,
-)
+from headrace.core.messages.frontend import RemovePrefill
 from headrace.core.messages.orders import (
     CancelReceive,
     CloseSession,
@@ -32,6 +25,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
+from headrace.core.messages.replies import PrefillState, RequestFailed, RequestFinished, Reserved, Tokens
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, TokenLogprob

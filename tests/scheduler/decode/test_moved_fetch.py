@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.core.messages.frontend import Abort, Drain, Drained, RemovePrefill, RequestFailed
+from headrace.core.messages.frontend import Abort, Drain, RemovePrefill
 from headrace.core.messages.orders import CancelReceive, PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskReserve, PrefillDown, TicketFailed, TicketFinished
+from headrace.core.messages.replies import Drained, RequestFailed
 from headrace.core.messages.stage_events import KvReceived, ReceiveCancelled, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, SendTo

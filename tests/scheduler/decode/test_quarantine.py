@@ -2,7 +2,6 @@
 
 import pytest
 
-from headrace.core.messages.frontend import RequestFailed, StageDown
 from headrace.core.messages.orders import CloseSession, DropPeer, OpenSession, PrepareReceive, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import (
     AskCancel,
@@ -16,6 +15,7 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
 )
+from headrace.core.messages.replies import RequestFailed, StageDown
 from headrace.core.messages.stage_events import KvReceived, PeerLost, SessionClosed, StageFailed
 from headrace.core.types.backends import NIXL, SHM
 from headrace.core.types.errors import ErrorInfo

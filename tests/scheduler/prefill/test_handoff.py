@@ -1,8 +1,9 @@
 """The handoff to a decode peer: which chunks are sent, and how requests end."""
 
-from headrace.core.messages.frontend import Abort, Progress, RequestFailed, RequestFinished, Tokens
+from headrace.core.messages.frontend import Abort
 from headrace.core.messages.orders import CancelSend, Forward, ReleaseRequest, SendChunk
 from headrace.core.messages.peers import EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed, TellFinished
+from headrace.core.messages.replies import Progress, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import SendFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Discard, SendTo

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.messages.frontend import Abort, Drain, Drained, Held, RequestFailed
+from headrace.core.messages.frontend import Abort, Drain
 from headrace.core.messages.orders import CancelSend, SendChunk
 from headrace.core.messages.peers import (
     PeerCancelled,
@@ -13,6 +13,7 @@ from headrace.core.messages.peers import (
     TellFailed,
     TellFinished,
 )
+from headrace.core.messages.replies import Drained, Held, RequestFailed
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Discard, SendTo

@@ -1,8 +1,9 @@
 """Computing before the peer has reserved, within bounds."""
 
-from headrace.core.messages.frontend import Drain, Held
+from headrace.core.messages.frontend import Drain
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import TellFailed, TellFinished
+from headrace.core.messages.replies import Held
 from tests.scheduler.bench import Bench, none, only
 from tests.scheduler.prefill.test_rendezvous import send_to
 

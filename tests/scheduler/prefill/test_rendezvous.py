@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.core.messages.frontend import Progress, RequestFailed
 from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, Forward, SendChunk
 from headrace.core.messages.peers import PeerCancelled, PeerGone, PeerRenewed, TellCancelled, TellFailed
+from headrace.core.messages.replies import Progress, RequestFailed
 from headrace.core.types.request import SendTo
 from tests.scheduler.bench import Bench, none, only
 

@@ -1,7 +1,7 @@
 """Handoff from one of several replicas: acknowledgements of its ranks, and of no others (S7)."""
 
-from headrace.core.messages.frontend import RequestFinished
 from headrace.core.messages.orders import CancelSend, ReplicaOrder, SendChunk
+from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import ChunkAcked, SendCancelled, SendFailed
 from headrace.core.types.request import SendTo
 from tests.scheduler.bench import Bench, none

@@ -14,9 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import RequestFailed, Submit, Tokens
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Order, SendChunk
 from headrace.core.messages.peers import PeerJoined, PeerReserved, TellFailed
+from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.request import SamplingParams, SendTo

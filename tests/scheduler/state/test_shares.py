@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.frontend import RequestFailed
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import PeerGone, TellFailed
+from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.request import Discard, SendTo
 from headrace.scheduler.state.shares import Shares
 from tests.scheduler.bench import Bench, none, only

@@ -1,7 +1,7 @@
 """The spans that the scheduler reports of a request that is part of a distributed trace."""
 
-from headrace.core.messages.frontend import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.messages.orders import SendChunk
+from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.trace import RequestSpan
 from headrace.core.types.request import DecodeHere, Discard, SendTo

@@ -2,8 +2,9 @@
 
 import pytest
 
-from headrace.core.messages.frontend import QueryStatus, StatusReply
+from headrace.core.messages.frontend import QueryStatus
 from headrace.core.messages.peers import PeerGone
+from headrace.core.messages.replies import StatusReply
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.status import SchedulerStatus, StageSpans
 from headrace.core.types.request import Discard, SendTo

@@ -4,8 +4,9 @@ from collections import defaultdict
 
 import pytest
 
-from headrace.core.messages.frontend import EndTrace, StageTraced, StartTrace, Traced
+from headrace.core.messages.frontend import EndTrace, StartTrace
 from headrace.core.messages.orders import StartRecording, StopRecording
+from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.messages.stage_events import RecordingStopped, StageFailed
 from headrace.core.trace import PhaseTrace, SchedulerTrace
 from headrace.core.types.request import Discard, SendTo

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import Abort, Submit, Tokens
+from headrace.core.messages.frontend import Abort, Submit
+from headrace.core.messages.replies import Tokens
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, in_loop, listening, running
 

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import AnySchedulerReply, EngineState, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import AnySchedulerReply, EngineState, Tokens
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Discard

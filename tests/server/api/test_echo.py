@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AnySchedulerReply, RequestFinished, Submit
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import AnySchedulerReply, RequestFinished
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import TokenLogprob
 from headrace.server.tokenizer.tokenizer import Tokenizer

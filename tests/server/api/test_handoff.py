@@ -7,16 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import (
-    Abort,
-    AnySchedulerReply,
-    EngineState,
-    Held,
-    RefuseTicket,
-    RequestFailed,
-    Submit,
-    Tokens,
-)
+from headrace.core.messages.frontend import Abort, RefuseTicket, Submit
+from headrace.core.messages.replies import AnySchedulerReply, EngineState, Held, RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.request import Discard, SendTo, Timing, Usage

@@ -10,7 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AnySchedulerReply, Held, HiddenPart, Reserved, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import AnySchedulerReply, Held, HiddenPart, Reserved, Tokens
 from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.packed import packed_length
 from headrace.core.types.request import FetchFrom, Timing, Usage

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.frontend import AnySchedulerReply, Submit
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import TokenLogprob
 from headrace.server.api.response import large_json

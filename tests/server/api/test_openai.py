@@ -5,7 +5,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import Abort, Progress, Submit, Tokens
+from headrace.core.messages.frontend import Abort, Submit
+from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import DecodeHere

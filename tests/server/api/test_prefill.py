@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.messages.frontend import Abort, AnySchedulerReply, Held, Progress, Submit, Tokens
+from headrace.core.messages.frontend import Abort, Submit
+from headrace.core.messages.replies import AnySchedulerReply, Held, Progress, Tokens
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack

@@ -7,7 +7,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.core.messages.frontend import Held, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import Held, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import Timing, Usage
 from headrace.server.telemetry.routes import PROMPT_ROUTES

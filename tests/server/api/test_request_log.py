@@ -7,7 +7,8 @@ import re
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import RequestFailed, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.request_context import RequestContext
 from headrace.server.frontend.request_log import REFUSALS_AT_ONCE, RequestLog, RequestRecord

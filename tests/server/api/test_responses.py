@@ -6,7 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from headrace.core.messages.frontend import RefuseTicket, RequestFailed, Submit, Tokens
+from headrace.core.messages.frontend import RefuseTicket, Submit
+from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import SendTo

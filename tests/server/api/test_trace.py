@@ -6,7 +6,8 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StageTraced, StartTrace, Traced
+from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StartTrace
+from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.trace import SchedulerTrace, StageTrace
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.tokenizer.tokenizer import Tokenizer

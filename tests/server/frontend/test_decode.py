@@ -7,7 +7,8 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import Abort, AddPrefill, AnySchedulerReply, Submit, Tokens
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
+from headrace.core.messages.replies import AnySchedulerReply, Tokens
 from headrace.core.types.request import DecodeHere, FetchFrom, SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, ONE, Prefills, decode, fetched, until_ready, welcoming

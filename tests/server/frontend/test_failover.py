@@ -10,15 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import (
-    Abort,
-    AddPrefill,
-    AnySchedulerReply,
-    PrefillState,
-    RequestFailed,
-    Reserved,
-    Submit,
-)
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
+from headrace.core.messages.replies import AnySchedulerReply, PrefillState, RequestFailed, Reserved
 from headrace.core.runtime.clock import Clock, SystemClock, VirtualClock
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.request import DecodeHere

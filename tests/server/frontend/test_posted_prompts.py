@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.core.messages.frontend import (
-    Abort,
-    AddPrefill,
-    AnySchedulerReply,
-    EngineState,
-    PrefillState,
-    ReleaseTicket,
-    RemovePrefill,
-    RequestFailed,
-    Submit,
-    Tokens,
-)
+from headrace.core.messages.frontend import Abort, AddPrefill, ReleaseTicket, RemovePrefill, Submit
+from headrace.core.messages.replies import AnySchedulerReply, EngineState, PrefillState, RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import DecodeHere, FetchFrom

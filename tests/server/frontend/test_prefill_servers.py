@@ -4,7 +4,8 @@ import asyncio
 
 import httpx
 
-from headrace.core.messages.frontend import AddPrefill, PrefillState, RemovePrefill, Submit
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill, Submit
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.request import FetchFrom
 from headrace.server.tokenizer.tokenizer import Tokenizer

@@ -10,8 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AddPrefill, AnySchedulerReply, Submit
+from headrace.core.messages.frontend import AddPrefill, Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored
+from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
 from headrace.scheduler.routing.prompt_pages import page_names

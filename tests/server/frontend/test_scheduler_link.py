@@ -6,14 +6,8 @@ import socket
 
 import pytest
 
-from headrace.core.messages.frontend import (
-    AnyFrontendRequest,
-    AnySchedulerReply,
-    Drained,
-    QueryStats,
-    Shutdown,
-    StatsReply,
-)
+from headrace.core.messages.frontend import AnyFrontendRequest, QueryStats, Shutdown
+from headrace.core.messages.replies import AnySchedulerReply, Drained, StatsReply
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.stats import Stats

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import EngineState, PrefillState, QueryStatus, StageDown, StatusReply
+from headrace.core.messages.frontend import QueryStatus
+from headrace.core.messages.replies import EngineState, PrefillState, StageDown, StatusReply
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
 from headrace.core.types.errors import ErrorInfo

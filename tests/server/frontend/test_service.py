@@ -6,17 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.messages.frontend import (
-    Abort,
-    AddPrefill,
-    Drain,
-    EngineState,
-    QueryStats,
-    Shutdown,
-    StageLost,
-    Submit,
-    Tokens,
-)
+from headrace.core.messages.frontend import Abort, AddPrefill, Drain, QueryStats, Shutdown, StageLost, Submit
+from headrace.core.messages.replies import EngineState, Tokens
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import ErrorInfo, HeadraceError

@@ -9,16 +9,9 @@ import httpx
 import pytest
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import (
-    Abort,
-    AnyFrontendRequest,
-    AnySchedulerReply,
-    RequestFailed,
-    RequestFinished,
-    SchedulerReply,
-    Submit,
-)
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Submit
 from headrace.core.messages.orders import Forward
+from headrace.core.messages.replies import AnySchedulerReply, RequestFailed, RequestFinished, SchedulerReply
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.errors import ErrorInfo, HeadraceError

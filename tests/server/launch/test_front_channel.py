@@ -5,16 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.core.messages.frontend import (
-    AnyFrontendRequest,
-    AnySchedulerReply,
-    EngineState,
-    ServerInfo,
-    StageDown,
-    StageLost,
-    StagePools,
-    StatsReply,
-)
+from headrace.core.messages.frontend import AnyFrontendRequest, StageLost
+from headrace.core.messages.replies import AnySchedulerReply, EngineState, ServerInfo, StageDown, StagePools, StatsReply
 from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.core.messages.frontend import StageDown
+from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.process import GROUP_ENDED_STATUS
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout

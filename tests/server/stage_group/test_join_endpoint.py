@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 import zmq
 
-from headrace.core.messages.frontend import StageDown
 from headrace.core.messages.membership import (
     AnyJoinReply,
     GroupEnded,
@@ -17,6 +16,7 @@ from headrace.core.messages.membership import (
     JoinRequest,
 )
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, stage_identity
+from headrace.core.messages.replies import StageDown
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Stats

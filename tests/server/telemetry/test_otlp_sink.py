@@ -10,7 +10,7 @@ from opentelemetry.semconv.attributes import error_attributes, http_attributes, 
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from headrace.core.config import TracingConfig
-from headrace.core.messages.frontend import RequestTraced
+from headrace.core.messages.replies import RequestTraced
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.trace import RequestSpan
 from headrace.core.types.request import HandoffStats, SamplingParams, Usage

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from headrace.core.messages.frontend import RequestTraced
+from headrace.core.messages.replies import RequestTraced
 from headrace.core.trace import RequestSpan
 from headrace.core.types.request import Usage
 from headrace.server.telemetry.span_exporter import BATCH, SpanExporter

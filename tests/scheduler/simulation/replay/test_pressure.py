@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, Held, RequestFailed, RequestFinished, Submit, Tokens
+from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import Forward, Order, SendChunk
 from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.messages.replies import Held, RequestFailed, RequestFinished, Tokens
 from headrace.core.stats import HistogramSample
 from headrace.core.types.errors import NO_PEER, ErrorInfo
 from headrace.core.types.geometry import Geometry, ceil_div

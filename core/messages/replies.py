@@ -1,0 +1,227 @@
+"""Messages of the scheduler to the front end (msgpack)."""
+
+import msgspec
+
+from headrace.core.stats import Stats
+from headrace.core.status import SchedulerStatus
+from headrace.core.trace import RequestSpan, SchedulerTrace
+from headrace.core.types.draft import DraftTokens, HiddenStates
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
+
+
+class SchedulerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Base of the scheduler's messages to the front end."""
+
+
+class EngineState(SchedulerReply, frozen=True, kw_only=True):
+    """Whether the stages would serve a request. Sent on every change."""
+
+    ready: bool
+    """Every stage has loaded and warmed up, and no drain was requested."""
+    reason: str = ""
+    """Why not, in words; "" while it is not known."""
+
+
+class StagePools(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stages reported once all of them were ready."""
+
+    fingerprint: str
+    """Of the model (see headrace.engine.model.fingerprint); the same on every stage."""
+    kv_pages: int
+    """Pages of the smallest KV pool."""
+    data_endpoints: tuple[str, ...]
+    """tcp://HOST:PORT of the data socket of each rank that offers KV, in rank order."""
+    data_ranks: tuple[int, ...] = ()
+    """Their ranks."""
+
+
+class ServerInfo(SchedulerReply, frozen=True, kw_only=True):
+    """Identity and addresses of this server. Sent when the scheduler process starts, and whenever a group of stages has
+    become ready, before the EngineState that says so."""
+
+    instance: str
+    """Random id of this run of the server, 32 hexadecimal digits."""
+    control_port: int
+    """TCP port of the control endpoint; 0 in roles without one."""
+    stages: StagePools | None = None
+    """None until all stages were ready for the first time."""
+
+
+class StageDown(SchedulerReply, frozen=True, kw_only=True):
+    """A stage has failed or fell silent: its group has to be started again."""
+
+    stage: int
+    message: str
+    epoch: int
+    """Number of the group's start."""
+
+    served: bool = False
+    """The group has computed a plan, or has failed because of another server: such restarts are not counted."""
+
+
+class PrefillState(SchedulerReply, frozen=True, kw_only=True):
+    """A prefill server's control endpoint was reached, refused us, or fell silent."""
+
+    name: str
+    up: bool
+    reason: str = ""
+    unfit: bool = False
+    """The two servers do not fit each other, so that waiting for it does not help."""
+
+
+class Reserved(SchedulerReply, frozen=True, kw_only=True):
+    """Route FetchFrom: pages are leased here and reserved at the prefill server; post the prompt now."""
+
+    rid: str
+
+
+class Progress(SchedulerReply, frozen=True, kw_only=True):
+    """Progress of a request that asked for it."""
+
+    rid: str
+    phase: str
+    """bootstrapped, computing or transferring"""
+
+    done: int
+    """Prompt tokens that are computed."""
+
+    total: int
+    """Prompt tokens."""
+
+
+class Tokens(SchedulerReply, frozen=True, kw_only=True):
+    """New tokens of a request, in order."""
+
+    rid: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry per token, where asked for."""
+
+    draft: DraftTokens | None = None
+    """Of the first token, where asked for."""
+
+
+class HiddenPart(SchedulerReply, frozen=True, kw_only=True):
+    """Hidden states of a request that asked for them, in the order of their positions. Those of the prompt come before
+    its end is reported, or that it is held."""
+
+    rid: str
+    states: HiddenStates
+
+
+class Held(SchedulerReply, frozen=True, kw_only=True):
+    """The prompt of a held request (SendTo.hold) is computed. RequestFinished or RequestFailed follows when its KV is
+    fetched or released."""
+
+    rid: str
+    lease_s: float
+    """Seconds that a peer has to reserve the ticket or renew the lease; 0 when one has reserved already."""
+
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
+    """A request has ended well; all its tokens were sent in Tokens before."""
+
+    rid: str
+    reason: str
+    usage: Usage
+    timing: Timing
+    handoff: HandoffStats = HandoffStats()
+    peer: str = ""
+    """Name of the decode server that the KV went to."""
+
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
+    """A request has failed."""
+
+    rid: str
+    error: ErrorInfo
+
+
+class RequestTraced(SchedulerReply, frozen=True, kw_only=True):
+    """The spans of a request that was submitted with a traceparent. Sent at its end, before that is reported."""
+
+    rid: str
+    traceparent: str
+    spans: tuple[RequestSpan, ...]
+    """In order of their ends."""
+
+    dropped: int = 0
+    """Spans beyond the limit for one request."""
+
+    usage: Usage
+    handoff: HandoffStats = HandoffStats()
+    peer: str = ""
+    """Name of the server at the other end of its transfer."""
+
+    error: str = ""
+    """Code of what it failed with."""
+
+    paused_s: float = 0.0
+    """Seconds that the times are behind the machine's monotonic clock (LoopClock)."""
+
+
+class Drained(SchedulerReply, frozen=True, kw_only=True):
+    """No request is left."""
+
+
+class StatsReply(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to QueryStats with the same token."""
+
+    token: int
+    stats: Stats
+    experts: tuple[ExpertLoad, ...] = ()
+    """Rows per expert, of every rank that has experts."""
+
+
+class StatusReply(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to QueryStatus with the same token."""
+
+    token: int
+    status: SchedulerStatus
+
+
+class Traced(SchedulerReply, frozen=True, kw_only=True):
+    """The scheduler's part of a recording."""
+
+    trace: int
+    scheduler: SchedulerTrace
+    paused_s: float = 0.0
+    """Seconds that the times of this part are behind the machine's monotonic clock (LoopClock)."""
+
+
+class StageTraced(SchedulerReply, frozen=True, kw_only=True):
+    """A stage's part of a recording."""
+
+    trace: int
+    stage: int
+    spans: bytes
+    """An encoded headrace.core.trace.StageTrace."""
+
+
+AnySchedulerReply = (
+    EngineState
+    | ServerInfo
+    | StageDown
+    | PrefillState
+    | Reserved
+    | Progress
+    | Tokens
+    | HiddenPart
+    | Held
+    | RequestFinished
+    | RequestFailed
+    | RequestTraced
+    | Drained
+    | StatsReply
+    | StatusReply
+    | Traced
+    | StageTraced
+)
