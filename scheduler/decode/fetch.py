@@ -13,12 +13,7 @@ import math
 from msgspec.structs import replace
 
 from headrace.core.messages.orders import PrepareReceive
-from headrace.core.messages.peers import (
-    AskReserve,
-    TicketCancelled,
-    TicketFailed,
-    TicketFinished,
-)
+from headrace.core.messages.peers import AskReserve, TicketCancelled, TicketFailed, TicketFinished
 from headrace.core.messages.replies import Reserved
 from headrace.core.messages.stage_events import (
     ChunkReceived,

@@ -34,8 +34,9 @@ from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
 from headrace.scheduler.scheduler import Event, Scheduler
-from headrace.server.launch.channels import FrontChannel, FrontEndGone, StageChannel
 from headrace.server.launch.control_clients import ControlClients
+from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
+from headrace.server.launch.stage_channel import StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 from headrace.server.stage_group.registry import StageRegistry

@@ -39,11 +39,12 @@ from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit,
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
+from headrace.server.launch.child_process import Child, StartFailed
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
-from headrace.server.launch.supervisor import Child, StartFailed, Supervisor
+from headrace.server.launch.supervisor import Supervisor
 from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
 

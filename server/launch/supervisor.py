@@ -13,21 +13,18 @@ requests.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
-
-import msgspec
 
 from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
-from headrace.core.runtime.process import GROUP_ENDED_STATUS, module_command
+from headrace.core.runtime.process import GROUP_ENDED_STATUS
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
+from headrace.server.launch.child_process import Child, StartFailed, all_started
 
 log = logging.getLogger(__name__)
 
@@ -35,101 +32,9 @@ MAX_RESTARTS = 5  # in a row, of groups that completed no plan
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0  # between starts that fail
 STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
-END_TIMEOUT_S = 5.0
-HURRIED_TIMEOUT_S = 0.5  # the same once the server is to end at once
 CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
-NO_RESOURCES = (OSError, RuntimeError)  # of starting a process, and of the thread in which asyncio waits for it
-# Turns that an OpenMP thread waits for the others before it sleeps, some 50 to 150 µs. By default it is a hundred times
-# as many: on cores that others use, too, it keeps the thread that it waits for from running.
-SPINS = "3000"
-
-
-class StartFailed(Exception):
-    """A child process cannot be started now; the message says why."""
-
-
-class Child:
-    """One child process: `python -m module PARENT`, with its configuration as JSON on standard input.
-
-    Args:
-        module: to run.
-        config: for standard input.
-        threads: OMP_NUM_THREADS.
-        environment: variables besides those of this process.
-        descriptors: open file descriptors that the child inherits.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        config: msgspec.Struct,
-        *,
-        threads: int,
-        environment: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        self._module = module
-        self._descriptors = descriptors
-        self._config = msgspec.json.encode(config)
-        # One thread count for every library with a pool of its own; tokenizers must not add another one.
-        own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
-        self._environment = {**waiting, **os.environ, **own, **(environment or {})}
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Start the process and write its configuration. Raises StartFailed."""
-        # A session of its own: Ctrl-C in a terminal reaches the parent only, which ends its children in order.
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *module_command(self._module, str(os.getpid())),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=self._descriptors,
-                env=self._environment,
-            )
-        except NO_RESOURCES as error:
-            raise StartFailed(f"{self._module} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already: wait() tells
-            self._process.stdin.write(self._config)
-            await self._process.stdin.drain()
-        self._process.stdin.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the started process."""
-        assert self._process is not None
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Wait for the exit. Returns the status; negative for the signal that killed it."""
-        assert self._process is not None
-        return await self._process.wait()
-
-    async def kill(self) -> None:
-        """Kill it with SIGKILL, which works on a stopped process, too, and wait for the exit."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just exited
-                self._process.kill()
-            await self._process.wait()
-
-    async def end(self, hurry: asyncio.Event) -> None:
-        """Wait for the exit; kill it after END_TIMEOUT_S, or HURRIED_TIMEOUT_S after hurry was set."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        exited = asyncio.ensure_future(self._process.wait())
-        hurried = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait((exited, hurried), timeout=END_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        if hurried.done():
-            await asyncio.wait((exited,), timeout=HURRIED_TIMEOUT_S)
-        hurried.cancel()
-        if not exited.done():
-            log.warning("%s does not exit; killing it", self._module)
-            await self.kill()
-        await exited
 
 
 class Supervisor:
@@ -169,7 +74,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start the scheduler and the first group of stages. Raises StartFailed, with no child left running."""
         try:
-            await _all_started([self._scheduler, *self._group.stages])
+            await all_started([self._scheduler, *self._group.stages])
         except StartFailed:
             await asyncio.gather(self._scheduler.kill(), self._group.kill())
             raise
@@ -258,7 +163,7 @@ class Supervisor:
                 async with self._starting:
                     self._epoch += 1
                     self._group = _Group(self._epoch, _made(make_stages, self._epoch))
-                    await _all_started(self._group.stages)
+                    await all_started(self._group.stages)
                     return
             except StartFailed as error:
                 await self._group.kill()
@@ -344,11 +249,3 @@ def _made(make_stages: Callable[[int], list[Child]], epoch: int) -> list[Child]:
         return make_stages(epoch)
     except OSError as error:
         raise StartFailed(f"the stages cannot be started: {error}") from error
-
-
-async def _all_started(children: Sequence[Child]) -> None:
-    """Start them at the same time; those that can be started are, when this raises StartFailed."""
-    results = await asyncio.gather(*(child.start() for child in children), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result

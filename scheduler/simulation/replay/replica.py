@@ -5,13 +5,7 @@ from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Submit
-from headrace.core.messages.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KvEventMessage,
-    ReplicaKvEvent,
-)
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import PeerJoined, PeerReserved
 from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens

@@ -12,7 +12,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.geometry import Geometry
-from headrace.server.launch.channels import FrontChannel, FrontEndGone
+from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
 
 REPLIES: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
 REQUESTS: Codec[AnyFrontendRequest] = Codec(AnyFrontendRequest)

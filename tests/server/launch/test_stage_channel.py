@@ -31,7 +31,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.layout import Layout
 from headrace.engine.order_check import OrderCheck
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
-from headrace.server.launch.channels import ChannelEvent, StageChannel
+from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
 from headrace.transfer.sockets.connections import Connections
 

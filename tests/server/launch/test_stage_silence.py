@@ -13,7 +13,7 @@ from headrace.core.runtime.frames import FrameSocket, connect
 from headrace.core.runtime.liveness import Activity
 from headrace.core.stats import Stats
 from headrace.core.types.layout import Layout
-from headrace.server.launch.channels import ChannelEvent, StageChannel
+from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter
 from tests.server.launch.test_stage_channel import EVENTS, ready
 

@@ -17,7 +17,8 @@ from headrace.core.runtime.process import GROUP_ENDED_STATUS
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
 from headrace.server.launch import supervisor as module
-from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, SPINS, Child, StartFailed, Supervisor
+from headrace.server.launch.child_process import END_TIMEOUT_S, SPINS, Child, StartFailed
+from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Supervisor
 from tests.scarcity import no_descriptors
 from tests.server.launch.child import Script
 
@@ -150,7 +151,7 @@ async def test_an_exit_of_the_scheduler_ends_the_server_at_once(monkeypatch: pyt
     assert await site.supervisor.fatal == 1
     started = time.monotonic()
     await site.supervisor.end()
-    assert time.monotonic() - started < module.END_TIMEOUT_S, "stages that were not told to exit are killed at once"
+    assert time.monotonic() - started < END_TIMEOUT_S, "stages that were not told to exit are killed at once"
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Stats
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.layout import Layout
-from headrace.server.launch.channels import ChannelEvent, StageChannel
+from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import REPLY_BURST, JoinEndpoint
 from headrace.transfer.sockets.connections import Connections
