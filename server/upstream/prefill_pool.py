@@ -14,7 +14,6 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -35,6 +34,7 @@ from headrace.scheduler.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import CallObserver, PrefillCall
+from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.server.upstream.server_watch import ServerWatch
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
@@ -52,51 +52,6 @@ MISSING: dict[Feature, tuple[str, str]] = {  # code and name of what no prefill 
     "penalties": ("no_penalties", "penalties and logit_bias"),
     "hidden_states": ("no_hidden_states", "hidden states"),
 }
-
-
-class PrefillServer:
-    """One prefill server and its state."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        parts = urlsplit(url)
-        self.host = canonical(parts.hostname or "")
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.users = 0  # open requests that name it
-        self.up = False  # the scheduler has a session with its control endpoint
-        self.reason = "not reached yet"  # why it is down
-        self.changed_at: float | None = None  # when it was last reached or lost
-        self.target: Discovery | None = None  # what the scheduler was told to connect to
-        self.was_up = False
-        self.unfit = False  # down, and trying again does not help
-        self.attempts = 0  # to discover it, that have begun
-        self.failed = 0  # the last of them that failed
-        self.changed = asyncio.Event()  # set when one of these changes
-        self.wanted = asyncio.Event()  # set to have it discovered now and not after the pause
-
-    def knows(self, features: Collection[Feature]) -> bool:
-        """Whether prompts that need these features may be sent to it."""
-        return not features or (self.target is not None and all(map(self.target.knows, features)))
-
-    @property
-    def knows_logprobs_start(self) -> bool:
-        """Whether prompts sent to it may have prompt_logprobs_start."""
-        return self.target is not None and self.target.prompt_logprobs_start
-
-    def endpoint(self, control_port: int) -> str:
-        """ZMQ address of the control endpoint at this port."""
-        return url("tcp", urlsplit(self.url).hostname or "", control_port)
-
-    def matches(self, address: PrefillAddress) -> bool:
-        """Whether a request with this address means this server."""
-        found = self.target
-        if found is not None and address.engine and address.engine == found.instance:
-            return True
-        if canonical(address.host) != self.host:
-            return False
-        if address.kind == "control":
-            return found is not None and address.port == found.control_port
-        return address.port == self.port or (found is not None and address.port == found.bootstrap_port)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -247,7 +202,7 @@ class PrefillPool:
             self._named[server.url] = self._named.pop(server.url)
         server.users += 1
         try:
-            if not server.up and not await self._found(server):
+            if not server.up and not await server.found(CONNECT_TIMEOUT_S):
                 raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
             yield server
         finally:
@@ -260,7 +215,7 @@ class PrefillPool:
         another control port. None if the host has no such server. Raises HeadraceError (503) if they stay down."""
         down = [server for server in self._servers.values() if server.host == canonical(address.host) and not server.up]
         for server in down:
-            if await self._found(server) and server.matches(address):
+            if await server.found(CONNECT_TIMEOUT_S) and server.matches(address):
                 return server
         for server in down:
             if not server.up:
@@ -327,7 +282,7 @@ class PrefillPool:
                 log.debug("prefill server %s: %s", server.url, server.reason)
             else:
                 self._connect(server, found)
-                if await self._came_up(server, DISCOVERY_TIMEOUT_S + pause_s):
+                if await server.came_up(DISCOVERY_TIMEOUT_S + pause_s):
                     backoff.reset()
                     await self._watch(server)
                     pause_s = backoff.next_delay()
@@ -356,7 +311,7 @@ class PrefillPool:
         """Learn what the choice goes by, until the server is down."""
         number = self._number(server)
         if number is None or not self._by_score:
-            await self._until_down(server)
+            await server.until_down()
             return
         watch = ServerWatch(
             self._router,
@@ -364,36 +319,9 @@ class PrefillPool:
             server.host,
             self._clock,
             lambda: self._discovery.handoff(server.url, key=self._gets_key(server)),
-            lambda: self._until_down(server),
+            server.until_down,
         )
         await watch.until_down()
-
-    async def _found(self, server: PrefillServer) -> bool:
-        """Have a server that is down discovered now, and wait for it as long as it may come up."""
-        before = server.attempts
-        server.wanted.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                while not (server.up or server.unfit or server.failed > before):
-                    server.changed.clear()
-                    await server.changed.wait()
-        server.reason = server.reason or "its control endpoint does not answer"
-        return server.up
-
-    async def _came_up(self, server: PrefillServer, within_s: float) -> bool:
-        try:
-            async with asyncio.timeout(within_s):
-                while not server.up:
-                    server.changed.clear()
-                    await server.changed.wait()
-        except TimeoutError:
-            server.reason = server.reason or "its control endpoint does not answer"
-        return server.up
-
-    async def _until_down(self, server: PrefillServer) -> None:
-        while server.up:
-            server.changed.clear()
-            await server.changed.wait()
 
     def _gets_key(self, server: PrefillServer) -> bool:
         return server.url in self._servers or is_named(self._rules, server.host, server.port)
