@@ -30,12 +30,13 @@ from headrace.core.types.request import (
     SamplingParams,
     SendTo,
 )
+from headrace.server.frontend.call import Call
 from headrace.server.frontend.call_span import CallSpan
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.hidden_states import joined
 from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
-from headrace.server.frontend.scheduler_client import Call, SchedulerClient
+from headrace.server.frontend.scheduler_client import SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
