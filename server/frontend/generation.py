@@ -19,20 +19,11 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
-from headrace.core.types.outcomes import HELD
-from headrace.core.types.request import (
-    AnyRoute,
-    DecodeHere,
-    Discard,
-    FetchFrom,
-    FinishReason,
-    PromptPosting,
-    SamplingParams,
-    SendTo,
-)
+from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, PromptPosting, SamplingParams, SendTo
 from headrace.server.frontend.call import Call
 from headrace.server.frontend.call_span import CallSpan
 from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.generation_result import delta_of, finish_reason, held_result, result_of, stop_reason
 from headrace.server.frontend.hidden_states import joined
 from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
@@ -133,8 +124,8 @@ class GenerationRunner:
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
         states = joined(hidden, len(request.prompt))
         if isinstance(event, Held):
-            return first, _held(event, states)
-        result = _result(event, _finish_reason(event.reason), event.usage.completion_tokens, states)
+            return first, held_result(event, states)
+        result = result_of(event, finish_reason(event.reason), event.usage.completion_tokens, states)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
     async def _prefill_anywhere(
@@ -268,7 +259,7 @@ class GenerationRunner:
                 case Tokens() if not stopped:
                     if not seen and call.fetches:
                         await self._check_first(call, request, event.tokens)
-                    await emit(_delta(text, hidden_ends, event))
+                    await emit(delta_of(text, hidden_ends, event))
                     stopped = text.stopped
                     if stopped and not call.ends_with(event.tokens[: text.tokens - seen]):
                         call.finish()
@@ -276,10 +267,10 @@ class GenerationRunner:
                 case RequestFinished():
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
-                    reason = "stop" if stopped else _finish_reason(event.reason) or "stop"
+                    reason = "stop" if stopped else finish_reason(event.reason) or "stop"
                     states = joined(hidden, len(request.prompt) + max(0, text.tokens - 1))
-                    result = _result(event, reason, text.tokens, states)
-                    return msgspec.structs.replace(result, stop_reason=_stop_reason(text, request.sampling))
+                    result = result_of(event, reason, text.tokens, states)
+                    return msgspec.structs.replace(result, stop_reason=stop_reason(text, request.sampling))
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
@@ -312,54 +303,3 @@ def _is_retryable(error: ErrorInfo) -> bool:
 def _outgoing_route(request: GenerationRequest) -> AnyRoute:
     """Where the KV of a prompt that is only computed here goes."""
     return SendTo(request.ticket, request.hold) if request.ticket else Discard()
-
-
-def _stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
-    """What ended the text, if the client has named it."""
-    ended_by = text.ended_by
-    return ended_by if isinstance(ended_by, str) or ended_by in sampling.stop_token_ids else None
-
-
-def _delta(text: TextStream, hidden_ends: frozenset[int], event: Tokens) -> GenerationDelta:
-    """The text of new tokens, up to the one that ends it. hidden_ends: those of which nothing is told."""
-    pieces: list[str] = []
-    shown = ended = 0
-    for token in event.tokens:
-        pieces.append(text.push(token))
-        ended = text.stopped and token in hidden_ends
-        shown += not ended
-        if text.stopped:
-            break
-    logprobs = event.logprobs
-    return GenerationDelta("".join(pieces), event.tokens[:shown], logprobs[:shown], logprobs[shown : shown + ended])
-
-
-def _finish_reason(reason: str) -> FinishReason | None:
-    return "stop" if reason == "stop" else "length" if reason == "length" else None
-
-
-def _result(
-    event: RequestFinished, reason: FinishReason | None, completion_tokens: int, hidden: HiddenStates | None
-) -> GenerationResult:
-    return GenerationResult(
-        finish_reason=reason,
-        kv="" if reason else event.reason,
-        usage=msgspec.structs.replace(event.usage, completion_tokens=completion_tokens),
-        timing=event.timing,
-        handoff=event.handoff,
-        peer=event.peer,
-        prompt_logprobs=event.prompt_logprobs,
-        hidden=hidden,
-    )
-
-
-def _held(event: Held, hidden: HiddenStates | None) -> GenerationResult:
-    return GenerationResult(
-        finish_reason=None,
-        kv=HELD,
-        usage=event.usage,
-        timing=event.timing,
-        prompt_logprobs=event.prompt_logprobs,
-        hidden=hidden,
-        lease_s=event.lease_s,
-    )

@@ -1,0 +1,64 @@
+"""What a client gets of the scheduler's events: new text, and how the request ended."""
+
+import msgspec
+
+from headrace.core.messages.replies import Held, RequestFinished, Tokens
+from headrace.core.types.draft import HiddenStates
+from headrace.core.types.outcomes import HELD
+from headrace.core.types.request import FinishReason, SamplingParams
+from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.tokenizer.detokenizer import TextStream
+
+
+def stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
+    """What ended the text, if the client has named it."""
+    ended_by = text.ended_by
+    return ended_by if isinstance(ended_by, str) or ended_by in sampling.stop_token_ids else None
+
+
+def delta_of(text: TextStream, hidden_ends: frozenset[int], event: Tokens) -> GenerationDelta:
+    """The text of new tokens, up to the one that ends it. hidden_ends: those of which nothing is told."""
+    pieces: list[str] = []
+    shown = ended = 0
+    for token in event.tokens:
+        pieces.append(text.push(token))
+        ended = text.stopped and token in hidden_ends
+        shown += not ended
+        if text.stopped:
+            break
+    logprobs = event.logprobs
+    return GenerationDelta("".join(pieces), event.tokens[:shown], logprobs[:shown], logprobs[shown : shown + ended])
+
+
+def finish_reason(reason: str) -> FinishReason | None:
+    """Why the text ended, as APIs name it; None for a prompt that does not go on here."""
+    return "stop" if reason == "stop" else "length" if reason == "length" else None
+
+
+def result_of(
+    event: RequestFinished, reason: FinishReason | None, completion_tokens: int, hidden: HiddenStates | None
+) -> GenerationResult:
+    """How a request ended. reason: None if its prompt does not go on here."""
+    return GenerationResult(
+        finish_reason=reason,
+        kv="" if reason else event.reason,
+        usage=msgspec.structs.replace(event.usage, completion_tokens=completion_tokens),
+        timing=event.timing,
+        handoff=event.handoff,
+        peer=event.peer,
+        prompt_logprobs=event.prompt_logprobs,
+        hidden=hidden,
+    )
+
+
+def held_result(event: Held, hidden: HiddenStates | None) -> GenerationResult:
+    """How a request ended whose KV is held for a peer."""
+    return GenerationResult(
+        finish_reason=None,
+        kv=HELD,
+        usage=event.usage,
+        timing=event.timing,
+        prompt_logprobs=event.prompt_logprobs,
+        hidden=hidden,
+        lease_s=event.lease_s,
+    )
