@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from headrace.core.messages.peers import TellCancelled, TellFailed, TellFinished
 from headrace.core.runtime.rate_limit import TokenBucket
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.errors import TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length, unpack
+from headrace.transfer.control.quotas import page_limit
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
@@ -92,7 +93,24 @@ class PeerSession:
             del self.ended[next(iter(self.ended))]
 
 
-def reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
+def reservation_refusal(peer: PeerSession, reserve: Reserve, limit: int) -> ErrorInfo | None:
+    """Why a reservation is refused: by the limits of this server, or by the peer's own hello; None if it is not.
+    limit: of open tickets."""
+    current = peer.tickets.get(reserve.ticket)
+    if current is not None:
+        text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
+        return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
+    if len(peer.tickets) >= limit:
+        text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
+        return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+    if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
+        text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
+        return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+    text = _reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
+    return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
+
+
+def _reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> str:
     """How a reservation does not fit the hello, naming both values; "" when it does.
 
     The scheduler relies on it: of a reservation it compares only the prompt with its own.

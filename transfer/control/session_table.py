@@ -25,10 +25,10 @@ from headrace.core.messages.peers import (
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.draft import MAX_DRAFT_TOKENS, DraftTerms
-from headrace.core.types.errors import NOT_READY, TICKET_IN_USE, ErrorInfo
+from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
 from headrace.transfer.control.backend_health import BackendHealth
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, page_limit, renewal_limit
+from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (
     UNKNOWN,
     OpenTicket,
@@ -36,7 +36,7 @@ from headrace.transfer.control.session import (
     Sender,
     failed,
     final_reply,
-    reservation_error,
+    reservation_refusal,
 )
 from headrace.transfer.control.session_shares import gives_way
 from headrace.transfer.protocol import checksum, matching, messages
@@ -274,7 +274,7 @@ class SessionTable:
         if reserve.generation <= known:
             self.counters.add("stale_messages_total", labels=("reserve",))
             return Outcome([], [])
-        error = self._reservation_refusal(peer, reserve, current)
+        error = reservation_refusal(peer, reserve, self._config.max_tickets_per_peer)
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
             peer.end(reserve.ticket, reserve.generation)  # a late copy of the message must not revive it
@@ -304,21 +304,6 @@ class SessionTable:
             self.counters.add("stale_messages_total", labels=("too_many_renewals",))
             return []
         return [PeerRenewed(session=peer.session, tickets=ping.renew)]
-
-    def _reservation_refusal(self, peer: PeerSession, reserve: Reserve, current: OpenTicket | None) -> ErrorInfo | None:
-        """Why a reservation is refused: by the limits of this server, or by the peer's own hello; None if it is not."""
-        limit = self._config.max_tickets_per_peer
-        if current is not None:
-            text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
-            return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
-        if len(peer.tickets) >= limit:
-            text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
-            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
-        if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
-            text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
-            return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
-        text = reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
-        return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
 
     def _cancel(self, peer: PeerSession, cancel: Cancel) -> Outcome:
         current = peer.tickets.get(cancel.ticket)
