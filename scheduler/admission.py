@@ -10,7 +10,8 @@ from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.binding import Binding, bind
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.metrics import ADMISSION

@@ -10,7 +10,7 @@ Seconds refuse nothing while the cost model is stale, or has seen no plan: the b
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import QUEUE_FULL, SLO_UNREACHABLE, ErrorInfo
 from headrace.core.types.packed import packed_length
-from headrace.scheduler.requests.record import Phase
+from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.ttft_prediction import Prediction

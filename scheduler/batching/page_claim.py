@@ -9,7 +9,8 @@ after it was refused never hold more than the rest of the pool:
 The rest of the pool goes on serving short prompts meanwhile.
 """
 
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 
 
 class PageClaim:

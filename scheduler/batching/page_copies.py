@@ -14,7 +14,8 @@ from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.node import TIERS, Node, PageLoad, PageStore
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.copy_table import PendingCopy
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.replica import Replica

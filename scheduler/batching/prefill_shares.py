@@ -17,7 +17,8 @@ from math import ceil
 from headrace.scheduler.batching.starting import LOOKED_AT, Starter
 from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.costs.cost_model import Load
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 

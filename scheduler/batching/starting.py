@@ -4,7 +4,8 @@ from functools import partial
 
 from headrace.scheduler.batching.page_claim import PageClaim
 from headrace.scheduler.decode.fetch import RemoteFetch
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 

@@ -29,7 +29,8 @@ from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.request import FetchFrom, FirstToken
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingTransfer, RemoteWriter
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State

@@ -7,7 +7,8 @@ from headrace.core.types.outcomes import DISCARDED
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
 from headrace.scheduler.state.state import State
 

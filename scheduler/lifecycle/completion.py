@@ -17,7 +17,8 @@ from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, T
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.request import FetchFrom, FirstToken, SendTo
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingState, OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State

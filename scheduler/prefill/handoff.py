@@ -18,7 +18,8 @@ from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan

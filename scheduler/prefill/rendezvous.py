@@ -26,7 +26,8 @@ from headrace.core.types.packed import prompt_hash, unpack
 from headrace.core.types.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State

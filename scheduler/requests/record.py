@@ -1,16 +1,6 @@
-"""The record of one request: everything that the scheduler knows about it, and its phase.
-
-             BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo
-                          WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo, computed before its peer reserves
-                          WAITING ─► RUNNING ──► DONE                   route Discard
-                          WAITING ─► RUNNING ──► GENERATING ─► DONE     route DecodeHere
-                          WAITING ─► FETCHING ─► GENERATING ─► DONE     route FetchFrom
-                             ▲────── preempted ──────┘
-any of them ─► FAILED, which is absorbing and keeps the first reason
-"""
+"""The record of one request: everything that the scheduler knows about it."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import GrammarStart
@@ -33,26 +23,9 @@ from headrace.core.types.request import (
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.requests.phase import ENDED, Phase, timing
 from headrace.scheduler.requests.span_log import SpanLog
 from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
-
-
-class Phase(Enum):
-    """Where a request is on its way."""
-
-    BOOTSTRAP = "bootstrap"  # a peer has to reserve pages before it is computed
-    WAITING = "waiting"  # may be started
-    RUNNING = "running"  # has pages; the first token is not known
-    INFLIGHT = "inflight"  # computed; held for a peer, or not every stage's bytes are acknowledged
-    FETCHING = "fetching"  # KV is coming from a prefill server
-    GENERATING = "generating"  # decoding here
-    DONE = "done"
-    FAILED = "failed"
-
-    __hash__ = object.__hash__  # Enum hashes the name, in Python: slow in the counts by phase
-
-
-ENDED = (Phase.DONE, Phase.FAILED)
 
 
 @dataclass(slots=True, eq=False)
@@ -347,13 +320,7 @@ class Request:
 
     def timing(self) -> Timing:
         """Seconds by phase, of the phases that were left."""
-        return Timing(
-            bootstrap_s=self.spent.get(Phase.BOOTSTRAP, 0.0),
-            queue_s=self.spent.get(Phase.WAITING, 0.0),
-            forward_s=self.spent.get(Phase.RUNNING, 0.0),
-            transfer_s=self.spent.get(Phase.INFLIGHT, 0.0) + self.spent.get(Phase.FETCHING, 0.0),
-            decode_s=self.spent.get(Phase.GENERATING, 0.0),
-        )
+        return timing(self.spent)
 
     def usage(self) -> Usage:
         """Token counts for the front end."""

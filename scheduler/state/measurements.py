@@ -3,7 +3,8 @@
 from headrace.core.stats import Counters, Histograms
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.outcomes import end_of
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.metrics import ANONYMOUS, ERRORS, SALTED
 from headrace.scheduler.state.plan_log import PlanLog
 from headrace.scheduler.state.trace_log import TraceLog

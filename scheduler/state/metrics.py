@@ -15,7 +15,7 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.outcomes import FAILED, OTHER, REFUSED
 from headrace.scheduler.kv.node import TIERS
-from headrace.scheduler.requests.record import Phase
+from headrace.scheduler.requests.phase import Phase
 
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.shares import Shares
 
 QUEUED = (Phase.BOOTSTRAP, Phase.WAITING)

@@ -9,7 +9,8 @@ from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.metrics import QUEUES
 from headrace.scheduler.state.queued_shares import QueuedShares
 

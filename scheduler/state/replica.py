@@ -12,7 +12,8 @@ from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import make_policy
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.bubbles import Bubbles
 from headrace.scheduler.state.copy_table import CopyTable
 from headrace.scheduler.state.events import Effects

@@ -6,7 +6,8 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.kv_tiers import Tier
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.state.binding import bind
 from headrace.scheduler.state.deadlines import Deadlines

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.trace import Buffer, LoadSample, PhaseTrace, RequestName, SchedulerTrace
 from headrace.core.types.layout import Layout
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.metrics import QUEUES
 
 MAX_SPANS = 100_000

@@ -12,7 +12,8 @@ prompts of one that has more of the pool than is left wait, not computed, until 
 
 from collections.abc import Iterable, Iterator
 
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.peer_tables import DecodePeerTable
 from headrace.scheduler.state.shares import Shares
 

@@ -15,7 +15,8 @@ from headrace.core.status import (
     TierPages,
 )
 from headrace.scheduler.kv.node import TIERS
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.plan_log import WINDOW_S, PlanLog
 from headrace.scheduler.state.state import State
 

@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 from headrace.core.types.request import FetchFrom, SendTo
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.requests.transfers import IncomingTransfer
 from headrace.scheduler.scheduler import Scheduler

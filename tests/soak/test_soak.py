@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.scheduler.requests.record import Phase
+from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.transfers import IncomingState, RemoteWriter
 from headrace.scheduler.simulation.scenario import Scenario
 from tests.soak.cases import Case, Result, as_json, case_of, from_json, run_case, signature

@@ -1,6 +1,6 @@
 """The declared transitions of every state machine, in one table: machine, state before > state after, and the events.
 
-request   see scheduler/requests/record.py: held (ticket flow), sent (rendezvous), fetched, own (decoded here, or not)
+request   see scheduler/requests/phase.py: held (ticket flow), sent (rendezvous), fetched, own (decoded here, or not)
 ticket    see scheduler/state/tickets.py         incoming transfer, remote writer   see scheduler/requests/transfers.py
 peers     see scheduler/state/peer_tables.py     session, inbound and outbound KV   see transfer/
 

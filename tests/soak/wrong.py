@@ -13,7 +13,8 @@ from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.replica import Replica

@@ -8,7 +8,8 @@ from headrace.core.messages.orders import Forward
 from headrace.core.types.request import FetchFrom
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.scheduler import Effect
 from headrace.scheduler.simulation.scenario import Scenario, Shape
 from headrace.scheduler.simulation.simulator import simulate

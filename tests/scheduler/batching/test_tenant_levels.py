@@ -5,7 +5,8 @@ from itertools import count
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.request import Discard, SamplingParams
 from headrace.scheduler.policies.tenant_levels import TenantLevels
-from headrace.scheduler.requests.record import Phase, Request
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
 
 LAG_S = 1.0
 
